@@ -23,7 +23,7 @@ import numpy as np
 from fuzzing import COUNTS, SECONDS, attempt
 from places import ROOT
 
-from compress.commands.compare import compare_bundles
+from compress.commands.compare import compare_bundles, print_comparison
 from compress.commands.inspect import inspect_bundle
 from runtime import open_bundle
 from runtime.bundle.format import canonical_json, read_samples, verify, write_bundle
@@ -115,7 +115,7 @@ def use_bundle(kind: str, root: Path) -> None:
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115
     with quiet.file:
         attempt(kind, lambda: inspect_bundle(root, quiet))
-        attempt(kind, lambda: compare_bundles([root], quiet))
+        attempt(kind, lambda: print_comparison(compare_bundles([root, root]), quiet))
         attempt(kind, lambda: verify(root))
         attempt(kind, lambda: predict(root))
         attempt(kind, lambda: validate(root, ["onnxruntime-cpu"], report_folder=root.parent / "report"))

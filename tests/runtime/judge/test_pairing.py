@@ -1,4 +1,4 @@
-"""Comparing judged bundles: what is called real, in simulations whose truth is known; what is paired; what is refused."""
+"""Comparing judged bundles: what is called real where the truth is known, what is paired, what is refused."""
 
 from __future__ import annotations
 

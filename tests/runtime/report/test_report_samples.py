@@ -47,12 +47,12 @@ def test_beyond_the_bound_metrics_are_left_out_by_name(tmp_path: Path, monkeypat
 def test_a_file_of_another_report_is_refused(tmp_path: Path) -> None:
     kept = keep_samples(COLUMNS, tmp_path)
     keep_samples({"kl": COLUMNS["kl"]}, tmp_path)
-    with pytest.raises(UsageError, match="is not the one that report.json beside it was written with"):
+    with pytest.raises(UsageError, match=r"is not the one that report\.json beside it was written with"):
         read_kept_samples(tmp_path / SAMPLES_FILE, kept)
 
 
 @pytest.mark.parametrize("column", [KeptColumn("column999", "float64"), KeptColumn("column000", "object")])
 def test_columns_that_are_none_are_refused(tmp_path: Path, column: KeptColumn) -> None:
     kept = replace(keep_samples(COLUMNS, tmp_path), columns={"kl": (column,)})
-    with pytest.raises(UsageError, match="cannot be read as the columns of report.json"):
+    with pytest.raises(UsageError, match=r"cannot be read as the columns of report\.json"):
         read_kept_samples(tmp_path / SAMPLES_FILE, kept)
