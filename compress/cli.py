@@ -102,7 +102,7 @@ def apply(
             earlier = None if baseline is None else read_stored_report(baseline)
             report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
-            _show_report(report, as_json, out)
+            _show_report(report, as_json, out, new=True)
 
 
 @app.command()
@@ -185,7 +185,27 @@ def validate(
 
             earlier = None if baseline is None else read_stored_report(baseline)
             report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
-        _show_report(report, as_json)
+        _show_report(report, as_json, bundle, report_folder)
+
+
+@app.command()
+def report(
+    bundle: BundleFolder,
+    report_folder: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Where report.json lies and the page goes; default: the bundle."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write report.html, the page of a bundle's last judgement, also of one that was judged elsewhere."""
+    with ending(as_json):
+        from compress.commands.report import make_page
+
+        page = make_page(bundle, report_folder)
+        if as_json:
+            print_json({"page": str(page)})
+        else:
+            typer.echo(f"{page}: written")
 
 
 @app.command()
@@ -200,7 +220,7 @@ def compile(
             from compress.commands.compile import compile_bundle
 
             report = compile_bundle(bundle, again)
-        _show_report(report, as_json, bundle)
+        _show_report(report, as_json, bundle, new=True)
 
 
 @app.command()
@@ -357,16 +377,23 @@ def _tell_code(recipe: Recipe) -> None:
         typer.echo(f"note: Python of this recipe's metrics runs where it is built: {listed} (SECURITY.md)", err=True)
 
 
-def _show_report(report: Any, as_json: bool, bundle: Path | None = None) -> None:
-    """Print it, and where the bundle is if it is new; end with the verdict's exit code."""
+def _show_report(
+    report: Any, as_json: bool, bundle: Path, report_folder: Path | None = None, new: bool = False
+) -> None:
+    """Write its page, print it, and where the bundle is if that is `new`; end with the verdict's exit code."""
+    from compress.commands.report import add_page
     from runtime.report.report import render_text, to_dict
 
+    with quiet_stdout(as_json):
+        page = add_page(bundle, report, report_folder)
     if as_json:
         print_json(to_dict(report))
     else:
         typer.echo(render_text(report))
-        if bundle is not None:
+        if new:
             typer.echo(f"bundle: {bundle}")
+        if page is not None:
+            typer.echo(f"page: {page}")
     raise typer.Exit(report.exit_code)
 
 

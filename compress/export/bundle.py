@@ -26,6 +26,7 @@ from compress.export.openvino import reads_texts, write_ir, write_tokenizer
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
+from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.quantize.state import FLOAT8, GraphState
@@ -144,7 +145,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     write_json(staging / "lock.json", contents.lock)
     here = [note.text for note in notes if isinstance(note, HostNote)]
     write_json(staging / HOST, {**contents.host, "notes": here})
-    layers = [*contents.layers, *note_rows(notes)]
+    layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
     write_json(staging / "layers.json", layers)
     manifest = Manifest(
         name=recipe.name,
@@ -166,6 +167,13 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     )
     (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
     return write_bundle(staging, manifest), notes
+
+
+def _name_weights(rows: Sequence[Mapping[str, Any]], graphs: Graphs | None) -> list[dict[str, Any]]:
+    """Return the rows of layers with the names that their weights have in the float graph, where there is one."""
+    layers = find_layers(graphs.float_model) if graphs is not None else []
+    weights = {layer.name: {"weight": layer.weight.name} for layer in layers}
+    return [{**row, **weights.get(str(row["layer"]), {})} for row in rows]
 
 
 def note_rows(notes: Sequence[Note]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from zlib import crc32
 import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID, BEFORE, AFTER = "#010101", "#010102", "#010103", "#010104", "#010105"
@@ -93,12 +95,20 @@ def draw_lines(
             for number, line in enumerate(lines)
         ]
         if log_y:
-            axes.set_yscale("log")
+            axes.set_yscale("log", subs=[2, 5])
+            write_plainly(axes.yaxis)
         axes.set(xlabel=x_label, ylabel=y_label)
         if len(lines) > 1:
             axes.legend(drawn, [clean_text(line.name) for line in lines])
 
     return draw_chart(label, paint, full)
+
+
+def write_plainly(axis: Axis) -> None:
+    """Write the numbers of a logarithmic axis as they are, 1, 2, 5, 10; it was set with `subs=[2, 5]`."""
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    few = math.log10(max(axis.get_view_interval()) / min(axis.get_view_interval())) < 2.5
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if few else "")
 
 
 def tip(text: str) -> str:

@@ -251,7 +251,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield f"since {report.since.before}"
         yield from _align_columns([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)])
         yield from (f"  {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))
-    if stages := _stage_cells(report):
+    if stages := stage_cells(report):
         yield ""
         yield "where the time of an answer goes"
         yield from _align_columns([STAGE_HEADS, *stages])
@@ -275,7 +275,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.backends:
         yield ""
         yield "other ways to run it"
-        yield from _align_columns([_format_backend(row) for row in report.backends])
+        yield from _align_columns([backend_cells(row) for row in report.backends])
     if report.advice:
         yield ""
         yield from (f"- {sentence}" for sentence in report.advice)
@@ -287,7 +287,7 @@ STAGES_KEY = "stages_p50_ms"
 STAGE_HEADS = ("stage", "before", "after")
 
 
-def _stage_cells(report: Findings) -> list[tuple[str, str, str]]:
+def stage_cells(report: Findings) -> list[tuple[str, str, str]]:
     """Return for each stage of a whole answer that takes time its median, and its share of both models' answers."""
     sides = report.benchmark.get(STAGES_KEY)
     if not sides:
@@ -312,7 +312,10 @@ def _align_columns(cells: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _format_backend(row: Mapping[str, Any]) -> tuple[str, ...]:
+BACKEND_HEADS = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
+
+
+def backend_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the cells of a row: backend, model, precision, latency, speed-up, closeness to the baseline, remark."""
     who = row["name"], row["artifact"], row["precision"]
     if row.get("error"):
@@ -344,7 +347,7 @@ def render_markdown(report: Findings) -> str:
         lines += ["", f"## Since {report.since.before}", ""]
         lines += _render_markdown_table(DIFFERENCE_HEADS, [difference_cells(one) for one in report.since.differences])
         lines += ["", *(f"- {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))]
-    if stages := _stage_cells(report):
+    if stages := stage_cells(report):
         lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
     for table in choose_slices(report):
         lines += ["", f"## {table.metric} by {table.column}", ""]
@@ -361,8 +364,7 @@ def render_markdown(report: Findings) -> str:
         lines += ["", "```", *map(curve_line, curves), "```"]
     if report.backends:
         lines += ["", "## Other ways to run it", ""]
-        heads = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
-        lines += _render_markdown_table(heads, [_format_backend(row) for row in report.backends])
+        lines += _render_markdown_table(BACKEND_HEADS, [backend_cells(row) for row in report.backends])
     lines += ["", "## Where it was measured", ""]
     lines += [f"- quality: by {report.scored_by}, when the bundle was built"] if report.scored_by else []
     lines += [

@@ -1,0 +1,48 @@
+"""`compress report`, and the page that ends `apply`, `validate` and `compile`."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import typer
+
+from compress.commands.endings import DEBUG
+from runtime.bundle.format import read_manifest
+from runtime.errors import UsageError
+from runtime.judge.findings import Findings
+from runtime.processes.endings import is_debugging
+from runtime.report.reading import read_report
+
+
+def make_page(bundle: Path, folder: Path | None = None) -> Path:
+    """Write the page of the report.json in `folder` (default: the bundle) beside it, and return its path.
+
+    Raises UsageError where there is no such report, or it is of another bundle; BundleError, OutputError.
+    """
+    from compress.pages.report import write_report_page
+
+    manifest, folder = read_manifest(bundle), folder or bundle
+    report = read_report(folder / "report.json")
+    if report.manifest_digest not in ("", manifest.digest):
+        raise UsageError(f"{folder / 'report.json'}: is of another bundle; `compress validate {bundle}` writes it anew")
+    return write_report_page(bundle, report, folder)
+
+
+def add_page(bundle: Path, report: Findings, folder: Path | None = None) -> Path | None:
+    """Write the page of a judgement that has just been made, beside its other reports, and return its path.
+
+    Whatever goes wrong is told on stderr, and None returned: report.json and report.md stand, and so does the verdict.
+    """
+    try:
+        from compress.pages.report import write_report_page
+
+        return write_report_page(bundle, report, folder or bundle)
+    except Exception as error:  # noqa: BLE001  (the verdict of hours is not lost to a picture)
+        if is_debugging():
+            traceback.print_exc()
+        way_out = (
+            f"report.json and report.md hold all of it; `compress report {bundle}` tries again, {DEBUG}=1 says where"
+        )
+        typer.echo(f"report.html could not be written: {type(error).__name__}: {error}; {way_out}", err=True)
+        return None
