@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 from compress.errors import RecipeError
+from compress.pages.layers import real_layers
+from compress.pages.report import describe_sizes
 from compress.recipe.places import RecipeFindings, plain
 from compress.recipe.yaml_source import read_with_includes
-from runtime.bundle.format import NO_LAYERS
+from runtime.bundle.format import read_manifest
 from runtime.judge.findings import Findings
 
 ABSENT = "-"
@@ -41,6 +43,8 @@ class LayerState:
     error: str = ""
     """The name of what `value` is: sqnr_db, output_error, ..."""
     value: float | None = None
+    size_bytes: int | None = None
+    """Of its tensors in the candidate's file; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +119,31 @@ def _write(value: Any, is_there: bool = True) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def compare_layers(before: Findings, after: Findings) -> list[LayerChange]:
-    """Return the layers whose scheme or measured error differs, those of `before` first."""
-    old, new = _describe_layers(before.layers), _describe_layers(after.layers)
+def compare_layers(
+    before: Findings, after: Findings, sizes: tuple[Mapping[str, int], Mapping[str, int]] = ({}, {})
+) -> list[LayerChange]:
+    """Return the layers whose scheme, size or measured error differs, those of `before` first.
+
+    `sizes`: bytes of each layer in both candidates' files, as `measure_layers` gives them.
+    """
+    old, new = (_describe_layers(side.layers, known) for side, known in zip((before, after), sizes, strict=True))
     names = dict.fromkeys((*old, *new))
     changes = [LayerChange(name, old.get(name, LayerState()), new.get(name, LayerState())) for name in names]
     return [change for change in changes if _differs(change)]
 
 
-def _describe_layers(rows: Sequence[Any]) -> dict[str, LayerState]:
-    layers = [row for row in rows if isinstance(row, dict) and row.get("type") not in NO_LAYERS and row.get("layer")]
-    return {str(row["layer"]): _describe_layer(row) for row in layers}
+def measure_layers(bundle: Path, report: Findings) -> dict[str, int]:
+    """Return the bytes of each layer in the file of the bundle's candidate; nothing of what names no tensors.
+
+    Raises BundleError for a damaged file.
+    """
+    sizes = describe_sizes(bundle, read_manifest(bundle), report, real_layers(report.layers))
+    return {} if sizes is None else {size.name: size.after for size in sizes.layers}
+
+
+def _describe_layers(rows: Sequence[Any], sizes: Mapping[str, int]) -> dict[str, LayerState]:
+    layers = {str(row["layer"]): row for row in real_layers(rows)}
+    return {name: replace(_describe_layer(row), size_bytes=sizes.get(name)) for name, row in layers.items()}
 
 
 def _describe_layer(row: Mapping[str, Any]) -> LayerState:
@@ -140,6 +158,7 @@ def _describe_layer(row: Mapping[str, Any]) -> LayerState:
 
 def _differs(change: LayerChange) -> bool:
     before, after = change.before, change.after
-    if (before.scheme, before.error) != (after.scheme, after.error) or before.value is None or after.value is None:
+    if before.value is None or after.value is None or before.error != after.error:
         return before != after
-    return not math.isclose(before.value, after.value, rel_tol=SAME_ERROR)
+    same_error = math.isclose(before.value, after.value, rel_tol=SAME_ERROR)
+    return not same_error or replace(before, value=after.value) != after

@@ -11,9 +11,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compress.commands.bundle_diff import LayerChange, LayerState, RecipeChange, compare_layers, compare_recipes
+from compress.commands.bundle_diff import (
+    LayerChange,
+    LayerState,
+    RecipeChange,
+    compare_layers,
+    compare_recipes,
+    measure_layers,
+)
 from compress.errors import RecipeError
+from compress.pages.comparison import ComparisonPart, render_comparison
 from compress.recipe.templates import write_new
+from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
 from runtime.judge.comparison import Comparison, Difference
 from runtime.judge.findings import Side
@@ -89,7 +98,13 @@ def _compare_pair(
     except RecipeError as error:
         notes.append(f"The recipes are not compared: {'; '.join(error.problems)}.")
     runs = [] if list_different_runs(first, other) else list_runs(first.report.candidate, other.report.candidate)
-    layers = compare_layers(first.report, other.report)
+    sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    try:
+        if all((path / MANIFEST).is_file() for path in (old, new)):
+            sizes = measure_layers(old, first.report), measure_layers(new, other.report)
+    except BundleError as error:
+        notes.append(f"The layers' sizes are not compared: {'; '.join(error.problems)}.")
+    layers = compare_layers(first.report, other.report, sizes)
     return ComparedBundle(measured, tuple(recipe), tuple(layers), tuple(runs), tuple(notes))
 
 
@@ -187,14 +202,14 @@ def _make_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def format_layer(state: LayerState) -> str:
-    """Format what became of a layer: "w4 W4A16, group 32; output_error 0.012"."""
-    return state.scheme if state.value is None else f"{state.scheme}; {state.error} {state.value:.4g}"
+    """Format what became of a layer: "w4 W4A16, group 32; 1.5 KiB; output_error 0.012"."""
+    size = "" if state.size_bytes is None else size_text(state.size_bytes)
+    error = "" if state.value is None else f"{state.error} {state.value:.4g}"
+    return "; ".join(part for part in (state.scheme, size, error) if part)
 
 
 def write_page(bundles: Sequence[ComparedBundle], file: Path) -> None:
     """Write the comparison as a page. Raises OutputError where that cannot be done."""
-    from compress.pages.comparison import ComparisonPart, render_comparison  # draws charts: a second of imports
-
     parts = [
         ComparisonPart(
             bundle.measured,

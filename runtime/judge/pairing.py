@@ -31,7 +31,7 @@ GRAIN = 0.001
 """Of a size: what names and versions inside of files may move it by."""
 RUN_TO_RUN = 0.03
 """Of a speed-up: what another run of the same bundle on the same idle machine may move it by, beyond what the rounds of
-one run show: where memory lies, the clock's pace (`benchmarks/compare_noise.py`)."""
+one run show: where memory lies, the clock's pace (`benchmarks/comparison_noise.py`)."""
 WORKLOAD = (
     *("batch_size", "throughput_batch_size", "sequence_length", "prompt_tokens", "new_tokens"),
     *("latency_percentile", "latency_limit_ms", "ttft_limit_ms", "tpot_limit_ms"),
@@ -94,12 +94,18 @@ def find_incomparable(old: StoredReport, new: StoredReport) -> list[str]:
             ]
     assert before.evaluation is not None and after.evaluation is not None
     if before.evaluation.samples != after.evaluation.samples:
+        sets = " and ".join(_name_samples(report) for report in (before, after))
         return [
-            f"{names}: different evaluation sets, {before.n_samples} samples (digest {before.evaluation.samples[:12]}) "
-            f"and {after.n_samples} (digest {after.evaluation.samples[:12]}): what differs may be the samples; build "
-            "both with the same data.evaluation"
+            f"{names}: different evaluation sets, {sets}: what differs may be the samples; build both with the same "
+            "data.evaluation"
         ]
     return []
+
+
+def _name_samples(report: Report) -> str:
+    assert report.evaluation is not None
+    digest = f"digest {report.evaluation.samples[:12]}"
+    return f"{report.n_samples} samples ({digest})" if report.n_samples else digest
 
 
 def list_different_runs(old: StoredReport, new: StoredReport) -> list[str]:

@@ -103,8 +103,10 @@ def describe_level(compared: Comparison) -> str:
     """Say what the intervals promise."""
     if not compared.n_intervals:
         return "Nothing here has an interval: sizes are exact."
-    together = f"all {compared.n_intervals} of them hold at once" if compared.n_intervals > 1 else "it holds"
+    level = f"{100 * compared.confidence:g} %"
+    if compared.n_intervals == 1:
+        return f"The interval holds at {level}."
     return (
-        f"Intervals: {together} with {100 * compared.confidence:g} %, so that of bundles that do not differ one in "
-        f"{round(1 / (1 - compared.confidence))} comparisons at most calls any difference real."
+        f"All {compared.n_intervals} intervals hold at once at {level}: of bundles that do not differ, one comparison "
+        f"in {round(1 / (1 - compared.confidence))} at most calls anything real."
     )

@@ -7,25 +7,32 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
-from compress.commands.bundle_diff import RecipeChange, compare_layers, compare_recipes
+from compress.commands.bundle_diff import RecipeChange, compare_layers, compare_recipes, measure_layers
 from compress.commands.compare import compare_bundles, print_comparison
+from compress.pages.page import make_environment
 from runtime.bundle.format import Artifact, Judgement, Manifest, write_bundle, write_outputs, write_samples
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.evidence import quality_evidence, size_evidence, timing_evidence
 from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side
+from runtime.judge.pairing import compare_reports
 from runtime.metrics import METRICS
+from runtime.report.reading import read_report
 from runtime.report.report import Report, write_report
 from runtime.report.samples import describe_evaluation, keep_samples
+from runtime.report.stored import read_stored_report
 
 RECIPE: dict[str, Any] = {
     "name": "net",
@@ -84,14 +91,30 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
+def write_graph(file: Path, name: str, width: int) -> None:
+    """x [batch, 3] -> fc -> [batch, width]."""
+    weight = numpy_helper.from_array(np.zeros((3, width), np.float32), "fc.weight")
+    node = helper.make_node("MatMul", ["x", "fc.weight"], ["y"])
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", k]) for n, k in (("x", 3), ("y", width))]
+    onnx.save(helper.make_model(helper.make_graph([node], name, values[:1], values[1:], [weight])), file)
+
+
 def make_manifest(root: Path, name: str, labels: np.ndarray) -> Manifest:
     specs = (TensorSpec("x", "float32", ("batch", 3)),)
     for folder in ("model", "baseline"):
         (root / folder).mkdir()
-    (root / "model/model.onnx").write_bytes(name.encode())
-    (root / "baseline/model.onnx").write_bytes(b"float")
+    write_graph(root / "model/model.onnx", name, 8)
+    write_graph(root / "baseline/model.onnx", "float", 8)
     artifacts = [
-        Artifact(which, f"{folder}/model.onnx", "onnxruntime-cpu", "int8", specs, specs, 5)
+        Artifact(
+            which,
+            f"{folder}/model.onnx",
+            "onnxruntime-cpu",
+            "int8",
+            specs,
+            specs,
+            (root / f"{folder}/model.onnx").stat().st_size,
+        )
         for which, folder in (("candidate", "model"), ("baseline", "baseline"))
     ]
     evaluation = write_samples(root, {"x": np.zeros((len(labels), 3), np.float32), "label": labels})
@@ -130,7 +153,7 @@ def test_the_table_says_what_is_real_and_fits_80_columns(make_bundle: Callable[.
     assert rows["top1"].split()[-1] == rows["agreement"].split()[-1] == "worse"
     assert rows["size"].split()[-1] == "better" and "-50.0%" in rows["size"]
     assert re.search(r"2\.\d\dx +3\.\d\dx +1\.\d\dx \[1\.\d\d, 1\.\d\d\] +better", rows["latency_p50"])
-    assert "Intervals: all 4 of them hold at once with 95 %" in shown
+    assert "All 4 intervals hold at once at 95 %" in shown
 
 
 def test_what_nothing_changed_is_called_noise(make_bundle: Callable[..., Path]) -> None:
@@ -170,11 +193,23 @@ def test_layers_that_differ_are_shown_and_others_not(make_bundle: Callable[..., 
         {"layer": "extra", "type": "Linear", "action": "kept", "reason": "new"},
     ]
     shown = show([make_bundle("old"), make_bundle("new", layers=layers)], width=140)
-    assert "w4 W4A16, group 32; output_error 0.01" in shown and "w3 W3A16, group 32; output_error 0.04" in shown
+    assert (
+        "w4 W4A16, group 32; 96 B; output_error 0.01" in shown
+        and "w3 W3A16, group 32; 96 B; output_error 0.04" in shown
+    )
     assert re.search(r"head +kept ignore: head +int8 W8A8", shown) and re.search(r"extra +- +kept new", shown)
     assert not re.search(r"^conv ", shown, re.MULTILINE)
     same = Report("pass", "a", "", Side(), Side(), layers=tuple(layers))
     assert compare_layers(same, same) == []
+
+
+def test_a_layer_of_another_size_differs(make_bundle: Callable[..., Path]) -> None:
+    old, new = make_bundle("old"), make_bundle("new")
+    reports = [read_report(folder / "report.json") for folder in (old, new)]
+    sizes = [measure_layers(folder, report) for folder, report in zip((old, new), reports, strict=True)]
+    assert sizes[0] == sizes[1] and sizes[0]["fc"] == 96
+    (found,) = compare_layers(*reports, sizes=(sizes[0], {**sizes[1], "fc": 48}))
+    assert (found.layer, found.before.size_bytes, found.after.size_bytes) == ("fc", 96, 48)
 
 
 def test_the_page_shows_the_differences_and_escapes_what_bundles_say(
@@ -189,6 +224,14 @@ def test_the_page_shows_the_differences_and_escapes_what_bundles_say(
     assert text.count("<svg") == 2 and "differs beyond noise" in text
     assert text.index("top1") < text.index("latency_p50, speed-up")  # what is worse comes first
     assert len(text) < 200_000
+
+
+def test_the_page_of_a_report_shows_what_became_worse_since_an_earlier_one(make_bundle: Callable[..., Path]) -> None:
+    old, new = (read_stored_report(make_bundle(name, wrong)) for name, wrong in (("old", 0.0), ("new", 0.3)))
+    since = compare_reports([old, new])[0]
+    shown = make_environment().get_template("since.html").render(report=replace(new.report, since=since))
+    assert f"Since {old.name}" in shown and re.search(r"top1</th>.*worse", shown)
+    assert not make_environment().get_template("since.html").render(report=new.report).strip()
 
 
 def test_a_page_that_cannot_be_written_is_told(make_bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_speed_of_other_work_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"evaluation": EvaluatedOn("others")}, "different evaluation sets, 0 samples (digest frozen)"),
+        ({"evaluation": EvaluatedOn("others")}, "different evaluation sets, digest frozen and digest others"),
         ({"task": "regression"}, f"different tasks, {TASK} and regression"),
         ({"evaluation": None}, "b: the report does not say which samples it is of"),
     ],
