@@ -97,8 +97,8 @@ def _find_changes(path: str, old: Any, new: Any) -> Iterator[RecipeChange]:
 
 def _match_items(old: Sequence[Any], new: Sequence[Any]) -> Iterator[tuple[int | None, int | None]]:
     """Yield which items of two lists belong together, by what they are: a pass by its kind, a gate by its metric."""
-    names = [[_name_item(item) for item in items] for items in (old, new)]
-    for tag, first, last, start, end in SequenceMatcher(None, *names, autojunk=False).get_opcodes():
+    before, after = ([_name_item(item) for item in items] for items in (old, new))
+    for tag, first, last, start, end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag == "equal":
             yield from zip(range(first, last), range(start, end), strict=True)
         else:

@@ -24,7 +24,7 @@ from compress.pages.comparison import ComparisonPart, render_comparison
 from compress.recipe.templates import write_new
 from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
-from runtime.judge.comparison import Comparison, Difference
+from runtime.judge.comparison import Comparison, Difference, Verdict
 from runtime.judge.findings import Side
 from runtime.judge.pairing import compare_reports, list_different_runs
 from runtime.report.differences import comparison_notes, format_change, format_value
@@ -141,11 +141,13 @@ def to_dict(bundles: Sequence[ComparedBundle]) -> dict[str, Any]:
 def summarize(measured: Comparison) -> str:
     """Return how many differences are real, and which: "1 better (size), 2 worse (top1, kl), 9 within noise"."""
     parts = []
-    for verdict in ("better", "worse"):
+    real: tuple[Verdict, ...] = ("better", "worse")
+    others: tuple[Verdict, ...] = ("within noise", "not known")
+    for verdict in real:
         names = [found.metric for found in measured.find(verdict)]
         parts += [f"{len(names)} {verdict} ({', '.join(names)})"] * bool(names)
     parts = parts or ["no difference beyond noise"]
-    for verdict in ("within noise", "not known"):
+    for verdict in others:
         parts += [f"{n} {verdict}" for n in [len(measured.find(verdict))] if n]
     return ", ".join(parts)
 

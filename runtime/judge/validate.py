@@ -88,10 +88,9 @@ def validate(
         case = prepare(Path(path), backends, threads)
         case = replace(case, notes=[*case.notes, *notes])
         if earlier is not None:
-            evaluation = describe_evaluation(case.manifest)
-            check_earlier(
-                earlier, str(path), case.manifest.task, case.manifest.judgement, evaluation and evaluation.samples
-            )
+            manifest = case.manifest
+            samples = None if manifest.evaluation is None else manifest.evaluation.digest
+            check_earlier(earlier, str(path), manifest.task, manifest.judgement, samples)
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
