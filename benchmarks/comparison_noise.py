@@ -1,7 +1,7 @@
 """Claims about `compress compare`: at most 5 % of comparisons call real what does not differ, and what does is found.
 
 Simulated, on 100 to 2,000 samples: two candidates equally far from one float model, whose difference is chance; and one
-of them a little farther. Measured, on the quickstart: one bundle judged again and again, every two of its runs being
+of them a little farther. Measured, on recipes/quickstart.yaml: one bundle judged again and again, every two runs being
 compared in speed; two builds with two seeds; and its last layer in 2 bits. No files of the bench folder are needed.
 
 Every simulated cell is drawn 1,000 times (100 with --quick). The bundle is judged 10 times (3 with --quick), each time
