@@ -47,6 +47,14 @@ Device = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="Read the weight files' digests anew, not as the cache remembers them.")
 ]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        "--baseline",
+        metavar="REPORT",
+        help="An earlier report.json, or its folder: exit code 3 where something is worse, beyond noise.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -81,6 +89,7 @@ def apply(
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
     verify: Verify = False,
+    baseline: Baseline = None,
 ) -> None:
     """Do what a recipe says, write the bundle and judge it."""
     with ending(as_json):
@@ -88,8 +97,10 @@ def apply(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
+            from runtime.report.stored import read_stored_report
 
-            report = apply_recipe(loaded, out, cache, quiet or as_json, verify)
+            earlier = None if baseline is None else read_stored_report(baseline)
+            report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out, new=True)
 
@@ -206,14 +217,17 @@ def validate(
     report_folder: Annotated[
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
+    baseline: Baseline = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
             from runtime.judge.validate import validate as validate_bundle
+            from runtime.report.stored import read_stored_report
 
-            report = validate_bundle(bundle, report_folder=report_folder)
+            earlier = None if baseline is None else read_stored_report(baseline)
+            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
         _show_report(report, as_json, bundle, report_folder)
 
 
@@ -323,17 +337,23 @@ def reproduce(
 
 @app.command()
 def compare(
-    bundles: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Bundles that have been validated.")],
+    bundles: Annotated[
+        list[Path], typer.Argument(metavar="A B...", help="Judged bundles, or their reports; each is compared with A.")
+    ],
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the reports of several bundles side by side."""
+    """Say which differences between bundles are beyond noise, and what recipes and layers differ in."""
     with ending(as_json):
-        from compress.commands.compare import compare_bundles, read_reports
+        from compress.commands.compare import compare_bundles, print_comparison, to_dict, write_page
 
+        compared = compare_bundles(bundles)
+        if html is not None:
+            write_page(compared, html)
         if as_json:
-            print_json(read_reports(bundles))
+            print_json(to_dict(compared))
         else:
-            compare_bundles(bundles, _console())
+            print_comparison(compared, _console())
 
 
 @app.command()

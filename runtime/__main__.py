@@ -33,6 +33,7 @@ from runtime.bundle.samples import write_npz
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.report import Report, finite, render_text, to_dict
+from runtime.report.stored import read_stored_report
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
 
@@ -74,6 +75,12 @@ def _build_parser() -> argparse.ArgumentParser:
         commands, "validate", _validate, "judge a bundle: quality, speed, gates; writes report.json, .md, .xml into it"
     )
     judge.add_argument("--report", type=Path, metavar="DIR", help="where the reports go instead of into the bundle")
+    judge.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="REPORT",
+        help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
+    )
     _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
     predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
     predict.add_argument(
@@ -160,7 +167,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     backends = [options.backend] if options.backend else None
-    report = validate(options.bundle, backends, options.threads, report_folder=options.report)
+    earlier = None if options.baseline is None else read_stored_report(options.baseline)
+    report = validate(options.bundle, backends, options.threads, report_folder=options.report, earlier=earlier)
     _print_report(report, options.json)
     return report.exit_code
 

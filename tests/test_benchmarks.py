@@ -33,6 +33,7 @@ SCRIPTS = (
     "kill_resume",
     "triton_server",
     "gate_confidence",
+    "comparison_noise",
     "forecasts",
 )
 

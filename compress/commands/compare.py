@@ -1,9 +1,9 @@
-"""Reports of several bundles side by side."""
+"""Compare judged bundles: which differences are beyond noise, and what was asked for and done otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,127 +11,216 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compress.commands.inspect import read_json
-from runtime.bundle.format import read_manifest
-from runtime.bundle.records import from_json
+from compress.commands.bundle_diff import (
+    LayerChange,
+    LayerState,
+    RecipeChange,
+    compare_layers,
+    compare_recipes,
+    measure_layers,
+)
+from compress.errors import RecipeError
+from compress.pages.comparison import ComparisonPart, render_comparison
+from compress.recipe.templates import write_new
+from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
-from runtime.report.units import size_text
+from runtime.judge.comparison import Comparison, Difference, Verdict
+from runtime.judge.findings import Side
+from runtime.judge.pairing import compare_reports, list_different_runs
+from runtime.report.differences import comparison_notes, format_change, format_value
+from runtime.report.report import finite
+from runtime.report.stored import StoredReport, read_stored_report
+from runtime.report.units import ms_text, size_text
 
-Report = dict[str, Any]
-Numbers = dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class ComparedSide:
-    """What is shown of one side of a report, and its types."""
-
-    metrics: Numbers = field(default_factory=dict)
-    latency_ms: Numbers = field(default_factory=dict)
-    throughput_per_s: float | None = None
-    size_bytes: float | None = None
-    load_ms: float | None = None
-    peak_memory_bytes: float | None = None
+MOST_LAYERS = 40
+"""Layers that the terminal shows; JSON and the page have them all."""
+WORDS = {"better": "better", "worse": "worse", "within noise": "noise", "not known": "unknown"}
+STYLES = {"better": "green", "worse": "red", "within noise": "dim", "not known": "dim"}
 
 
 @dataclass(frozen=True)
-class ComparedReport:
-    """What is shown of a report, and its types: report.json is in no manifest, anybody may have written it."""
+class ComparedBundle:
+    """One bundle against the first: what was measured, the recipes, the layers."""
 
-    candidate: ComparedSide
-    ratios: Numbers = field(default_factory=dict)
-    environment: dict[str, object] = field(default_factory=dict)
+    measured: Comparison
+    recipe: tuple[RecipeChange, ...]
+    layers: tuple[LayerChange, ...]
+    runs: tuple[tuple[str, str, str], ...]
+    """What each run measured by itself, as (name, before, after): of one machine and runtime, but of two runs."""
+    notes: tuple[str, ...]
 
 
-def read_reports(paths: Sequence[Path]) -> dict[str, Report]:
-    """Return each bundle's report.json by the bundle's folder.
+def compare_bundles(paths: Sequence[Path]) -> list[ComparedBundle]:
+    """Compare each bundle (a folder, or a report.json) with the first one.
 
-    Raises UsageError with all the folders that have none, or not one of this bundle.
+    Raises UsageError with all that cannot be compared: no report, one of a newer format, other tasks or evaluation
+    sets, a bundle twice.
     """
+    stored = _read_all(paths)
+    measured = compare_reports(stored)
+    first, *others = stored
+    return [
+        _compare_pair(first, other, paths[0], path, compared)
+        for other, path, compared in zip(others, paths[1:], measured, strict=True)
+    ]
+
+
+def _read_all(paths: Sequence[Path]) -> list[StoredReport]:
     problems: list[str] = []
-    reports: dict[str, Report] = {}
+    stored: list[StoredReport] = []
     for path in paths:
         try:
-            reports[str(path)] = _read_report(path)
+            stored.append(read_stored_report(path))
         except (BundleError, UsageError) as error:
             problems += error.problems
     if problems:
         raise UsageError(problems)
-    return reports
+    seen: dict[str, str] = {}
+    for report in stored:
+        if (digest := report.report.manifest_digest) and digest in seen:
+            raise UsageError(
+                f"{seen[digest]} and {report.name}: one bundle (digest {digest[:12]}), which differs from itself by "
+                "nothing but the run; to compare two runs of it: `compress validate DIR --baseline REPORT`"
+            )
+        seen[report.report.manifest_digest] = report.name
+    return stored
 
 
-def _read_report(path: Path) -> Report:
-    manifest, report = read_manifest(path), read_json(path / "report.json")
-    if not isinstance(report, dict):
-        raise UsageError(f"{path}: no report.json; `compress validate {path}` writes it")
-    if report.get("manifest_digest", manifest.digest) not in ("", manifest.digest):
-        raise UsageError(f"{path}: report.json is of another bundle; `compress validate {path}` writes it anew")
+def _compare_pair(
+    first: StoredReport, other: StoredReport, old: Path, new: Path, measured: Comparison
+) -> ComparedBundle:
+    recipe, notes = [], comparison_notes(measured)
     try:
-        side = _keep_known_keys(ComparedSide, report.get("candidate"))
-        from_json(ComparedReport, {**_keep_known_keys(ComparedReport, report), "candidate": side}, "report.json")
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}; `compress validate {path}` writes it anew") from error
-    return report
+        if all((path / "recipe.yaml").is_file() for path in (old, new)):
+            recipe = compare_recipes(old, new)
+        else:
+            notes.append("The recipes are not compared: a report alone holds none; name the bundles' folders.")
+    except RecipeError as error:
+        notes.append(f"The recipes are not compared: {'; '.join(error.problems)}.")
+    runs = [] if list_different_runs(first, other) else list_runs(first.report.candidate, other.report.candidate)
+    sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    try:
+        if all((path / MANIFEST).is_file() for path in (old, new)):
+            sizes = measure_layers(old, first.report), measure_layers(new, other.report)
+    except BundleError as error:
+        notes.append(f"The layers' sizes are not compared: {'; '.join(error.problems)}.")
+    layers = compare_layers(first.report, other.report, sizes)
+    return ComparedBundle(measured, tuple(recipe), tuple(layers), tuple(runs), tuple(notes))
 
 
-def _keep_known_keys(record: type[ComparedSide | ComparedReport], data: Any) -> Any:
-    """Keep the keys of a JSON object that the record has; return anything else as it is."""
-    names = {one.name for one in fields(record)}
-    return {key: value for key, value in data.items() if key in names} if isinstance(data, dict) else data
+def list_runs(before: Side, after: Side) -> Iterator[tuple[str, str, str]]:
+    """Yield what one run alone says of each candidate, as (name, before, after): times, rates, memory."""
+    for name, value in before.latency_ms.items():
+        if name in after.latency_ms:
+            yield f"latency {name}", ms_text(value), ms_text(after.latency_ms[name])
+    for old, new in ((before.generation, after.generation), (before.further, after.further)):
+        yield from ((name, f"{old[name]:.4g}", f"{new[name]:.4g}") for name in old if name in new)
+    if before.throughput_per_s is not None and after.throughput_per_s is not None:
+        yield "throughput", f"{before.throughput_per_s:.4g}/s", f"{after.throughput_per_s:.4g}/s"
+    if before.load_ms is not None and after.load_ms is not None:
+        yield "load time", ms_text(before.load_ms), ms_text(after.load_ms)
+    if before.peak_memory_bytes is not None and after.peak_memory_bytes is not None:
+        yield "peak memory", size_text(before.peak_memory_bytes), size_text(after.peak_memory_bytes)
 
 
-def compare_bundles(paths: Sequence[Path], console: Console) -> None:
-    """Print a column for each bundle's candidate, and what makes the columns hard to compare. Raises UsageError."""
-    reports = read_reports(paths)
-    table = Table("", *(escape(name) for name in reports))
-    for label, cells in _build_rows(list(reports.values())):
-        table.add_row(*map(escape, (label, *cells)))
-    console.print(table)
-    for warning in _find_differences(reports):
-        console.print(f"[yellow]note:[/] {escape(warning)}")
+def to_dict(bundles: Sequence[ComparedBundle]) -> dict[str, Any]:
+    """Return the comparison as JSON values; ends of intervals that are not known are null."""
+    comparisons = [
+        {
+            **asdict(bundle.measured),
+            "notes": bundle.notes,
+            "recipe": [asdict(change) for change in bundle.recipe],
+            "layers": [asdict(change) for change in bundle.layers],
+        }
+        for bundle in bundles
+    ]
+    found: dict[str, Any] = finite({"against": bundles[0].measured.before, "comparisons": comparisons})
+    return found
 
 
-def _build_rows(reports: list[Report]) -> Iterator[tuple[str, list[str]]]:
-    yield "verdict", [str(report.get("verdict")) for report in reports]
-    for name in _collect_names(reports, "metrics"):
-        yield name, [_format_number(r["candidate"].get("metrics", {}).get(name), "{:.4f}") for r in reports]
-    for name in _collect_names(reports, "latency_ms"):
-        yield (
-            f"latency {name}, ms",
-            [_format_number(r["candidate"].get("latency_ms", {}).get(name), "{:.3f}") for r in reports],
+def summarize(measured: Comparison) -> str:
+    """Return how many differences are real, and which: "1 better (size), 2 worse (top1, kl), 9 within noise"."""
+    parts = []
+    real: tuple[Verdict, ...] = ("better", "worse")
+    others: tuple[Verdict, ...] = ("within noise", "not known")
+    for verdict in real:
+        names = [found.metric for found in measured.find(verdict)]
+        parts += [f"{len(names)} {verdict} ({', '.join(names)})"] * bool(names)
+    parts = parts or ["no difference beyond noise"]
+    for verdict in others:
+        parts += [f"{n} {verdict}" for n in [len(measured.find(verdict))] if n]
+    return ", ".join(parts)
+
+
+def print_comparison(bundles: Sequence[ComparedBundle], console: Console) -> None:
+    """Print, for each bundle, what is known of its differences from the first one."""
+    for bundle in bundles:
+        names = f"[bold]{escape(bundle.measured.after)}[/] against {escape(bundle.measured.before)}"
+        console.print(f"{names}: {escape(summarize(bundle.measured))}")
+        _print_differences(bundle.measured, console)
+        if bundle.runs:
+            console.print("\nmeasured in each run: one machine and runtime, but two runs, so no verdict")
+            console.print(_make_table(("", "before", "after"), bundle.runs))
+        if bundle.recipe:
+            console.print("\nrecipe")
+        for change in bundle.recipe:
+            console.print(escape(f"  {change.path}: {change.before} \u2192 {change.after}"), soft_wrap=True)
+        if bundle.layers:
+            rows = [(c.layer, format_layer(c.before), format_layer(c.after)) for c in bundle.layers[:MOST_LAYERS]]
+            console.print()
+            console.print(_make_table(("layer", "before", "after"), rows))
+        if (more := len(bundle.layers) - MOST_LAYERS) > 0:
+            console.print(f"  {more} more layers differ: --json and --html have them all")
+        console.print()
+        for note in bundle.notes:
+            console.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+
+
+def _print_differences(measured: Comparison, console: Console) -> None:
+    """Print quality and size, then speed. Speed without any interval is left to the notes."""
+    for head, scale in (("quality and size", "difference"), ("speed-up", "ratio")):
+        shown = [found for found in measured.differences if found.scale == scale and has_interval(found)]
+        if not shown:
+            continue
+        table = _make_table((head, "before", "after", "change, interval", "verdict"), ())
+        for found in shown:
+            cells = found.metric, format_value(found, found.before), format_value(found, found.after)
+            verdict = WORDS[found.verdict]
+            table.add_row(*map(escape, (*cells, format_change(found), verdict)), style=STYLES[found.verdict])
+        console.print()
+        console.print(table)
+
+
+def has_interval(found: Difference) -> bool:
+    """Return whether anything is known of a speed; of quality the values alone say something."""
+    return found.scale == "difference" or found.change.low > 0
+
+
+def _make_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def format_layer(state: LayerState) -> str:
+    """Format what became of a layer: "w4 W4A16, group 32; 1.5 KiB; output_error 0.012"."""
+    size = "" if state.size_bytes is None else size_text(state.size_bytes)
+    error = "" if state.value is None else f"{state.error} {state.value:.4g}"
+    return "; ".join(part for part in (state.scheme, size, error) if part)
+
+
+def write_page(bundles: Sequence[ComparedBundle], file: Path) -> None:
+    """Write the comparison as a page. Raises OutputError where that cannot be done."""
+    parts = [
+        ComparisonPart(
+            bundle.measured,
+            summarize(bundle.measured),
+            bundle.runs,
+            [(change.path, change.before, change.after) for change in bundle.recipe],
+            [(change.layer, format_layer(change.before), format_layer(change.after)) for change in bundle.layers],
+            bundle.notes,
         )
-    for key, label, show in _MEASURED:
-        if any(r["candidate"].get(key) is not None for r in reports):
-            yield label, [_format_value(r["candidate"].get(key), show) for r in reports]
-    for name in dict.fromkeys(name for r in reports for name in r.get("ratios", {})):
-        yield f"{name}, x better", [_format_number(r.get("ratios", {}).get(name), "{:.2f}") for r in reports]
-
-
-def _collect_names(reports: list[Report], part: str) -> list[str]:
-    return list(dict.fromkeys(name for r in reports for name in r["candidate"].get(part) or ()))
-
-
-_MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("throughput_per_s", "throughput, 1/s", "{:.1f}".format),
-    ("size_bytes", "size", size_text),
-    ("load_ms", "load, ms", "{:.1f}".format),
-    ("peak_memory_bytes", "peak memory", size_text),
-)
-
-
-def _format_value(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)
-
-
-def _format_number(value: float | None, form: str) -> str:
-    return _format_value(value, form.format)
-
-
-def _find_differences(reports: dict[str, Report]) -> Iterator[str]:
-    """Yield a sentence for each difference that makes speeds or qualities hard to compare."""
-    for key, what in (("task", "tasks"), ("n_samples", "numbers of samples"), ("backend", "backends")):
-        found = {str(r[key]) for r in reports.values() if key in r}
-        if len(found) > 1:
-            yield f"different {what}: {', '.join(sorted(found))}"
-    machines = {str(r.get("environment", {}).get("cpu")) for r in reports.values()}
-    if len(machines) > 1:
-        yield f"measured on different machines: {', '.join(sorted(machines))}; the speeds do not compare"
+        for bundle in bundles
+    ]
+    write_new(file, render_comparison(parts), replace=True)

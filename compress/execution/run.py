@@ -58,32 +58,43 @@ from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
+from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
+from runtime.judge.earlier import check_earlier
 from runtime.judge.slices import find_groups
 from runtime.judge.validate import validate
 from runtime.report.passes import PassModel
 from runtime.report.report import Report
+from runtime.report.stored import StoredReport
 
 LOG = "compress.log"
 
 
 def apply_recipe(
-    recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False, verify: bool = False
+    recipe: Recipe,
+    out: Path,
+    cache: Path | None = None,
+    quiet: bool = False,
+    verify: bool = False,
+    earlier: StoredReport | None = None,
 ) -> Report | None:
     """Do what the recipe says, judge the bundle, write it to `out`. What is in `cache` is not done again.
 
     `verify`: the digests of the weight files are read again, and not taken from what the cache remembers of them.
+    `earlier`: a report that the verdict is held against.
 
     The bundle appears under its name only when it is whole and judged, whatever the verdict; until then the one that
     was there stays. The log is `<out>/compress.log`; that of a run that failed at its work is kept as
     `<out>.compress.log`, or `<out>.2.compress.log` where that name is taken. Raises CompressError and runtime failures.
     """
     out, root = Path(out).resolve(), cache or default_root()
+    if earlier is not None:
+        _check_earlier(earlier, recipe, out)
     if not main_process():
         _run_as_worker(recipe, ResultCache(root), verify)
         return None
-    with _building(recipe, out, root, quiet, verify) as (staging, journal, models, notes), blame(out):
-        report = _judge(staging, journal, models, notes)
+    with _building(recipe, out, root, quiet, verify, earlier) as (staging, journal, models, notes), blame(out):
+        report = _judge(staging, journal, models, notes, earlier)
     return report
 
 
@@ -100,7 +111,7 @@ def build_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
 
 @contextmanager
 def _building(
-    recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool
+    recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool, earlier: StoredReport | None = None
 ) -> Iterator[tuple[Path, Journal, Sequence[PassModel], list[Note]]]:
     """Yield a new bundle in its staging folder, the run's log, and what judging is told; publish it at the end."""
     with reserve_output(out) as staging:
@@ -110,6 +121,8 @@ def _building(
         with _keep_log_on_failure(journal, out), journal.failures():
             run = _prepare(recipe, ResultCache(root, journal.log), journal, verify)
             _check_room(run.plan, out, root)
+            if earlier is not None:
+                _check_earlier(earlier, recipe, out, run.sets["evaluation"])
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
                 yield staging, journal, models, notes
@@ -165,9 +178,22 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool)
         return RunContext(plan, cache, journal, sets, notes)
 
 
-def _judge(bundle: Path, journal: Journal, passes: Sequence[PassModel], notes: Sequence[Note]) -> Report:
+def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation: Samples | None = None) -> None:
+    """Refuse an earlier report that the bundle cannot be held against, as far as the recipe and its samples tell."""
+    judgement = shorten_names(recipe.validate_, find_own_metrics(recipe))
+    digest = None if evaluation is None else digest_columns(evaluation.columns)
+    check_earlier(earlier, out.name, recipe.model.task, judgement, digest)
+
+
+def _judge(
+    bundle: Path,
+    journal: Journal,
+    passes: Sequence[PassModel],
+    notes: Sequence[Note],
+    earlier: StoredReport | None,
+) -> Report:
     with journal.time_stage("judging"):
-        report = validate(bundle, passes=passes, notes=[note.text for note in notes])
+        report = validate(bundle, passes=passes, notes=[note.text for note in notes], earlier=earlier)
     journal.log(f"verdict: {report.verdict}")
     return report
 

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from runtime.report.differences import comparison_notes, difference_cells
 from runtime.report.units import interval_brackets, ms_text, size_text
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -30,5 +31,6 @@ def make_environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {"size": size_text, "ms": ms_text, "interval": interval_brackets}
+    environment.filters |= {"difference": difference_cells, "remarks": comparison_notes}
     environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
     return environment

@@ -7,8 +7,9 @@ baseline/model.onnx    what it is judged against
 evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz; candidate_outputs.npz
                        where the candidate is a checkpoint, which is not run here; slices.jsonl, by which samples are
                        told apart, and recorded.npz, what the recipe's own metrics gave
-report.json .md .xml   what validation measured, report.steps.json and compress.log: in no manifest, because they are
-                       written afterwards; any other name that the manifest does not list is not the bundle's
+report.json .md .xml   what validation measured, report.samples.npz, report.steps.json and compress.log: in no manifest,
+                       because they are written afterwards; any other name that the manifest does not list is not the
+                       bundle's
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
                        because it is of one machine
 ```
@@ -124,7 +125,9 @@ CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 FOLDERS = ("model/", "baseline/", "evaluation/")
 """What every bundle may have; others are those of its artifacts."""
-WRITTEN_AFTERWARDS = re.compile(r"report\.(?:json|md|xml|html|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log")
+WRITTEN_AFTERWARDS = re.compile(
+    r"report\.(?:json|md|xml|html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
+)
 """Names of what validation writes, a draft that a kill left of it included."""
 MAX_MANIFEST_BYTES = 64 * 2**20
 FILES_OF = {

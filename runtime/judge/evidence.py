@@ -62,6 +62,8 @@ class Evidence:
     """Column -> what is known of each of its slices."""
     recorded: bool = False
     """Whether it was computed when the bundle was built, by code that is not here."""
+    columns: Columns = field(default=(), repr=False, compare=False)
+    """The candidate's, a row for each sample, with which another model can be paired; nothing of what is measured."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def column_evidence(
             for value, mask in masks.items()
             for rows in [(_take_rows(ours, mask), None if theirs is None else _take_rows(theirs, mask))]
         )
-    return replace(whole, slices=slices)
+    return replace(whole, slices=slices, columns=ours)
 
 
 def slices_by(metric: Metric, column: str) -> bool:

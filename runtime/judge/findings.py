@@ -11,6 +11,7 @@ from typing import Any, Literal
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
 from runtime.judge.changes import Changes
+from runtime.judge.comparison import Comparison
 from runtime.judge.confusion import Confusion
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
@@ -19,6 +20,7 @@ from runtime.judge.stats import Estimate
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
+from runtime.report.samples import EvaluatedOn, KeptSamples
 
 FORMAT_VERSION = 1
 WIDE = 0.5
@@ -166,6 +168,12 @@ class Findings:
     """The settings as they were followed, and "rounds": how many were timed."""
     steps: PassTable | None = None
     """What each pass of the build cost and gave; None where that was not measured."""
+    evaluation: EvaluatedOn | None = None
+    """What quality was measured on, and against."""
+    per_sample: KeptSamples | None = None
+    """What report.samples.npz beside the report holds; None where no quality was measured."""
+    since: Comparison | None = None
+    """The differences from an earlier report, of what counts; None where none was given."""
     format_version: int = FORMAT_VERSION
 
     @property

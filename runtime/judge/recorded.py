@@ -33,14 +33,20 @@ def recorded_evidence(
         if not all(np.isfinite(values).all() for values in sides):
             raise NonFiniteOutputs(f"metric '{record.name}' gave NaN or infinity at the build")
         theirs, ours = (value_columns(values, record.per_sample) for values in sides)
-        metric = as_metric(record)
-        if record.per_sample and np.isin((ours[0], theirs[0]), (0, 1)).all():
-            metric = replace(metric, kind="proportion")
-        elif record.per_sample:
-            metric = replace(metric, reach=float(np.ptp((ours[0], theirs[0]))))
+        metric = describe_own_metric(record, ours, theirs)
         found = column_evidence(metric, ours, theirs, manifest.judgement, groups)
         evidence[record.name] = _mark_recorded(found)
     return evidence
+
+
+def describe_own_metric(record: RecordedMetric, ours: Columns, theirs: Columns) -> Metric:
+    """Return the metric that two models' values are compared by: of zeros and ones alone it is a proportion."""
+    metric = as_metric(record)
+    if not record.per_sample:
+        return metric
+    if np.isin((ours[0], theirs[0]), (0, 1)).all():
+        return replace(metric, kind="proportion")
+    return replace(metric, reach=float(np.ptp((ours[0], theirs[0]))))
 
 
 def _mark_recorded(evidence: Evidence) -> Evidence:

@@ -86,6 +86,16 @@ def divide(above: Estimate, below: Estimate) -> Estimate:
     return replace(logs, value=value, low=low, high=high)
 
 
+def change_level(estimate: Estimate, before: float, after: float) -> Estimate:
+    """Return the estimate with the interval of another confidence, by the ratio of a normal's quantiles.
+
+    For intervals whose samples are not at hand. Ratios come on their logarithms' scale.
+    """
+    wider = _normal_quantile(after) / _normal_quantile(before)
+    low = estimate.value - (estimate.value - estimate.low) * wider
+    return replace(estimate, low=low, high=estimate.value + (estimate.high - estimate.value) * wider)
+
+
 def _log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 

@@ -32,6 +32,7 @@ from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.gates import check_gates, judge, overall
@@ -53,6 +54,8 @@ from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs,
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
+from runtime.report.samples import describe_evaluation, keep_samples
+from runtime.report.stored import StoredReport
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
@@ -69,6 +72,7 @@ def validate(
     passes: Sequence[PassModel] = (),
     report_folder: Path | None = None,
     notes: Sequence[str] = (),
+    earlier: StoredReport | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -76,18 +80,27 @@ def validate(
     with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
     to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
-    this machine, for the report. A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
+    this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`). A
+    candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
     (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
         case = replace(case, notes=[*case.notes, *notes])
+        if earlier is not None:
+            manifest = case.manifest
+            samples = None if manifest.evaluation is None else manifest.evaluation.digest
+            check_earlier(earlier, str(path), manifest.task, manifest.judgement, samples)
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report = judge_scored(case, passes) if case.is_scored else judge_model(case, passes)
+        report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes)
+        columns = {name: known.columns for name, known in evidence.items() if known.columns}
+    if earlier is not None:
+        report = hold_against(earlier, report, columns, case.manifest.judgement)
     if report.steps is not None and not report.steps.recorded:
         write_pass_table(report.steps, case.root)
+    report = replace(report, per_sample=keep_samples(columns, folder) if columns else None)
     write_report(report, folder)
     return report
 
@@ -107,8 +120,8 @@ def name_batches(case: Case) -> Iterator[None]:
         ) from error
 
 
-def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
-    """Judge a candidate that is run and timed here, and return the report."""
+def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+    """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
     if case.backend in ENGINES:  # what a pass left is an ONNX file
@@ -124,11 +137,13 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     report = assemble(case, timed, evidence, failures, rows, advice)
     if not failures:
         report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
-    return replace(report, steps=make_pass_table(case, passes, candidate, timed, report)) if passes else report
+    if passes:
+        report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
+    return report, evidence
 
 
-def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> Report:
-    """Judge a candidate that another engine runs: quality as it was measured at the build, size, no speed."""
+def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+    """Judge a candidate that another engine runs, as `judge_model`; its quality is the build's, no speed is known."""
     candidate = run_candidate(case)
     evidence, broken = quality(case, candidate)
     sizes = {artifact.name: artifact.size_bytes for artifact in case.manifest.artifacts}
@@ -141,7 +156,9 @@ def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> Report:
     report = assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
     if not broken:
         report = replace(report, changes=_changes(case, candidate))
-    return replace(report, steps=make_pass_table(case, passes, candidate, None, report)) if passes else report
+    if passes:
+        report = replace(report, steps=make_pass_table(case, passes, candidate, None, report))
+    return report, evidence
 
 
 def _changes(case: Case, candidate: Outputs) -> Changes | None:
@@ -332,6 +349,7 @@ def assemble(
         layers=read_layers(case.root, manifest),
         steps=read_pass_table(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
+        evaluation=describe_evaluation(manifest),
         **_collect_common_fields(manifest, timed, evidence, case.backend),
         scored_by=_name_scorer(manifest) if case.is_scored else "",
     )

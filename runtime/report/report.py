@@ -23,7 +23,16 @@ from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findin
 from runtime.judge.gates import GateResult
 from runtime.metrics import MEASURED
 from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
+from runtime.report.differences import (
+    DIFFERENCE_HEADS,
+    comparison_notes,
+    difference_cells,
+    difference_results,
+    regression_lines,
+    since_line,
+)
 from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
+from runtime.report.samples import SAMPLES_FILE
 from runtime.report.slices import (
     SLICE_HEADS,
     choose_slices,
@@ -220,7 +229,8 @@ def verdict_line(report: Findings) -> str:
         outcome = (
             f"{len(short)} of {len(report.gates)} gates fell short" if short else f"all {len(report.gates)} gates hold"
         )
-    return f"{report.verdict.upper()}: {report.bundle} {where}: {outcome}"
+    since = f"; {since_line(report.since)}" if report.since is not None else ""
+    return f"{report.verdict.upper()}: {report.bundle} {where}: {outcome}{since}"
 
 
 def render_text(report: Findings) -> str:
@@ -236,6 +246,11 @@ def _render_lines(report: Findings) -> Iterator[str]:
         yield ""
         yield "gates"
         yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+    if report.since is not None:
+        yield ""
+        yield f"since {report.since.before}"
+        yield from _align_columns([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)])
+        yield from (f"  {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))
     if stages := stage_cells(report):
         yield ""
         yield "where the time of an answer goes"
@@ -328,6 +343,10 @@ def render_markdown(report: Findings) -> str:
         lines += ["", "## Gates", ""]
         cells = [(_format_verdict(gate), f"{gate.metric} {gate.rule}", gate.why) for gate in report.gates]
         lines += _render_markdown_table(("verdict", "gate", "why"), cells)
+    if report.since is not None:
+        lines += ["", f"## Since {report.since.before}", ""]
+        lines += _render_markdown_table(DIFFERENCE_HEADS, [difference_cells(one) for one in report.since.differences])
+        lines += ["", *(f"- {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))]
     if stages := stage_cells(report):
         lines += ["", "## Where the time of an answer goes", "", *_render_markdown_table(STAGE_HEADS, stages)]
     for table in choose_slices(report):
@@ -363,17 +382,21 @@ def _render_markdown_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...
 
 
 def render_junit(report: Findings) -> str:
-    """Render report.xml: a test case per gate; one that does not hold is a failure, an undecided pass is skipped."""
-    short = sum(not gate.holds for gate in report.gates)
-    skipped = sum(gate.holds and gate.verdict == "undecided" for gate in report.gates)
+    """Render report.xml: a test case per gate, and per difference from an earlier report.
+
+    What does not hold is a failure, an undecided pass is skipped.
+    """
+    results = [*report.gates, *([] if report.since is None else difference_results(report.since))]
+    short = sum(not gate.holds for gate in results)
+    skipped = sum(gate.holds and gate.verdict == "undecided" for gate in results)
     attributes = {
         "name": report.bundle,
-        "tests": str(len(report.gates)),
+        "tests": str(len(results)),
         "failures": str(short),
         "skipped": str(skipped),
     }
     suite = ElementTree.Element("testsuite", {**attributes, "errors": "0"})
-    for gate in report.gates:
+    for gate in results:
         case = ElementTree.SubElement(
             suite, "testcase", {"classname": report.bundle, "name": f"{gate.metric} {gate.rule}"}
         )
@@ -506,7 +529,7 @@ def prepare_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, prefix="report."):
             pass
-        for name in (*FILES, PAGE):
+        for name in (*FILES, SAMPLES_FILE, PAGE):
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(

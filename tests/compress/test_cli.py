@@ -32,6 +32,7 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency
 from runtime.processes.telemetry import NO_TELEMETRY
 from runtime.report.report import Report, Side, write_report
+from runtime.report.stored import StoredReport
 
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
 RECIPE = """\
@@ -306,7 +307,9 @@ def test_plan(room: Callable[..., None]) -> None:
 def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[..., None]) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def apply_recipe(recipe: Any, out: Path, cache: Path | None, quiet: bool, verify: bool) -> Report:
+    def apply_recipe(
+        recipe: Any, out: Path, cache: Path | None, quiet: bool, verify: bool, earlier: StoredReport | None
+    ) -> Report:
         calls.append((recipe.name, out, cache, quiet))
         print("progress")
         return report(verdict)
@@ -359,9 +362,10 @@ def test_a_wrong_call_with_json_is_one_document(
 def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
     code = """
 import os, subprocess, sys, types
+from runtime.report.stored import StoredReport
 from runtime.report.report import Report, Side
 room = types.ModuleType("compress.execution.run")
-def apply_recipe(recipe, out, cache, quiet, verify):
+def apply_recipe(recipe, out, cache, quiet, verify, earlier):
     print("python prints")
     os.write(1, b"C prints\\n")
     subprocess.run([sys.executable, "-c", "print('a child prints')"])
@@ -525,19 +529,6 @@ def test_inspect() -> None:
     assert run("inspect", "nowhere").exit_code == 1
 
 
-def test_compare() -> None:
-    make_bundle("a", n_samples=10, environment={"cpu": "this"})
-    make_bundle("b", n_samples=20, environment={"cpu": "that"})
-    shown = run("compare", "a", "b").stdout
-    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in shown.splitlines() if line.count("│") > 2}
-    assert [cell.strip() for cell in rows["top1"]] == ["0.7500", "0.7500"]
-    assert [cell.strip() for cell in rows["size"]] == ["1.5 KiB", "1.5 KiB"]
-    assert [cell.strip() for cell in rows["latency p50, ms"]] == ["1.250", "1.250"]
-    assert [cell.strip() for cell in rows["size, x better"]] == ["2.00", "2.00"]
-    assert "different numbers of samples: 10, 20" in shown and "measured on different machines" in shown
-    assert list(json.loads(run("compare", "a", "b", "--json").stdout)) == ["a", "b"]
-
-
 def test_compare_refuses_what_was_not_validated() -> None:
     make_bundle("a")
     make_bundle("b", n_samples=1)
@@ -558,9 +549,12 @@ def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.Monk
     assert run("verify", "b").stdout == f"b: all 2 files are as the manifest says (digest {manifest.digest})\n"
     assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
     asked: list[object] = []
-    room("runtime.judge.validate", validate=lambda path, report_folder: asked.append(report_folder) or report("fail"))
+    room(
+        "runtime.judge.validate",
+        validate=lambda path, report_folder, earlier: asked.append((report_folder, earlier)) or report("fail"),
+    )
     assert run("validate", "b").exit_code == 3 and run("validate", "b", "--report", "r").exit_code == 3
-    assert asked == [None, Path("r")]
+    assert asked == [(None, None), (Path("r"), None)]
     assert json.loads(run("validate", "b", "--json").stdout)["verdict"] == "fail"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,25 @@ def test_inspect(quickstart: tuple[Path, str]) -> None:
 
 
 def test_compare_with_itself(quickstart: tuple[Path, str]) -> None:
-    done = run("compare", quickstart[0], "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout)
+    done = run("compare", quickstart[0], quickstart[0])
+    assert done.exit_code == 2 and "one bundle" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"evaluation": {"source": "npz:train.npz"}}}, "--baseline: .* different evaluation sets"),
+        ({"validate": {"metrics": ["agreement"]}}, "has top1, which this judgement leaves out"),
+    ],
+)
+def test_an_earlier_report_that_says_nothing_is_refused_before_the_work(
+    net: Net, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("compress.execution.run._build", lambda *_: pytest.fail("it worked"))
+    recipe = write_recipe(net[0] / f"{tmp_path.name}.yaml", changed(net[1], **changes))
+    done = run("apply", recipe, "--out", tmp_path / "out", "--cache", tmp_path / "cache", "--baseline", bundle)
+    assert done.exit_code == 2 and re.search(message, done.stderr), done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_runtime_judges_it_again(quickstart: tuple[Path, str], tmp_path: Path) -> None:

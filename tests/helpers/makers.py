@@ -15,7 +15,8 @@ import numpy as np
 from child_processes import run_python
 
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
-MEASURED = ("compress.log", "host.json", "report.json", "report.md", "report.steps.json", "report.xml")
+REPORTS = tuple(f"report.{end}" for end in ("html", "json", "md", "samples.npz", "steps.json", "xml"))
+MEASURED = ("compress.log", "host.json", *REPORTS)
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}
 """Benchmark settings under which nothing about speed can be said, which no test here does."""
 

@@ -23,7 +23,7 @@ import numpy as np
 from fuzzing import COUNTS, SECONDS, assert_done_or_refused
 from places import ROOT
 
-from compress.commands.compare import compare_bundles
+from compress.commands.compare import compare_bundles, print_comparison
 from compress.commands.inspect import inspect_bundle
 from runtime import open_bundle
 from runtime.bundle.format import canonical_json, read_samples, verify, write_bundle
@@ -115,7 +115,7 @@ def assert_bundle_used_or_refused(kind: str, root: Path) -> None:
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115
     with quiet.file:
         assert_done_or_refused(kind, lambda: inspect_bundle(root, quiet))
-        assert_done_or_refused(kind, lambda: compare_bundles([root], quiet))
+        assert_done_or_refused(kind, lambda: print_comparison(compare_bundles([root, root]), quiet))
         assert_done_or_refused(kind, lambda: verify(root))
         assert_done_or_refused(kind, lambda: predict(root))
         assert_done_or_refused(kind, lambda: validate(root, ["onnxruntime-cpu"], report_folder=root.parent / "report"))
