@@ -209,6 +209,28 @@ def parity(
 
 
 @app.command()
+def blame(
+    bundle: BundleFolder,
+    budget: Annotated[float, typer.Option("--budget", metavar="MINUTES", min=0.05, help="How long it may take.")] = 3.0,
+    metric: Annotated[
+        str, typer.Option("--metric", metavar="NAME", help="Of the bundle's; default: that of its first gate.")
+    ] = "",
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the layers that carry a bundle's loss, and say what putting them back to float gives and costs."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.commands.blame import blame_bundle, render_blame, show_progress, to_dict
+
+            found = blame_bundle(bundle, budget, metric, cache, show_progress)
+        if as_json:
+            print_json(to_dict(found))
+        else:
+            render_blame(found, _console())
+
+
+@app.command()
 def deploy(
     bundle: BundleFolder,
     to: Annotated[str, typer.Option("--to", metavar="PLACE", help="triton, docker or genai.")],
