@@ -192,20 +192,29 @@ def compile(
 @app.command()
 def parity(
     bundle: BundleFolder,
-    backend: Annotated[str, typer.Option("--backend", help="tensorrt or tensorrt-rtx.")] = "tensorrt",
+    backend: Annotated[
+        str, typer.Option("--backend", help="tensorrt, tensorrt-rtx or onnxruntime-cpu; default: by the target.")
+    ] = "",
+    cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an engine with the ONNX file that it was compiled from, and name the first tensor that differs."""
+    """Compare every form of a model with the one before, and name the first tensor or layer that differs."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.parity import bundle_parity, lines, to_dict
+            from compress.commands import ladder, parity
 
-            found = bundle_parity(bundle, backend)
+            engine = backend or parity.choose_engine(bundle)
+            if engine in ("", ladder.REFERENCE):
+                climbed = ladder.climb(bundle, cache)
+                found, holds, texts = ladder.to_dict(climbed), climbed.holds, ladder.describe_ladder(climbed)
+            else:
+                compared = parity.bundle_parity(bundle, engine)
+                found, holds, texts = parity.to_dict(compared), compared.holds, parity.lines(compared)
         if as_json:
-            print_json(to_dict(found))
+            print_json(found)
         else:
-            typer.echo("\n".join(lines(found)))
-        raise typer.Exit(0 if found.holds else 3)
+            typer.echo("\n".join(texts))
+        raise typer.Exit(0 if holds else 3)
 
 
 @app.command()

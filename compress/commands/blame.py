@@ -500,11 +500,13 @@ def describe_blame(blame: Blame) -> list[str]:
         n, of = len(blame.chosen), len(blame.layers)
         spread = ": it is spread, and no few layers are to blame" if n > max(of // 2, 1) else ""
         texts.append(f"{n} of {of} layers give back {ENOUGH:.0%} of {what}{spread}: {', '.join(blame.chosen)}")
-    for name in blame.chosen:
-        if any(row.name == name and row.type == "tensor" for row in blame.layers):
-            texts.append(f"{name} is a tensor that is rounded between layers: placement: inputs leaves it in float")
+    types = {row.name: row.type for row in blame.layers}
+    if tensors := [name for name in blame.chosen if types[name] == "tensor"]:
+        texts.append(f"tensors rounded between layers, which placement: inputs leaves in float: {', '.join(tensors)}")
     texts += [f"note: {note}" for note in blame.notes]
-    return [*texts, *(f"note: {name} was not switched: {why}" for name, why in blame.unmatched.items())]
+    for name, why in list(blame.unmatched.items())[:1]:
+        texts.append(f"note: {len(blame.unmatched)} layers were not switched, such as {name}: {why}")
+    return texts
 
 
 def show_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import append, initializer, take_over, tidy, uses_of
-from compress.graph.layers import GraphLayer, constant, find_layers, is_constant
+from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute, is_constant
 from compress.graph.run import clone
 
 SWITCHES = "compress/rounded"
@@ -27,9 +27,11 @@ SWITCHES = "compress/rounded"
 PREFIX = "compress/switch/"
 """Of the names of all that is added."""
 PRODUCTS = {"MatMul", "Gemm", "Conv", "Gather", "MatMulNBits", "MatMulInteger", "GatherBlockQuantized"}
+PACKED = {"MatMulNBits", "GatherBlockQuantized"}
+"""Operators whose weights may lie several to a byte."""
 ROUNDINGS = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
-BEHIND = {"Add", "Sum", "Mul", "Cast", "DequantizeLinear", "Reshape"}
-"""Operators between a layer's product and what it gives: bias and scales."""
+BEHIND = {"Add", "Sum", "Mul", "Cast", "QuantizeLinear", "DequantizeLinear", "Reshape"}
+"""Operators between a layer's product and what it gives: bias and scales; some tools round the product before that."""
 BEFORE = ROUNDINGS | {"Cast", "Pad"}
 """Operators between the activation that a layer reads and its product."""
 UNPACKING = {"DequantizeLinear", "Cast", "Sub", "Mul", "Reshape", "Transpose"}
@@ -47,11 +49,12 @@ class Unit:
     """What one switch is for: a layer, or, with `type` "tensor", an activation that is rounded and no layer's.
 
     `rounded_bytes`, `float_bytes`: of its constants in the two forms. `tensors`: names of what its nodes give, in the
-    file; a runtime's fused nodes keep the last of them.
+    file; a runtime's fused nodes keep the last of them. `bits`: of its weights in the file.
     """
 
     name: str
     type: str
+    bits: int = 32
     rounded_bytes: int = 0
     float_bytes: int = 0
     tensors: frozenset[str] = frozenset()
@@ -59,10 +62,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class SwitchedGraph:
-    """`unmatched`: layer -> why it has no switch, of those that the float graph has and the file rounds, or changes."""
+    """`forms`: layer -> names of what it gives in `model` rounded and in float, on the same activation.
+
+    `unmatched`: layer -> why it has no switch, of those that the float graph has and the file rounds, or changes.
+    """
 
     model: ir.Model
     units: tuple[Unit, ...]
+    forms: Mapping[str, tuple[str, str]]
     unmatched: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -99,22 +106,26 @@ def add_switches(compressed: ir.Model, original: ir.Model, own_weights: bool = F
             unmatched[layer.name] = place
         elif own_weights and not {node.op_type for node in place.nodes} & {"MatMul", "Gemm", "Conv"}:
             unmatched[layer.name] = "its weights are unpacked, and its inputs rounded, within one operator"
-        elif _differs(place, own_weights):
+        elif _is_rounded(place, own_weights):
             places.append(place)
-    writer = _Writer(model, half)
-    borders = list(_find_borders(model, places))
-    named = {name for _, _, names in borders for name in names} - {place.layer.name for place in places}
-    tensors = sorted(named)
+    outputs: dict[ir.Value, list[str]] = {}
+    for place in places:
+        outputs.setdefault(place.output, []).append(place.layer.name)
+    borders = list(_find_borders(model, places, outputs))
+    if own_weights and not list(find_pairs(model)):
+        places = []  # of weights alone there is nothing to tell
+    tensors = sorted({name for _, _, names in borders for name in names} - {place.layer.name for place in places})
     names = [*(place.layer.name for place in places), *tensors]
     units = [_describe(place) for place in places] + [Unit(name, "tensor", tensors=frozenset({name})) for name in tensors]
+    writer = _Writer(model, half)
     writer.add_vector(names)
     for place in places:
-        writer.switch_layer(place, own_weights)
+        writer.switch_layer(place, _find_owners(place.source, outputs), own_weights)
     for use, value, owners in borders:
         writer.switch_use(use, value, owners)
     writer.replace()
     tidy(model)
-    return SwitchedGraph(model, tuple(units), unmatched)
+    return SwitchedGraph(model, tuple(units), writer.forms, unmatched)
 
 
 def _find_merged(
@@ -196,28 +207,24 @@ def _list_unpacking(value: ir.Value) -> list[ir.Node] | None:
     return nodes
 
 
-def _differs(place: _Place, own_weights: bool) -> bool:
-    """Return whether a layer computes otherwise in the file: rounds what it reads, or has another weight."""
-    operators = {node.op_type for node in place.nodes}
-    if own_weights:
-        return bool(operators & {"QuantizeLinear", "DynamicQuantizeLinear"})
-    if operators - {"MatMul", "Gemm", "Conv", "Gather", "Add"}:
-        return True
-    weight = constant(place.layer.weight)
+def _is_rounded(place: _Place, own_weights: bool) -> bool:
+    """Return whether the file has another weight than the float graph; with `own_weights` whether it is of integers."""
     held = [value for node in place.nodes for value in node.inputs if value is not None and is_constant(value)]
-    return not any(np.array_equal(constant(value), weight) for value in held)
+    if own_weights:
+        return any(_count_bits(value) < 16 for value in held)
+    weight = constant(place.layer.weight)
+    return not any(value.dtype == place.layer.weight.dtype and np.array_equal(constant(value), weight) for value in held)
 
 
 Border = tuple[tuple[ir.Node, int], ir.Value, tuple[str, ...]]
 """(node, input index) that reads a rounded tensor; the tensor before it is rounded; whose rounding that is."""
 
 
-def _find_borders(model: ir.Model, places: Sequence[_Place]) -> Iterator[Border]:
-    """Yield each reading of a rounded tensor by a node that is no part of a layer."""
+def _find_borders(
+    model: ir.Model, places: Sequence[_Place], outputs: Mapping[ir.Value, Sequence[str]]
+) -> Iterator[Border]:
+    """Yield each reading of a rounded tensor by a node that is no part of a layer. `outputs`: of the layers."""
     inside = {node for place in places for node in place.nodes}
-    outputs: dict[ir.Value, list[str]] = {}
-    for place in places:
-        outputs.setdefault(place.output, []).append(place.layer.name)
     for node in list(model.graph):
         if node.op_type != "DequantizeLinear" or (rounded := _before_pair(node.outputs[0])) is node.outputs[0]:
             continue
@@ -226,6 +233,15 @@ def _find_borders(model: ir.Model, places: Sequence[_Place]) -> Iterator[Border]
                 continue
             owners = _find_owners(rounded, outputs) or _find_owners(reader.outputs[0], outputs)
             yield (reader, index), rounded, tuple(owners) or (str(rounded.name),)
+
+
+def find_pairs(model: ir.Model) -> Iterator[tuple[str, str]]:
+    """Yield (activation, its rounded form) for each activation that a graph rounds."""
+    for node in model.graph:
+        if node.op_type == "DequantizeLinear":
+            before, after = _before_pair(node.outputs[0]), node.outputs[0]
+            if before is not after and not is_constant(before):
+                yield str(before.name), str(after.name)
 
 
 def _before_pair(value: ir.Value | None) -> ir.Value:
@@ -261,6 +277,7 @@ class _Writer:
         self.scalars: dict[str, ir.Value] = {}
         self.pending: list[tuple[ir.Value, ir.Value, ir.Node]] = []
         self.switched: dict[ir.Value, list[_Place]] = {}
+        self.forms: dict[str, tuple[str, str]] = {}
         self.count = 0
 
     def add_vector(self, names: Sequence[str]) -> None:
@@ -271,8 +288,11 @@ class _Writer:
             place = initializer(self.model, f"{PREFIX}place/{index}", np.array(index))
             self.scalars[name] = append(self.model, "Gather", [vector, place], f"{PREFIX}scalar/{index}")
 
-    def switch_layer(self, place: _Place, own_weights: bool) -> None:
-        """Let a layer's output, or its part of a merged one, be chosen by its switch."""
+    def switch_layer(self, place: _Place, owners: Sequence[str], own_weights: bool) -> None:
+        """Let a layer's output, or its part of a merged one, be chosen by its switch.
+
+        `owners`: the layers that round what it reads; in float it reads that rounded as long as one of them is.
+        """
         together = self.switched.setdefault(place.output, [])
         together.append(place)
         if len(together) < len(place.merged):
@@ -281,10 +301,12 @@ class _Writer:
         ordered = [by_name[layer.name] for layer in place.merged]
         kept = self._append("Identity", [place.output])
         chosen = []
+        source = self._choose_source(place, owners)
         for part, rounded in zip(ordered, self._split(kept, place.merged), strict=True):
-            exact = self._write_own(part) if own_weights else self._write_float(part)
+            exact = self._write_own(part, source) if own_weights else self._write_float(part, source)
             if self.half:
                 exact = self._append("CastLike", [exact, rounded])
+            self.forms[part.layer.name] = (str(rounded.name), str(exact.name))
             chosen.append(self._append("Where", [self.scalars[part.layer.name], rounded, exact]))
         result = chosen[0] if len(chosen) == 1 else self._append("Concat", chosen, {"axis": -1})
         identity = kept.producer()
@@ -295,13 +317,24 @@ class _Writer:
         """Let a node read a tensor rounded while any of its owners is."""
         node, index = use
         rounded = node.inputs[index]
+        assert rounded is not None
+        node.replace_input_with(index, self._choose_while_any(owners, rounded, value))
+
+    def _choose_while_any(self, owners: Sequence[str], rounded: ir.Value, value: ir.Value) -> ir.Value:
         any_of = reduce(lambda a, b: self._append("Or", [a, b]), (self.scalars[name] for name in owners))
-        node.replace_input_with(index, self._append("Where", [any_of, rounded, value]))
+        return self._append("Where", [any_of, rounded, value])
+
+    def _choose_source(self, place: _Place, owners: Sequence[str]) -> ir.Value:
+        """Return what the layer reads in float: its activation, as its owners leave it."""
+        given = [node.outputs[0] for node in place.nodes if node.op_type == "DequantizeLinear"]
+        rounded = next((value for value in given if value is not _before_pair(value) is place.source), None)
+        return place.source if rounded is None or not owners else self._choose_while_any(owners, rounded, place.source)
 
     def replace(self) -> None:
         """Put what was chosen in the place of the layers' outputs."""
         for old, new, kept in self.pending:
             take_over(self.model, old, new)
+            old.name = f"{kept.name}/from"  # take_over's own name may be taken: the file was written with it, too
             kept.replace_input_with(0, old)
 
     def _append(self, op: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object] | None = None) -> ir.Value:
@@ -321,9 +354,9 @@ class _Writer:
         self.model.graph.append(node)
         return list(node.outputs)
 
-    def _write_float(self, place: _Place) -> ir.Value:
+    def _write_float(self, place: _Place, source: ir.Value) -> ir.Value:
         """Write the float graph's own node, and its bias, on the file's activation."""
-        layer, source = place.layer, self._to_float(place.source, place.layer)
+        layer, source = place.layer, self._to_float(source, place.layer)
         given: dict[ir.Value, ir.Value] = {layer.data_input: source}
         for node in (layer.node, layer.bias_add):
             if node is not None:
@@ -335,9 +368,9 @@ class _Writer:
             return value
         return self._append("Cast", [value], {"to": ir.DataType.FLOAT})
 
-    def _write_own(self, place: _Place) -> ir.Value:
+    def _write_own(self, place: _Place, source: ir.Value) -> ir.Value:
         """Write the file's own product and bias on the activation before it is rounded."""
-        given = {place.source: place.source}
+        given = {place.source: source}
         inside = set(place.nodes)
         for node in [node for node in self.model.graph if node in inside]:
             reads = [given[value] for value in node.inputs if value in given]
@@ -380,7 +413,19 @@ def _describe(place: _Place) -> Unit:
     exact = sum(value.const_value.nbytes for value in own if value is not None and value.const_value is not None)
     tensors = {str(value.name) for node in place.nodes for value in node.outputs} | _name_behind(place.output)
     tensors.add(str(place.layer.output.name))  # of one that was merged with others, as the float graph has it
-    return Unit(place.layer.name, place.layer.type, round(rounded * share), exact, frozenset(tensors))
+    bits = min((_count_bits(value) for value in held), default=32)
+    return Unit(place.layer.name, place.layer.type, bits, round(rounded * share), exact, frozenset(tensors))
+
+
+def _count_bits(value: ir.Value) -> int:
+    """Return the bits of each element of a weight; 32 of anything else."""
+    tensor = value.const_value
+    if tensor is None or len(tensor.shape) < 2:
+        return 32
+    packed = [
+        int_attribute(use.node, "bits", 4) for use in value.uses() if use.node.op_type in PACKED and use.idx in (0, 2)
+    ]
+    return min([*packed, tensor.dtype.bitwidth])
 
 
 def _name_behind(output: ir.Value) -> set[str]:
