@@ -166,7 +166,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     planted = [row for row in rows if "spoiled" in row]
     found: list[Claim] = []
     if planted:
-        found.append(at_least("spoiled_layer_first", float(np.mean([row["first"] == row["spoiled"] for row in planted])), 1.0))
+        found.append(
+            at_least("spoiled_layer_first", float(np.mean([row["first"] == row["spoiled"] for row in planted])), 1.0)
+        )
         found.append(at_least("spoiled_layers", len(planted), 20))
     for row in (row for row in rows if "mended" in row):
         back = (row["mended"] - row["collapsed"]) / (row["whole"] - row["collapsed"])
@@ -178,7 +180,12 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 def make(call: Call, name: str, recipe: str, sets: Sequence[str], cache: str = "") -> Path:
     """Build a bundle that is judged as quickly as can be."""
     bundle = call.out / name
-    given = [f"vars.bench={call.bench}", *sets, *QUICKLY, f"data.evaluation.samples={SAMPLES // 4 if call.quick else SAMPLES}"]
+    given = [
+        f"vars.bench={call.bench}",
+        *sets,
+        *QUICKLY,
+        f"data.evaluation.samples={SAMPLES // 4 if call.quick else SAMPLES}",
+    ]
     apply_recipe(CLAIMS / f"{recipe}.yaml", given, bundle, call.out / (cache or f"{name}-cache"))
     return bundle
 

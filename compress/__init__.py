@@ -3,6 +3,7 @@
     recipe = compress.load_recipe("recipe.yaml", ["passes.0.bits=8"])
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
     report = compress.apply(recipe, "bundle")   # a runtime.report.report.Report; the bundle is the folder
+    compress.blame("bundle")                    # the layers that carry its loss
 
 The functions are imported when they are first asked for, so that `import compress` is quick and needs no torch.
 """
@@ -25,17 +26,19 @@ from typing import TYPE_CHECKING, Any
 from compress.version import __version__
 
 if TYPE_CHECKING:
+    from compress.commands.blame import blame_bundle as blame
     from compress.execution.run import apply_recipe as apply
     from compress.planning.make_plan import make_plan as plan
     from compress.recipe.load import load_recipe, recipe_to_yaml
 
-__all__ = ["__version__", "apply", "load_recipe", "plan", "recipe_to_yaml"]
+__all__ = ["__version__", "apply", "blame", "load_recipe", "plan", "recipe_to_yaml"]
 
 _HOMES = {
     "load_recipe": ("compress.recipe.load", "load_recipe"),
     "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),
     "plan": ("compress.planning.make_plan", "make_plan"),
     "apply": ("compress.execution.run", "apply_recipe"),
+    "blame": ("compress.commands.blame", "blame_bundle"),
 }
 
 

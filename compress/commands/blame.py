@@ -128,7 +128,7 @@ class Blame:
 
 
 def blame_bundle(
-    path: Path,
+    path: Path | str,
     minutes: float = MINUTES,
     metric: str = "",
     cache: Path | None = None,
@@ -142,9 +142,15 @@ def blame_bundle(
     that could be put back to float.
     """
     deadline = Deadline(60 * minutes)
-    case = prepare(path, [CPU], None)
-    _check_runs(case)
-    with open_switched(case, cache or default_root(), lambda text: None) as model, ExitStack() as stack:
+    case = prepare(Path(path), [CPU], None)
+    with ExitStack() as stack:
+        if case.manifest.artifact("candidate").kind == "checkpoint":
+            from compress.commands.switched_checkpoint import open_checkpoint  # torch
+
+            model, times = open_checkpoint(case), False
+        else:
+            _check_runs(case)
+            model = stack.enter_context(open_switched(case, cache or default_root(), lambda text: None))
         judge = _Judge(model, _choose_metric(case, metric), stack)
         ranking = rank_units(model, deadline, progress)
         return _confirm(model, judge, ranking, deadline, times)
@@ -301,7 +307,11 @@ def _confirm(model: SwitchedModel, judge: _Judge, ranking: Ranking, deadline: De
         together[k] = Together(k, _value(found) if by_metric else None, change)
         if not by_metric:
             return 1 - change / ranking.whole if ranking.whole else 1.0
-        return 1 - (judge.lose(found) - lost_floats) / (lost - lost_floats) if math.isfinite(lost) else float(found is not None)
+        return (
+            1 - (judge.lose(found) - lost_floats) / (lost - lost_floats)
+            if math.isfinite(lost)
+            else float(found is not None)
+        )
 
     k = find_smallest(len(ranking.order), share_back, deadline)
     chosen = tuple(model.units[unit].name for unit in ranking.order[:k])
@@ -366,8 +376,7 @@ def find_smallest(n: int, share_back: Callable[[int], float], deadline: Deadline
 def _make_rows(
     model: SwitchedModel, ranking: Ranking, singles: Mapping[int, float | None], times: bool
 ) -> tuple[BlamedLayer, ...]:
-    case, units = model.case, model.units
-    size = case.manifest.graph_for(CPU).size_bytes
+    units = model.units
     total = sum(value for value in ranking.alone.values() if math.isfinite(value))
     shares, total_ms, floats = ({}, 0.0, {}) if not times else _time_both(model)
     rows = []
@@ -383,7 +392,7 @@ def _make_rows(
                 alone,
                 share,
                 ranking.back.get(number),
-                unit.rounded_bytes / size,
+                unit.rounded_bytes / model.size_bytes,
                 0 if model.own_weights else unit.float_bytes - unit.rounded_bytes,
                 singles.get(number),
                 shares.get(unit.name) if timed else None,

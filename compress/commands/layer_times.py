@@ -28,8 +28,8 @@ def time_layers(
 ) -> tuple[dict[str, float], float]:
     """Return each layer's share of the time that a model's kernels take, and that time, ms for each sample.
 
-    `tensors`: layer -> names of what its nodes give. A kernel is a layer's if it gives one of these; what no kernel
-    gives (it was fused with another's, or folded) has no share of its own. The samples run one by one.
+    `tensors`: layer -> names of what its nodes give and of its weights. A kernel is a layer's if it gives one of these,
+    or else reads one; several layers' if their products are merged. The samples run one by one.
     """
     owners: dict[str, list[str]] = {}
     for layer, names in tensors.items():
@@ -47,11 +47,14 @@ def time_layers(
     for durations, graph in zip(profiles, optimized, strict=True):
         nodes = {node.name: node for node in graph.graph}
         for name, times in durations.items():
-            spent = statistics.median(times) * len(times)  # a first call, or an interrupted one, takes many times as long
+            spent = statistics.median(times) * len(
+                times
+            )  # a first call, or an interrupted one, takes many times as long
             total += spent
-            given = [str(value.name) for value in nodes[name].outputs] if name in nodes else []
-            layers = next((owners[tensor] for tensor in given if tensor in owners), [])
-            for layer in layers:  # several where their products are merged
+            node = nodes.get(name)
+            values = [] if node is None else [*node.outputs, *(value for value in node.inputs if value is not None)]
+            layers = next((owners[str(value.name)] for value in values if value.name in owners), [])
+            for layer in layers:
                 taken[layer] += spent / len(layers)
     return {layer: spent / total if total else 0.0 for layer, spent in taken.items()}, total / 1000 / len(rows)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +56,21 @@ class SwitchedHandle:
 
 @dataclass(frozen=True)
 class SwitchedModel:
-    """The files of a model with switches, opened: one, or of an encoder-decoder the encoder's and the decoder's.
+    """A model with a switch for each of `units`, which are rounded in its bundle; `session` opens it with some of them.
 
-    `units` are those of all files, in their order; `source` says where the float weights are from, `own_weights`
-    whether there were none that fit, so that only the rounding of activations has switches.
+    `size_bytes`: of the bundle's. `source` says where the float weights are from, `own_weights` whether there were none
+    that fit, so that only the rounding of activations has switches. `unmatched`: layer -> why it has no switch.
+    `graphs`: of ONNX files; of an encoder-decoder the encoder's and the decoder's.
     """
 
     case: Case
-    opened: tuple[OnnxRuntimeSession, ...]
-    graphs: tuple[SwitchedGraph, ...]
+    units: tuple[Unit, ...]
+    session: Callable[[Vector], Session]
+    size_bytes: int
     source: str
-    own_weights: bool
-
-    @property
-    def units(self) -> list[Unit]:
-        return [unit for graph in self.graphs for unit in graph.units]
-
-    @property
-    def unmatched(self) -> dict[str, str]:
-        return {name: why for graph in self.graphs for name, why in graph.unmatched.items()}
+    own_weights: bool = False
+    unmatched: Mapping[str, str] = field(default_factory=dict)
+    graphs: tuple[SwitchedGraph, ...] = ()
 
     def choose(self, rounded: bool, *others: int) -> Vector:
         """Return switches that are all `rounded`, but for those of the units of these numbers."""
@@ -82,20 +78,27 @@ class SwitchedModel:
         vector[list(others)] = not rounded
         return vector
 
-    def session(self, vector: Vector) -> Session:
-        """Return the model as it is with these switches; it shares the loaded files with the others."""
+    def run(self, vector: Vector, rows: np.ndarray, reference: Session | None = None) -> Outputs:
+        """Return the task's outputs over these samples, as the runtime judges them."""
+        return run_rows(self.case, self.session(vector), rows, reference)
+
+
+@dataclass(frozen=True)
+class _OpenedFiles:
+    """Files with switches, opened: calling it gives the model with some of them, which shares what is loaded."""
+
+    sessions: tuple[OnnxRuntimeSession, ...]
+    graphs: tuple[SwitchedGraph, ...]
+
+    def __call__(self, vector: Vector) -> Session:
         parts, start = [], 0
-        for opened, graph in zip(self.opened, self.graphs, strict=True):
+        for opened, graph in zip(self.sessions, self.graphs, strict=True):
             part = vector[start : start + len(graph.units)]
             start += len(graph.units)
             own = np.ascontiguousarray(part) if len(part) else np.ones(1, np.bool_)
             assert opened.handle is not None
             parts.append(replace(opened, handle=SwitchedHandle(opened.handle, own)))
         return parts[0] if len(parts) == 1 else EncoderDecoderSession(parts[1].path, parts[0], parts[1])
-
-    def run(self, vector: Vector, rows: np.ndarray, reference: Session | None = None, single: bool = False) -> Outputs:
-        """Return the task's outputs over these samples, as the runtime judges them."""
-        return run_rows(self.case, self.session(vector), rows, reference, single)
 
 
 def run_rows(
@@ -240,16 +243,11 @@ def _open_with(stack: ExitStack, case: Case, label: str, sources: Sequence[ir.Mo
         ir.save(graph.model, folder / name, external_data=f"{name}.data" if apart else None)
         handle, inputs, outputs = open_handle(folder / name, settings, ["CPUExecutionProvider"])
         opened.append(OnnxRuntimeSession(folder / name, inputs, outputs, handle))
-    return SwitchedModel(case, tuple(opened), _leave_out_others(graphs), label, own)
-
-
-def _leave_out_others(graphs: Sequence[SwitchedGraph]) -> tuple[SwitchedGraph, ...]:
-    """Take from each file's unmatched layers those that lie in the other one."""
-    known = {unit.name for graph in graphs for unit in graph.units}
-    return tuple(
-        replace(graph, unmatched={name: why for name, why in graph.unmatched.items() if name not in known})
-        for graph in graphs
-    )
+    units = tuple(unit for graph in graphs for unit in graph.units)
+    known = {unit.name for unit in units}  # of an encoder-decoder each file lacks the other's layers
+    unmatched = {n: why for graph in graphs for n, why in graph.unmatched.items() if n not in known}
+    files_opened = _OpenedFiles(tuple(opened), tuple(graphs))
+    return SwitchedModel(case, units, files_opened, artifact.size_bytes, label, own, unmatched, tuple(graphs))
 
 
 def _explain_no_units(model: SwitchedModel) -> str:

@@ -48,8 +48,8 @@ HANDED_ON = ACTIVATIONS | {
 class Unit:
     """What one switch is for: a layer, or, with `type` "tensor", an activation that is rounded and no layer's.
 
-    `rounded_bytes`, `float_bytes`: of its constants in the two forms. `tensors`: names of what its nodes give, in the
-    file; a runtime's fused nodes keep the last of them. `bits`: of its weights in the file.
+    `bits`: of its weights in the file. `rounded_bytes`, `float_bytes`: of its constants in the two forms. `tensors`:
+    names of its weights and of what its nodes give, in either file; a runtime's fused nodes keep one of them.
     """
 
     name: str
@@ -88,7 +88,9 @@ class _Place:
     merged: tuple[GraphLayer, ...]
 
 
-def add_switches(compressed: ir.Model, original: ir.Model, own_weights: bool = False, half: bool = False) -> SwitchedGraph:
+def add_switches(
+    compressed: ir.Model, original: ir.Model, own_weights: bool = False, half: bool = False
+) -> SwitchedGraph:
     """Return a copy of `compressed` in which each layer that differs from `original` has a switch.
 
     `own_weights`: the float form of a layer has the file's weights as they were rounded, where `original` has none that
@@ -116,7 +118,9 @@ def add_switches(compressed: ir.Model, original: ir.Model, own_weights: bool = F
         places = []  # of weights alone there is nothing to tell
     tensors = sorted({name for _, _, names in borders for name in names} - {place.layer.name for place in places})
     names = [*(place.layer.name for place in places), *tensors]
-    units = [_describe(place) for place in places] + [Unit(name, "tensor", tensors=frozenset({name})) for name in tensors]
+    units = [_describe(place) for place in places] + [
+        Unit(name, "tensor", tensors=frozenset({name})) for name in tensors
+    ]
     writer = _Writer(model, half)
     writer.add_vector(names)
     for place in places:
@@ -213,7 +217,9 @@ def _is_rounded(place: _Place, own_weights: bool) -> bool:
     if own_weights:
         return any(_count_bits(value) < 16 for value in held)
     weight = constant(place.layer.weight)
-    return not any(value.dtype == place.layer.weight.dtype and np.array_equal(constant(value), weight) for value in held)
+    return not any(
+        value.dtype == place.layer.weight.dtype and np.array_equal(constant(value), weight) for value in held
+    )
 
 
 Border = tuple[tuple[ir.Node, int], ir.Value, tuple[str, ...]]
@@ -337,7 +343,9 @@ class _Writer:
             old.name = f"{kept.name}/from"  # take_over's own name may be taken: the file was written with it, too
             kept.replace_input_with(0, old)
 
-    def _append(self, op: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object] | None = None) -> ir.Value:
+    def _append(
+        self, op: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object] | None = None
+    ) -> ir.Value:
         self.count += 1
         return append(self.model, op, inputs, f"{PREFIX}{op}/{self.count}", attributes)
 
@@ -407,12 +415,15 @@ class _Writer:
 
 def _describe(place: _Place) -> Unit:
     share = place.layer.shape[0] / sum(layer.shape[0] for layer in place.merged)
-    held = {value for node in place.nodes for value in node.inputs if value is not None and value.const_value is not None}
+    held = {
+        value for node in place.nodes for value in node.inputs if value is not None and value.const_value is not None
+    }
     rounded = sum(value.const_value.nbytes for value in held if value.const_value is not None)
     own = [value for node in (place.layer.node, place.layer.bias_add) if node is not None for value in node.inputs]
     exact = sum(value.const_value.nbytes for value in own if value is not None and value.const_value is not None)
     tensors = {str(value.name) for node in place.nodes for value in node.outputs} | _name_behind(place.output)
-    tensors.add(str(place.layer.output.name))  # of one that was merged with others, as the float graph has it
+    tensors |= {str(value.name) for value in held if value.const_value is not None and len(value.const_value.shape) > 1}
+    tensors |= {str(place.layer.output.name), str(place.layer.weight.name)}  # as the float graph has them
     bits = min((_count_bits(value) for value in held), default=32)
     return Unit(place.layer.name, place.layer.type, bits, round(rounded * share), exact, frozenset(tensors))
 

@@ -79,7 +79,9 @@ def test_what_is_healthy_blames_nobody_by_the_metric_and_every_rung_holds(health
 
 @pytest.mark.slow
 def test_weights_that_were_changed_before_they_were_rounded_are_those_of_the_cache(tmp_path: Path) -> None:
-    bundle = build_healthy("tagger", tmp_path, passes=[{"kind": "smoothquant"}, {"kind": "int8", "placement": "inputs"}])
+    bundle = build_healthy(
+        "tagger", tmp_path, passes=[{"kind": "smoothquant"}, {"kind": "int8", "placement": "inputs"}]
+    )
     known = blame_bundle(bundle, 1, cache=tmp_path / "cache", times=False)
     assert known.source == "the cache of its build" and known.layers[0].more_bytes > 0
     gone = blame_bundle(bundle, 1, cache=tmp_path / "none", times=False)
