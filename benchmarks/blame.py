@@ -122,7 +122,7 @@ def measure_collapse(call: Call) -> Row:
 
 
 def measure_foreign(call: Call) -> Row:
-    """Blame what ONNX Runtime's static quantizer makes of the bundle's float file; its layers are set to float there."""
+    """Blame what ONNX Runtime's static quantizer makes of the bundle's float file, and set that to float there."""
     bundle = call.out / "collapse"
     made, failed = make_peer_models([STATIC], open_judged(bundle), CLAIMS / "minilm-int8.yaml", call)
     if failed:

@@ -103,16 +103,16 @@ class Snippet:
 class Blame:
     """Who carries the loss. `layers`: worst first. `change`: of the outputs, all rounded against all float.
 
-    `metric` is `baseline` and `candidate` in the bundle's models, `float_layers` with every layer in float: what is
-    lost even then is in no layer. `decided_by`: "metric", or "outputs" where the metric's loss is within noise.
-    `chosen`: the layers that give back `ENOUGH` of the loss together.
+    `metric` is `baseline` and `candidate` in the bundle's models (None of outputs that are not finite), and
+    `float_layers` with every layer in float: what is lost even then is in no layer. `decided_by`: "metric", or
+    "outputs" where the metric's loss is within noise. `chosen`: those that give back `ENOUGH` of the loss together.
     """
 
     bundle: str
     source: str
     metric: str
     baseline: float | None
-    candidate: float
+    candidate: float | None
     float_layers: float
     decided_by: str
     change: float
@@ -247,7 +247,7 @@ class Ranking:
 
 
 def rank_units(model: SwitchedModel, deadline: Deadline, progress: Progress = no_progress) -> Ranking:
-    """Measure each unit alone rounded, then, worst first, each alone back, on as many samples as the time has room for."""
+    """Measure each unit alone rounded, then, worst first, each alone back, on as many samples as time allows."""
     units = range(len(model.units))
     total = count(model.case.columns)
     meter = ChangeMeter(model, spread_rows(total, LEAST_ROWS))
@@ -275,7 +275,7 @@ def rank_units(model: SwitchedModel, deadline: Deadline, progress: Progress = no
         if deadline.spent > PROXY_SHARE * deadline.seconds and len(back) >= CONFIRMED:
             break
         left = meter.measure(model.choose(True, unit))
-        back[unit] = 0.0 if not whole else (1.0 if math.isinf(whole) and math.isfinite(left) else 1 - left / whole)
+        back[unit] = float(math.isfinite(left)) if math.isinf(whole) else 1 - left / whole if whole else 0.0
     return Ranking(tuple(order), alone, back, whole, meter, tuple(notes))
 
 
@@ -307,11 +307,9 @@ def _confirm(model: SwitchedModel, judge: _Judge, ranking: Ranking, deadline: De
         together[k] = Together(k, _value(found) if by_metric else None, change)
         if not by_metric:
             return 1 - change / ranking.whole if ranking.whole else 1.0
-        return (
-            1 - (judge.lose(found) - lost_floats) / (lost - lost_floats)
-            if math.isfinite(lost)
-            else float(found is not None)
-        )
+        if math.isinf(lost):
+            return float(found is not None)
+        return 1 - (judge.lose(found) - lost_floats) / (lost - lost_floats)
 
     k = find_smallest(len(ranking.order), share_back, deadline)
     chosen = tuple(model.units[unit].name for unit in ranking.order[:k])
@@ -321,7 +319,7 @@ def _confirm(model: SwitchedModel, judge: _Judge, ranking: Ranking, deadline: De
         source=model.source,
         metric=judge.metric.name,
         baseline=None if floats.baseline is None else floats.baseline.value,
-        candidate=math.nan if as_is is None else as_is.candidate.value,
+        candidate=_value(as_is),
         float_layers=floats.candidate.value,
         decided_by="metric" if by_metric else "outputs",
         change=ranking.whole,
@@ -417,7 +415,7 @@ def _time_both(model: SwitchedModel) -> tuple[dict[str, float], float, dict[str,
 
 
 def make_snippets(root: Path, rows: Sequence[BlamedLayer], own_weights: bool = False) -> list[Snippet]:
-    """Return what to write into the bundle's recipe for these layers, each change checked by reading the recipe with it.
+    """Return what to write into the bundle's recipe for these layers; the recipe was read with each change.
 
     Layers go to float by `ignore` of the pass that rounded them; where that rounds weights alone to fewer than eight
     bits, eight bits are the other proposal.
@@ -498,8 +496,8 @@ def describe_blame(blame: Blame) -> list[str]:
     """Return what was found, as sentences."""
     before = "" if blame.baseline is None else f"{blame.baseline:.4f} in the baseline, "
     texts = [
-        f"{blame.metric}: {before}{blame.candidate:.4f} in the candidate, {blame.float_layers:.4f} with every layer in "
-        f"float (weights: {blame.source})"
+        f"{blame.metric}: {before}{_format(blame.candidate, '.4f')} in the candidate, {blame.float_layers:.4f} with "
+        f"every layer in float (weights: {blame.source})"
     ]
     for step in blame.together:
         found = "" if step.metric is None else f"{blame.metric} {step.metric:.4f}, "

@@ -13,9 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx_ir as ir
-
 from compress.commands.inspect import read_json
 from compress.commands.parity import REFERENCE, allow_error, compare_outputs, locate, sample_batches
 from compress.commands.switched import open_switched
@@ -38,8 +35,8 @@ about three times what healthy layers show (8 bits: 0.01 to 0.03; 4 bits in grou
 
 @dataclass(frozen=True)
 class Rung:
-    """Two forms of the model compared. `errors`: output -> relative error; `allowed`: of those, None where they are what
-    rounding costs and the layers' own are judged. `divergence`: the first tensor or layer beyond what is allowed."""
+    """Two forms of the model compared. `errors`: output -> relative error; `allowed`: of those, None where they are
+    what rounding costs and the layers' own are judged. `divergence`: the first tensor or layer beyond that."""
 
     name: str
     errors: dict[str, float]

@@ -193,8 +193,9 @@ def open_switched(case: Case, cache: Path, log: Any = print) -> Iterator[Switche
         files = _load_files(inside(case.root, baseline.path))  # for the layers' names and places alone
         model = _open_with(stack, case, "none", files, True)
         if not model.units:
+            why = "; ".join(problems) or "the bundle holds no float model"
             raise ExportError(
-                f"{case.root}: no float weights to put back: {'; '.join(problems) or 'the bundle holds no float model'}; "
+                f"{case.root}: no float weights to put back: {why}; "
                 f"build it again with a cache that is kept (`compress reproduce {case.root} --cache DIR`), and give "
                 "that one with --cache"
             )

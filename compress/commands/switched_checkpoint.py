@@ -76,7 +76,9 @@ def open_checkpoint(case: Case) -> SwitchedModel:
     """
     artifact = case.manifest.artifact("candidate")
     if artifact.remote_code or not case.manifest.generates:
-        raise ExportError(f"{case.root}: a checkpoint is compared here if it is a language model without code of its own")
+        raise ExportError(
+            f"{case.root}: a checkpoint is compared here if it is a language model without code of its own"
+        )
     recipe = recall_recipe(case.root)
     check_model(recipe, read_json(case.root / "lock.json") or {}, FileDigests(default_root()))
     loaded = load_torch_model(recipe.model, recipe.root, SHAPES)
@@ -131,9 +133,9 @@ def _check_others(case: Case, module: nn.Module, decoded: set[str], files: Files
         stored = _read(files, key).to(value.dtype)
         if stored.shape != value.shape or not torch.allclose(stored, value, rtol=1e-2, atol=1e-5):
             raise ExportError(
-                f"{case.root}: {name} of the checkpoint is another one than the recipe's model has: passes have changed "
-                "more than the layers' weights, so that these cannot be put back one by one. Export {kind: onnx} beside "
-                "it, and ask that bundle with the cache of its build"
+                f"{case.root}: {name} of the checkpoint is not what the recipe's model has: passes have changed more "
+                "than the layers' weights, so that these cannot be put back one by one. Export {kind: onnx} beside it, "
+                "and ask that bundle with the cache of its build"
             )
 
 

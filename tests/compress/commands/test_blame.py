@@ -93,7 +93,7 @@ def test_weights_that_were_changed_before_they_were_rounded_are_those_of_the_cac
 
 @pytest.mark.slow
 def test_refusals(healthy: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--metric top1: the bundle does not have it; it has cosine, .*span_f1"):
+    with pytest.raises(UsageError, match=r"--metric top1: the bundle does not have it; it has cosine, .*span_f1"):
         blame_bundle(healthy("tagger"), metric="top1")
     bundle = build_healthy("writer", tmp_path, passes=[{"kind": "awq", "bits": 4, "group_size": 32}])
     with pytest.raises(ExportError, match=r"no float weights to put back: .*compress reproduce .* --cache DIR"):
