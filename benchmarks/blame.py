@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -215,7 +216,7 @@ def plant(bundle: Path, rng: np.random.Generator, how: str) -> str:
     return layer
 
 
-Spot = tuple[str, ir.Node, object]
+Spot = tuple[str, Any, Any]
 """(layer, the DequantizeLinear of its weight, which part of that is its own)."""
 
 
@@ -224,7 +225,8 @@ def find_spots(model: ir.Model, layers: Sequence[GraphLayer]) -> list[Spot]:
     known = {str(layer.output.name): layer for layer in layers}
     by_weight = {str(layer.weight.name): layer for layer in layers}
     spots: list[Spot] = []
-    for node in model.graph:
+    nodes: Any = model.graph
+    for node in nodes:
         if node.op_type != "DequantizeLinear" or node.inputs[0].const_value is None:
             continue
         stem = str(node.inputs[0].name).removesuffix("/padded").rpartition("/")[0]
@@ -240,7 +242,7 @@ def find_spots(model: ir.Model, layers: Sequence[GraphLayer]) -> list[Spot]:
     return spots
 
 
-def _replace(model: ir.Model, node: ir.Node, index: int, tensor: ir.Tensor) -> None:
+def _replace(model: ir.Model, node: Any, index: int, tensor: ir.Tensor) -> None:
     """Give one node a constant of its own."""
     value = ir.Value(name=f"{node.inputs[index].name}/spoiled", const_value=tensor)
     tensor.name = value.name

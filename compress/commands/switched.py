@@ -18,7 +18,14 @@ from compress.graph.switches import SWITCHES, SwitchedGraph, Unit, add_switches
 from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
 from runtime.backends.base import EncoderDecoderSession, Session
-from runtime.backends.onnxruntime_cpu import Binding, InferenceSession, OnnxRuntimeSession, open_handle, session_options
+from runtime.backends.onnxruntime_cpu import (
+    Argument,
+    Binding,
+    InferenceSession,
+    OnnxRuntimeSession,
+    open_handle,
+    session_options,
+)
 from runtime.bundle.columns import count, take
 from runtime.bundle.files import ENCODER, find_encoder
 from runtime.bundle.format import inside
@@ -50,8 +57,17 @@ class SwitchedHandle:
         binding.bind_cpu_input(SWITCHES, self.vector)
         return binding
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.handle, name)
+    def run_with_iobinding(self, binding: Binding) -> None:
+        self.handle.run_with_iobinding(binding)
+
+    def get_inputs(self) -> list[Argument]:
+        return self.handle.get_inputs()
+
+    def get_outputs(self) -> list[Argument]:
+        return self.handle.get_outputs()
+
+    def get_providers(self) -> list[str]:
+        return self.handle.get_providers()
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from makers import QUICK, apply, image_recipe
 from places import BENCHMARKS
 from shortcuts import quick_judge
@@ -45,12 +47,10 @@ def build_healthy(kind: str, folder: Path, **parts: Any) -> Path:
 
 def spoil(bundle: Path, seed: int, how: str) -> str:
     """Spoil one layer, drawn by `seed`, as benchmarks/blame.py does; return its name."""
-    import numpy as np
-
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        from blame import plant  # type: ignore[import-not-found]
+        script = importlib.import_module("blame")
     finally:
         sys.path.remove(str(BENCHMARKS))
-    layer: str = plant(bundle, np.random.default_rng(seed), how)
+    layer: str = script.plant(bundle, np.random.default_rng(seed), how)
     return layer
