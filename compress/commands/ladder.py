@@ -18,7 +18,7 @@ from compress.commands.parity import REFERENCE, allow_error, compare_outputs, lo
 from compress.commands.switched import open_switched
 from compress.errors import ExportError
 from compress.graph.run import Feeds, open_session, run_batches, tap
-from compress.graph.switches import SwitchedGraph, find_pairs
+from compress.graph.switches import SWITCHES, SwitchedGraph, find_pairs
 from compress.store.cache import default_root
 from runtime.backends import Session, open_artifact
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, onnxruntime_library, open_handle, session_options
@@ -125,6 +125,7 @@ def find_first_wrong(graph: SwitchedGraph, feeds: Feeds) -> Divergence | None:
     asked = {name: (forms, EXPLAINED.get(bits.get(name, 8), EXPLAINED[8])) for name, forms in graph.forms.items()}
     asked |= {name: ((rounded, name), EXPLAINED[8]) for name, rounded in find_pairs(graph.model)}
     names = list(dict.fromkeys(name for forms, _ in asked.values() for name in forms))
+    feeds = {**feeds, SWITCHES: np.ones(max(len(graph.units), 1), np.bool_)}
     values = next(run_batches(open_session(tap(graph.model, names)), [feeds]))
     values |= {name.removesuffix("/tapped"): array for name, array in values.items()}
     order = {value.name: place for place, node in enumerate(graph.model.graph) for value in node.outputs}

@@ -259,7 +259,8 @@ def _open_with(stack: ExitStack, case: Case, label: str, sources: Sequence[ir.Mo
         apart = weight_bytes(graph.model) > IN_MEMORY
         ir.save(graph.model, folder / name, external_data=f"{name}.data" if apart else None)
         handle, inputs, outputs = open_handle(folder / name, settings, ["CPUExecutionProvider"])
-        opened.append(OnnxRuntimeSession(folder / name, inputs, outputs, handle))
+        own_inputs = tuple(spec for spec in inputs if spec.name != SWITCHES)
+        opened.append(OnnxRuntimeSession(folder / name, own_inputs, outputs, handle))
     units = tuple(unit for graph in graphs for unit in graph.units)
     known = {unit.name for unit in units}  # of an encoder-decoder each file lacks the other's layers
     unmatched = {n: why for graph in graphs for n, why in graph.unmatched.items() if n not in known}

@@ -1,8 +1,7 @@
 """A compressed graph with a switch for each layer: rounded as it is in the file, or float as it was before.
 
 One session then answers for every choice of layers, so that "this layer alone rounded" and "this layer alone float" are
-runs, and not files to write and load. The switches are one boolean vector, an initializer that a caller may override;
-without it all layers are as in the file.
+runs, and not files to write and load. The switches are one boolean vector, an input beside the graph's own.
 
 A layer is found by the tensor that it gives, which has one name in both graphs. Its float form is the float graph's own
 node on the compressed graph's own activation, before that is rounded. What is rounded between layers belongs to those
@@ -23,7 +22,7 @@ from compress.graph.layers import GraphLayer, constant, find_layers, int_attribu
 from compress.graph.run import clone
 
 SWITCHES = "compress/rounded"
-"""The boolean vector: an element for each of `SwitchedGraph.units`, true where it is rounded."""
+"""The input: a boolean for each of `SwitchedGraph.units`, true where it is rounded; one at least."""
 PREFIX = "compress/switch/"
 """Of the names of all that is added."""
 PRODUCTS = {"MatMul", "Gemm", "Conv", "Gather", "MatMulNBits", "MatMulInteger", "GatherBlockQuantized"}
@@ -288,8 +287,8 @@ class _Writer:
 
     def add_vector(self, names: Sequence[str]) -> None:
         """Add the vector, and a scalar of it for each name."""
-        vector = initializer(self.model, SWITCHES, np.ones(max(len(names), 1), np.bool_))
-        self.model.graph.inputs.append(vector)  # an initializer that is an input may be overridden
+        vector = ir.Value(name=SWITCHES, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([max(len(names), 1)]))
+        self.model.graph.inputs.append(vector)
         for index, name in enumerate(names):
             place = initializer(self.model, f"{PREFIX}place/{index}", np.array(index))
             self.scalars[name] = append(self.model, "Gather", [vector, place], f"{PREFIX}scalar/{index}")
