@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from compress.commands.inspect import read_json
 from compress.commands.parity import REFERENCE, allow_error, compare_outputs, locate, sample_batches
 from compress.commands.switched import open_switched
