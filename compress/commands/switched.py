@@ -276,6 +276,8 @@ def _explain_no_units(model: SwitchedModel) -> str:
 
 
 FIT_ROWS = 16
+SAME = 1e-5
+"""Squared error over squares up to which outputs are the same but for rounding in float32."""
 FIT = 0.1
 """Share of the whole change up to which the outputs with all layers in float may differ from the baseline's."""
 FIT_BESIDE_CACHE = 0.8
@@ -290,7 +292,7 @@ def _explain_misfit(model: SwitchedModel) -> str:
     rest, whole = (_measure_outputs(outputs, case.baseline, rows) for outputs in (exact, rounded))
     cache = case.manifest.graph_for(CPU).cache
     share = FIT_BESIDE_CACHE if cache is not None and cache.dtype != "float32" else FIT
-    if rest <= max(share * whole, 1e-6):
+    if rest <= max(share * whole, SAME):
         return ""
     return (
         f"with every layer back to float the outputs differ from the baseline's by {rest:.2g} of their squares, and by "
