@@ -35,7 +35,7 @@ from compress.recipe.load import load_recipe
 from compress.store.cache import default_root
 from compress.store.progress import Item, Progress, no_progress
 from runtime.backends import open_artifact
-from runtime.bundle.columns import count
+from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
 from runtime.errors import UsageError
 from runtime.judge.evidence import Evidence, quality_evidence
@@ -220,7 +220,7 @@ class _Judge:
         except NonFiniteOutputs:
             return None
         baseline = {name: values[self.rows] for name, values in case.baseline.items()}
-        labels = None if case.labels is None else case.labels[self.rows]
+        labels = None if case.labels is None else take(case.columns, "label", self.rows)
         judgement = case.manifest.judgement
         return quality_evidence([self.metric], outputs, baseline, labels, judgement)[self.metric.name]
 
