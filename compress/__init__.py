@@ -4,6 +4,7 @@
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
     report = compress.apply(recipe, "bundle")   # a runtime.report.report.Report; the bundle is the folder
     study = compress.sweep(recipe, "study")     # of a recipe with `search:`; draws its front in a notebook
+    compress.blame("bundle")                    # the layers that carry its loss
 
 The functions are imported when they are first asked for, so that `import compress` is quick and needs no torch.
 """
@@ -26,12 +27,13 @@ from typing import TYPE_CHECKING, Any
 from compress.version import __version__
 
 if TYPE_CHECKING:
+    from compress.commands.blame import blame_bundle as blame
     from compress.execution.run import apply_recipe as apply
     from compress.planning.make_plan import make_plan as plan
     from compress.recipe.load import load_recipe, recipe_to_yaml
     from compress.search.sweep import sweep
 
-__all__ = ["__version__", "apply", "load_recipe", "plan", "recipe_to_yaml", "sweep"]
+__all__ = ["__version__", "apply", "blame", "load_recipe", "plan", "recipe_to_yaml", "sweep"]
 
 _HOMES = {
     "load_recipe": ("compress.recipe.load", "load_recipe"),
@@ -39,6 +41,7 @@ _HOMES = {
     "plan": ("compress.planning.make_plan", "make_plan"),
     "apply": ("compress.execution.run", "apply_recipe"),
     "sweep": ("compress.search.sweep", "sweep"),
+    "blame": ("compress.commands.blame", "blame_bundle"),
 }
 
 

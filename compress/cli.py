@@ -269,20 +269,51 @@ def compile(
 @app.command()
 def parity(
     bundle: BundleFolder,
-    backend: Annotated[str, typer.Option("--backend", help="tensorrt or tensorrt-rtx.")] = "tensorrt",
+    backend: Annotated[
+        str, typer.Option("--backend", help="tensorrt, tensorrt-rtx or onnxruntime-cpu; default: by the target.")
+    ] = "",
+    cache: Cache = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an engine with the ONNX file that it was compiled from, and name the first tensor that differs."""
+    """Compare every form of a model with the one before, and name the first tensor or layer that differs."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.parity import bundle_parity, lines, to_dict
+            from compress.commands import ladder, parity
 
-            found = bundle_parity(bundle, backend)
+            engine = backend or parity.choose_engine(bundle)
+            if engine in ("", ladder.REFERENCE):
+                climbed = ladder.climb(bundle, cache)
+                found, holds, texts = ladder.to_dict(climbed), climbed.holds, ladder.describe_ladder(climbed)
+            else:
+                compared = parity.bundle_parity(bundle, engine)
+                found, holds, texts = parity.to_dict(compared), compared.holds, parity.lines(compared)
+        if as_json:
+            print_json(found)
+        else:
+            typer.echo("\n".join(texts))
+        raise typer.Exit(0 if holds else 3)
+
+
+@app.command()
+def blame(
+    bundle: BundleFolder,
+    budget: Annotated[float, typer.Option("--budget", metavar="MINUTES", min=0.05, help="How long it may take.")] = 3.0,
+    metric: Annotated[
+        str, typer.Option("--metric", metavar="NAME", help="Of the bundle's; default: that of its first gate.")
+    ] = "",
+    cache: Cache = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the layers that carry a bundle's loss, and say what putting them back to float gives and costs."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.commands.blame import blame_bundle, render_blame, show_progress, to_dict
+
+            found = blame_bundle(bundle, budget, metric, cache, show_progress)
         if as_json:
             print_json(to_dict(found))
         else:
-            typer.echo("\n".join(lines(found)))
-        raise typer.Exit(0 if found.holds else 3)
+            render_blame(found, _console())
 
 
 @app.command()

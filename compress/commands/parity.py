@@ -19,7 +19,8 @@ from compress.errors import ExportError
 from compress.store.durable import temporary_folder
 from runtime.backends import Feeds, Session, find_backend, open_artifact
 from runtime.bundle.columns import Columns, count
-from runtime.bundle.format import Manifest, read_samples, verify
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.format import Manifest, read_manifest, read_samples, verify
 from runtime.bundle.manifest import Artifact
 from runtime.decode.scoring import language_encoder
 from runtime.judge.divergence import Divergence, first_divergence, relative, relative_error, squares
@@ -45,6 +46,12 @@ class Parity:
     @property
     def holds(self) -> bool:
         return all(error <= self.allowed for error in self.errors.values())
+
+
+def choose_engine(path: Path) -> str:
+    """Return the backend whose engine is compared: the bundle's target, or "" where that runs the ONNX file itself."""
+    target = read_manifest(path).target
+    return target if target in ENGINES else ""
 
 
 def bundle_parity(path: Path, backend: str) -> Parity:

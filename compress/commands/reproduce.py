@@ -49,18 +49,24 @@ def reproduce(
     """
     bundle = Path(bundle).resolve()
     manifest = verify(bundle)
-    lock, host = read_json(bundle / "lock.json"), read_host(bundle)
-    recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
-    recipe = repeat_training(recipe.at_root(Path(host.get("recipe_folder", bundle))), lock.get("training", {}))
+    lock = read_json(bundle / "lock.json")
+    recipe = repeat_training(recall_recipe(bundle, overrides), lock.get("training", {}))
     with temporary_folder() as folder:
         again, results = out or folder / bundle.name, cache or folder / "cache"
-        _check_model(recipe, lock, FileDigests(results))
+        check_model(recipe, lock, FileDigests(results))
         repeat_choices(lock.get("choices", {}), results)
         apply_recipe(recipe, again, results, quiet)
         made = read_manifest(again)
         reasons = tuple(_find_reasons(lock, read_json(again / "lock.json")))
     different = compare_files(manifest, made)
     return Reproduction(len(manifest.files), different, reasons if different else ())
+
+
+def recall_recipe(bundle: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return a bundle's recipe where it was built, as far as its folders are still there."""
+    host = read_host(bundle)
+    recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
+    return recipe.at_root(Path(host.get("recipe_folder", bundle)))
 
 
 def read_host(bundle: Path) -> dict[str, Any]:
@@ -132,7 +138,7 @@ def _repeat_steps(pass_: Pass, made: int | Mapping[str, Any] | None) -> Pass:
     return pass_.model_copy(update={"epochs": None, "max_seconds": None, **fields})
 
 
-def _check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -> None:
+def check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -> None:
     """Raise PlanError unless the recipe's model is the one that the bundle was made from; nothing of it is run.
 
     Its files are read, whatever is remembered of them, and what was read is remembered in `digests`.

@@ -50,7 +50,12 @@ def make_lock(
             "clean_up": dict(exported.clean_up) if exported else {},
         },
         "data": {name: _describe_data(inputs, name, samples, portable.texts) for name, samples in sets.items()},
-        "steps": {"float": keys.float_graph, "passes": list(keys.passes), "baseline": keys.baseline},
+        "steps": {
+            "float": keys.float_graph,
+            "passes": list(keys.passes),
+            "graph": keys.passed_graph,
+            "baseline": keys.baseline,
+        },
         "training": dict(list_clocked(recipe, results)),
         "choices": {str(number): result.choice for number, result in enumerate(results) if result.choice},
     }

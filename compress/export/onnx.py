@@ -146,8 +146,12 @@ def _explain_missing_cache(kind: str, target: str) -> str:
 
 
 def float_graph(model: ir.Model) -> ir.Model:
-    """Return what the baseline's file holds: a copy of the float graph, without metadata."""
+    """Return what the baseline's file holds: a copy of the float graph, its layers' nodes by name, without metadata."""
     plain = clone(model)
+    taken = {node.name for node in plain.graph}
+    for layer in find_layers(plain):  # the metadata that names them goes
+        if layer.name not in taken:
+            layer.node.name = layer.name
     share_tables(plain)
     tidy(plain)
     strip_metadata(plain)
