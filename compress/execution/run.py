@@ -93,7 +93,7 @@ def apply_recipe(
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
                 with blame(out):
-                    report = _judge(staging, journal, models, notes)
+                    report = _judge(staging, journal, models, notes, _expected_speedup(run.plan))
             publish(staging, out)
     return report
 
@@ -147,9 +147,17 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool)
         return RunContext(plan, cache, journal, sets, notes)
 
 
-def _judge(bundle: Path, journal: Journal, passes: Sequence[PassModel], notes: Sequence[Note]) -> Report:
+def _expected_speedup(plan: Plan) -> float | None:
+    """Return how many times as fast the plan expects the result to be where it is judged; None where it cannot tell."""
+    latency = plan.latency
+    return latency.speedup if latency is not None and latency.backend == plan.recipe.target else None
+
+
+def _judge(
+    bundle: Path, journal: Journal, passes: Sequence[PassModel], notes: Sequence[Note], forecast: float | None
+) -> Report:
     with journal.time_stage("judging"):
-        report = validate(bundle, passes=passes, notes=[note.text for note in notes])
+        report = validate(bundle, passes=passes, notes=[note.text for note in notes], forecast=forecast)
     journal.log(f"verdict: {report.verdict}")
     return report
 

@@ -2,8 +2,8 @@
 
 A bundle may come from anyone, and an external-data location is a path that a runtime will open (`external_files`). Why
 a quantized model may be slow shows in its operators (`graph_facts`, `read_graph`), and whether it holds float8 in its
-types (`holds_float8`). Only the wire format (https://protobuf.dev/programming-guides/encoding/) and the field numbers of
-onnx.proto are needed.
+types (`holds_float8`). Only the wire format (https://protobuf.dev/programming-guides/encoding/) and the field numbers
+of onnx.proto are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ Data = bytes | mmap.mmap
 Field = tuple[int, int, int, int]
 """(field number, first byte, last byte + 1, value): value for a varint, the bytes for anything longer."""
 _DATA_TYPES = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 17: "float8e4m3fn", 21: "uint4", 22: "int4"} | {
-    1: "float32", 6: "int32", 7: "int64", 9: "bool", 10: "float16", 11: "float64", 16: "bfloat16"
+    1: "float32",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    16: "bfloat16",
 }
 FLOAT8 = range(17, 21)
 """Of TensorProto.DataType: FLOAT8E4M3FN, FLOAT8E4M3FNUZ, FLOAT8E5M2, FLOAT8E5M2FNUZ."""

@@ -142,7 +142,12 @@ def _make_product(product: Product) -> Trial:
         packed = rng.integers(0, 255, (n, blocks, product.block * product.bits // 8)).astype(np.uint8)
         constants = {"w": packed, "s": np.full(n * blocks, 0.01, np.float32)}
         attributes = {"K": k, "N": n, "bits": product.bits, "block_size": product.block}
-        node: Node = ("com.microsoft.MatMulNBits", ["x", "w", "s"], ["y"], attributes | {"accuracy_level": product.level})
+        node: Node = (
+            "com.microsoft.MatMulNBits",
+            ["x", "w", "s"],
+            ["y"],
+            attributes | {"accuracy_level": product.level},
+        )
         return _wrap([node], constants, x, "float32", (rows, n))
     weight = rng.normal(size=(k, n)).astype(np.float32)
     return _wrap([("MatMul", ["x", "w"], ["y"], {})], {"w": weight}, x, "float32", (rows, n))

@@ -36,7 +36,15 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, 
 ITEM_BYTES |= {"uint8": 1, "int8": 1, "bool": 1, "float8e4m3fn": 1, "uint4": 0.5, "int4": 0.5}
 WEIGHT = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3}
 """Operator -> which input is its weight; of other products the second."""
-CONVOLUTIONS = ("Conv", "FusedConv", "NhwcFusedConv", "QLinearConv", "ConvInteger", "ConvTranspose", "QLinearConvTranspose")
+CONVOLUTIONS = (
+    "Conv",
+    "FusedConv",
+    "NhwcFusedConv",
+    "QLinearConv",
+    "ConvInteger",
+    "ConvTranspose",
+    "QLinearConvTranspose",
+)
 PRODUCTS = (
     *CONVOLUTIONS,
     *("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat"),
@@ -401,7 +409,9 @@ class _OpenVinoProfile:
         kept = [call for number, call in enumerate(self.calls) if keep(number)] or self.calls
         ms = {name: average_undisturbed([call.get(name, 0.0) for call in kept]) for name in kept[0]}
         operators = self.compiled.get_runtime_model().get_ordered_ops()
-        nodes = tuple(_read_openvino_node(o, ms[o.get_friendly_name()]) for o in operators if o.get_friendly_name() in ms)
+        nodes = tuple(
+            _read_openvino_node(o, ms[o.get_friendly_name()]) for o in operators if o.get_friendly_name() in ms
+        )
         return Profile("openvino", tuple(n for n in nodes if n.operator not in _NOT_RUN), sum(ms.values()), len(kept))
 
 
