@@ -22,7 +22,7 @@ WORTH = 0.05
 """Share of a call below which a saving is not worth a word."""
 SLOWER = 1.25
 """A layer that takes this many times its twin's time counts as slower: two profiles of one layer differ by less."""
-ODD_RATE = 0.75
+ODD_RATE = 0.85
 """Of its twin's rate, below which a layer's width counts as one that kernels do not like."""
 KERNEL_WIDTH = 8
 """Channels that kernels take at once, or a divisor of it."""
@@ -82,7 +82,7 @@ def _make(
     words: tuple[str, str, str],
     recipe: str = "",
 ) -> Found:
-    """Make a cause, unless it saves too little. `words`: what is seen, why, what to change; `nodes`: it explains them."""
+    """Make a cause of what `nodes` take, unless it saves too little. `words`: what is seen, why, what to change."""
     call = comparison.after.call_ms
     if saves_ms < WORTH * call:
         return NOTHING
@@ -432,37 +432,50 @@ def _file_widths(profile: Profile, node: NodeTime) -> tuple[int, ...]:
     return shapes[0][:2] if shapes and len(shapes[0]) > 1 else (node.output_width, node.input_width)
 
 
+def _needed_flops(profile: Profile, node: NodeTime) -> float:
+    """Return a layer's operations at the widths of the file: what a runtime pads is computed for nothing."""
+    executed = node.output_width * node.input_width
+    return node.flops * min(1.0, math.prod(_file_widths(profile, node)) / executed) if executed else node.flops
+
+
 def find_odd_widths(comparison: Comparison, told: set[str]) -> Found:
     """Find layers whose widths were changed to no multiple of KERNEL_WIDTH, at a much lower rate than their twins."""
-    twins, before = comparison.twins, comparison.before
+    profile, before = comparison.after, comparison.before
     odd: list[tuple[NodeTime, NodeTime]] = []
-    for node in comparison.after.products:
-        twin = twins.get(node.name)
-        if twin is None or before is None or not node.flops or not twin.flops or node.name in told:
+    rates: dict[str, tuple[float, float]] = {}
+    saves = 0.0
+    for node in profile.products:
+        twin = comparison.twins.get(node.name)
+        if twin is None or before is None or not (node.flops and twin.flops and node.ms) or node.name in told:
             continue
-        ours, theirs = _file_widths(comparison.after, node), _file_widths(before, twin)
+        ours, theirs = _file_widths(profile, node), _file_widths(before, twin)
         changed = [a for a, b in zip(ours, theirs, strict=False) if a != b and a % KERNEL_WIDTH]
-        if changed and node.computes_in == twin.computes_in and node.gflops < ODD_RATE * twin.gflops:
+        rate, usual = _needed_flops(profile, node) / node.ms / 1e6, _needed_flops(before, twin) / twin.ms / 1e6
+        if changed and node.computes_in == twin.computes_in and rate < ODD_RATE * usual:
             odd.append((node, twin))
+            rates[node.name] = rate, usual
+            saves += node.ms * (1 - rate / usual)
     if not odd:
         return NOTHING
-    nodes = [node for node, _ in odd]
-    saves = sum(node.ms - node.flops / twin.gflops / 1e6 for node, twin in odd)
-    after, twin = max(odd, key=lambda pair: pair[0].ms)
-    reorders = comparison.after.find(*LAYOUT)
-    moved = f", and {len(reorders)} copies between layouts take {total_ms(reorders):.3g} ms" if reorders else ""
-    widths = " x ".join(map(str, _file_widths(comparison.after, after)))
     assert before is not None
+    after, twin = max(odd, key=lambda pair: pair[0].ms)
+    widths, usual_widths = (
+        " x ".join(map(str, _file_widths(side, node))) for side, node in ((profile, after), (before, twin))
+    )
+    rate, usual = rates[after.name]
+    reorders = profile.find(*LAYOUT)  # from kernels that take channels in blocks to those that do not, and back
+    saves += max(0.0, total_ms(reorders) - total_ms(before.find(*LAYOUT)))
+    moved = f", and {len(reorders)} copies between layouts take {total_ms(reorders):.3g} ms" if reorders else ""
     return _make(
         comparison,
         "odd_widths",
-        nodes,
+        [*(node for node, _ in odd), *reorders],
         saves,
         (
-            f"{len(nodes)} layers have widths that are no multiple of {KERNEL_WIDTH} and run slower for it: "
-            f"{after.layer} ({widths}) at {after.gflops:.0f} GFLOP/s, its twin ({' x '.join(map(str, _file_widths(before, twin)))}) "
-            f"at {twin.gflops:.0f}{moved}",
-            f"{comparison.after.backend}'s kernels take channels in blocks, and compute others by a slower way",
+            f"{len(odd)} layers have widths that are no multiple of {KERNEL_WIDTH} and run slower for it: "
+            f"{after.layer} ({widths}) at {rate:.0f} GFLOP/s, its twin ({usual_widths}) at {usual:.0f}{moved}",
+            f"{profile.backend}'s kernels take channels in blocks: they fill up other widths, or compute them by a "
+            "slower way",
             "prune to multiples of 8 or 16",
         ),
         "passes:\n  - kind: prune_channels\n    round_to: 16\n",

@@ -39,7 +39,7 @@ def match_twins(after: Profile, before: Profile) -> dict[str, NodeTime]:
     """Return, by the candidate's node, the baseline's node of the same layer.
 
     Matched by the layer's name where both files have one, else by the file's node where the two files name alike, else
-    by order where both have as many products.
+    by order where as many are left of both.
     """
     twins: dict[str, NodeTime] = {}
     ours, theirs = after.products, before.products
@@ -53,10 +53,13 @@ def match_twins(after: Profile, before: Profile) -> dict[str, NodeTime]:
         for node in ours:
             if node.name not in twins and counts[key(node)] == 1 and key(node) in known:
                 twins[node.name] = known[key(node)]
-    if len(ours) == len(theirs) and len(twins) < len(ours):
-        for one, other in zip(_sort_as_in_file(after), _sort_as_in_file(before), strict=True):
+    matched = {twin.name for twin in twins.values()}
+    left = [node for node in _sort_as_in_file(after) if node.name not in twins]
+    right = [node for node in _sort_as_in_file(before) if node.name not in matched]
+    if len(left) == len(right):
+        for one, other in zip(left, right, strict=True):
             if (one.operator in CONVOLUTIONS) == (other.operator in CONVOLUTIONS):
-                twins.setdefault(one.name, other)
+                twins[one.name] = other
     return twins
 
 

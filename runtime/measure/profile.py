@@ -476,8 +476,8 @@ def trace_layers(profile: Profile, file: Graph, layers: Sequence[str] = ()) -> P
     """Return the profile with the file's node and layer of each product.
 
     A runtime keeps a node's name, puts something behind it, or keeps the name of a tensor that the node or what was
-    fused into it gives. A layer's name is its weight's, up to the last part; where weights have none that `layers`
-    knows or that has parts, the node's.
+    fused into it gives. A layer's name is its weight's before ".weight", or what of it `layers`
+    knows; the node's where there is neither.
     """
     makers = {output: node for node in file.nodes for output in node.outputs}
     named = {node.name: node for node in file.nodes if node.name}
@@ -514,7 +514,7 @@ def name_layer(source: GraphNode, file: Graph, makers: Mapping[str, GraphNode], 
     known = set(layers)
     for tensor in find_constants(source, file, makers):
         stem = re.split(r"[/.](?:weight|kernel|bias)\b", tensor)[0]
-        if stem in known or (stem != tensor and "." in stem):
+        if stem in known or stem != tensor:
             return stem
     return source.name
 
