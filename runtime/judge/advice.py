@@ -39,12 +39,12 @@ class Subject:
     graph: GraphFacts
     speed_counts: bool = True
     """False where the target does not run here, so that `backend` stands in for it."""
+    stages_ms: Mapping[str, float] = field(default_factory=dict)
+    """What each stage of a whole answer of the candidate takes (`runtime.measure.answering.STAGES`), where measured."""
     explanation: Explanation | None = None
     """What the profile of both models shows, where one was taken."""
     forecast: float | None = None
     """How many times as fast as the baseline the plan expected it to be."""
-    stages_ms: Mapping[str, float] = field(default_factory=dict)
-    """What each stage of a whole answer of the candidate takes (`runtime.measure.answering.STAGES`), where measured."""
 
 
 def advise(

@@ -125,7 +125,7 @@ class NodeTime:
             return self.integers.get("N", 0)
         if weight is None or not weight.shape:
             return 0
-        return weight.shape[0 if self.operator in (*CONVOLUTIONS, "Convolution") else -1]
+        return weight.shape[0 if self._is_output_first else -1]
 
     @property
     def input_width(self) -> int:
@@ -135,7 +135,11 @@ class NodeTime:
         weight = self.weight
         if weight is None or not weight.shape or len(weight.shape) < 2:
             return 0
-        return weight.shape[1 if self.operator in (*CONVOLUTIONS, "Convolution") else -2]
+        return weight.shape[1 if self._is_output_first else -2]
+
+    @property
+    def _is_output_first(self) -> bool:
+        return self.operator in (*CONVOLUTIONS, "Convolution", "FullyConnected") or bool(self.integers.get("transB"))
 
     @property
     def flops(self) -> int:

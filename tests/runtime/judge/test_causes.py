@@ -86,8 +86,8 @@ def int8_weight(constants: dict[str, Any], name: str, shape: tuple[int, ...], ax
 ENCODER = (1, 32, 64)
 
 
-def encoder(path: Path, quantize: str | None, outputs_too: bool = True) -> Path:
-    """Queries, keys and values of one tensor, and a feed-forward layer: in float, or Q/DQ with activations `quantize`."""
+def encoder(path: Path, quantize: str | None) -> Path:
+    """Queries, keys and values of one tensor: in float, or between Q and DQ with activations in `quantize`."""
     constants: dict[str, Any] = {"scale": np.float32(0.05), "zero": np.array(0, quantize or "uint8")}
     nodes: list[Any] = [helper.make_node("Identity", ["x"], ["a"])] if quantize is None else quantized("x", "a", "zero")
     for part in "qkv":
