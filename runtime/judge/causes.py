@@ -546,7 +546,7 @@ def find_slower_layers(comparison: Comparison, told: set[str]) -> Found:
 def find_other_operators(comparison: Comparison, told: set[str]) -> Found:
     """Find operators that multiply nothing and take more of a call than they did in the baseline."""
     before = comparison.before
-    if before is None:
+    if before is None or not is_slower(comparison):
         return NOTHING
     ours, theirs = (_sum_others(side, told) for side in (comparison.after, before))
     grown = {name: ms - theirs.get(name, 0.0) for name, ms in ours.items() if ms > SLOWER * theirs.get(name, 0.0)}
