@@ -18,8 +18,9 @@ from runtime.judge.twins import Comparison
 from runtime.measure.peaks import Peaks, Product
 from runtime.measure.profile import INTEGER, NodeTime, Profile
 
-WORTH = 0.05
-"""Share of a call below which a saving is not worth a word."""
+WORTH, WORTH_OF_FAST = 0.05, 0.1
+"""Share of a call below which a saving is not worth a word: of a candidate that is no faster than its baseline, and of
+one that is, where silence is better than a false alarm."""
 SLOWER = 1.25
 """A layer that takes this many times its twin's time counts as slower: two profiles of one layer differ by less."""
 ODD_RATE = 0.85
@@ -84,7 +85,7 @@ def _make(
 ) -> Found:
     """Make a cause of what `nodes` take, unless it saves too little. `words`: what is seen, why, what to change."""
     call = comparison.after.call_ms
-    if saves_ms < WORTH * call:
+    if saves_ms < (WORTH if is_slower(comparison) else WORTH_OF_FAST) * call:
         return NOTHING
     costly = sorted(nodes, key=lambda node: -node.ms)[:MOST_NAMED]
     layers = tuple(dict.fromkeys(node.layer or node.name for node in costly))
