@@ -215,7 +215,9 @@ def find_unfused_qdq(comparison: Comparison, told: set[str]) -> Found:
     norms = [node for node in between if node.operator == "BatchNormalization"]
     products = [product.node for product in left]
     saves = total_ms([*unpacking, *packing, *norms]) + total_ms(products) * _int8_saving(comparison.peaks)
-    names = Counter(node.operator for node in (*between, *products)).most_common(3)
+    reading = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
+    computed = {node.name: node for node in (*between, *products, *reading)}
+    names = Counter(node.operator for node in computed.values()).most_common(3)
     around = ", ".join(f"{n} {operator}" for operator, n in names) or "the model's outputs"
     seen = (
         f"{len(unpacking) + len(packing)} Q and DQ are executed ({total_ms([*unpacking, *packing]):.3g} of "
@@ -392,7 +394,7 @@ def find_compute_bound(comparison: Comparison, told: set[str]) -> Found:
         reading_ms = 4 * node.input_width * node.output_width / comparison.before_peaks.gb_per_s / 1e6
         if before_ms and reading_ms < BOUND * before_ms and node.ms > 0.7 * before_ms:
             bound.append((node, reading_ms / before_ms))
-    nodes = [node for node, _ in bound if node.name not in told]
+    nodes = [node for node, _ in bound]  # also those that are computed in float: this may save more
     if not nodes or total_ms(nodes) < 0.3 * profile.call_ms:
         return NOTHING
     share = max(part for _, part in bound)
@@ -537,7 +539,7 @@ def find_slower_layers(comparison: Comparison, told: set[str]) -> Found:
             f"{twin.computes_in}",
             "leave these layers as they were",
         ),
-        "ignore: [" + ", ".join(names) + "]\n",
+        f"ignore: [{', '.join(names)}]  # of the pass that changed them\n",
     )
 
 

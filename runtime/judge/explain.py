@@ -19,7 +19,7 @@ from runtime.judge.twins import Comparison
 from runtime.judge.why import Explanation, explain
 from runtime.measure.benchmark import Variant, backend_of, list_variants
 from runtime.measure.peaks import measure_peaks, time_products
-from runtime.measure.profile import PROFILERS, Profile, profile_model
+from runtime.measure.profile import PROFILERS, ProfileOrder, profile_models
 from runtime.measure.timing import make_prompts, make_sources, run_request
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
@@ -69,18 +69,19 @@ def explain_bundle(
     Both models make calls of the judged batch size, or of decoders the steps of an answer, in short runs of their own.
     """
     settings, _ = settings_for(manifest, threads)
-    *before, after = list_variants(manifest, backend)
     rows = [row for row in read_layers(root, manifest) if isinstance(row, dict) and "layer" in row]
     histories = {str(row["layer"]): [str(line) for line in row.get("history", [])] for row in rows}
 
-    def profile(variant: Variant) -> Profile:
+    def order(variant: Variant) -> ProfileOrder:
         path = inside(root, variant.artifact.path)
         options = open_options(root, variant.artifact, variant.options)
         feeds, request = _make_workload(root, manifest, columns, settings, variant)
-        return profile_model(backend, path, settings.threads, feeds, request, options, layers=tuple(histories))
+        return ProfileOrder(path, feeds, request, options, tuple(histories))
 
-    candidate = profile(after)
-    baseline = profile(before[0]) if before else None
+    *before, candidate = profile_models(
+        backend, settings.threads, [order(variant) for variant in list_variants(manifest, backend)]
+    )
+    baseline = before[0] if before else None
     peaks = measure_peaks(backend, settings.threads, candidate.n_bytes)
     comparison = Comparison(
         candidate,

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, open_handle, se
 from runtime.backends.openvino import IR, OpenVinoSession, core, name_outputs, read_specs
 from runtime.bundle.files import find_encoder, model_files
 from runtime.bundle.onnx_file import Graph, GraphNode, read_graph
+from runtime.errors import RuntimeFailure
 
 LEAST_CALLS, MOST_CALLS = 5, 50
 BUDGET_S = 2.0
@@ -236,58 +237,95 @@ class Profiled(Protocol):
         ...
 
 
-def profile_model(
-    backend: str,
-    path: Path,
-    threads: int,
-    feeds: Feeds | None,
-    request: Callable[[Session], int] | None = None,
-    options: Options | None = None,
-    budget_s: float = BUDGET_S,
-    layers: Sequence[str] = (),
-) -> Profile:
-    """Profile a model's calls on `feeds`, or of a decoder the steps of a `request`, in about `budget_s`.
+@dataclass(frozen=True)
+class ProfileOrder:
+    """A model to profile: on `feeds`, or of a decoder by a `request`.
 
     `request` makes a whole request and returns its runs of the graph, of which the first, that reads the prompt, is not
-    counted. `layers`: names of layers, by which weights are recognised. UsageError for a backend that is not in
-    PROFILERS; what the backend raises.
+    counted. `layers`: names of layers, by which weights are recognised.
+    """
+
+    path: Path
+    feeds: Feeds | None = None
+    request: Callable[[Session], int] | None = None
+    options: Options = field(default_factory=dict)
+    layers: Sequence[str] = ()
+
+
+def profile_model(backend: str, path: Path, threads: int, feeds: Feeds | None, budget_s: float = BUDGET_S) -> Profile:
+    """Profile one model's calls on `feeds`, as `profile_models` does."""
+    (profile,) = profile_models(backend, threads, [ProfileOrder(path, feeds)], budget_s)
+    return profile
+
+
+def profile_models(
+    backend: str, threads: int, orders: Sequence[ProfileOrder], budget_s: float = BUDGET_S
+) -> list[Profile]:
+    """Profile calls of several models made in turn, so that a change of the machine's pace hits them all.
+
+    Takes about `budget_s` for each model. `backend`: one of PROFILERS. Raises what the backend raises.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="profile.")))
-        profiled = PROFILERS[backend](path, threads, dict(options or {}), feeds, folder)
-        stack.callback(profiled.session.close)
-        runs_each = 1
-        until, calls, most = time.perf_counter() + budget_s, 0, MOST_CALLS
+        runs = []
+        for order in orders:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="profile.")))
+            profiled = PROFILERS[backend](order.path, threads, order.options, order.feeds, folder)
+            stack.callback(profiled.session.close)
+            runs.append(profiled)
+        until, calls, most = time.perf_counter() + budget_s * len(orders), 0, MOST_CALLS
+        runs_each = [1] * len(orders)
         while calls < most and (calls < LEAST_CALLS or time.perf_counter() < until):
-            if request is not None:
-                runs_each = request(profiled.session)
-                most = max(LEAST_CALLS, MOST_CALLS // max(1, runs_each))
-            else:
-                assert feeds is not None
-                profiled.session.run(feeds)
-            profiled.after_call()
+            for number, (order, profiled) in enumerate(zip(orders, runs, strict=True)):
+                runs_each[number] = _call(order, profiled.session)
+                profiled.after_call()
+            if not calls:
+                most = min(_count_calls(order.path, n) for order, n in zip(orders, runs_each, strict=True))
             calls += 1
-            if calls == 1:
-                most = min(most, max(LEAST_CALLS, MOST_EVENTS // max(1, runs_each * _count_nodes(path))))
-        found = profiled.read((lambda run: run % runs_each > 0) if request is not None else (lambda run: run > 0))
-    if request is None and feeds is not None and found.nodes_ms < SHORT_MS:
-        found = replace(found, call_ms=max(found.nodes_ms, _time_plain_calls(backend, path, threads, feeds, options)))
-    return trace_layers(found, read_graph(path) if path.suffix == ".onnx" else Graph((), {}), layers)
+        found = [
+            profiled.read(partial(_counts, order.request is not None, n))
+            for order, profiled, n in zip(orders, runs, runs_each, strict=True)
+        ]
+    return [_complete(backend, threads, *pair) for pair in zip(orders, found, strict=True)]
 
 
-def _time_plain_calls(backend: str, path: Path, threads: int, feeds: Feeds, options: Options | None) -> float:
+def _call(order: ProfileOrder, session: Session) -> int:
+    """Make a call or a request; return how often that ran the graph."""
+    if order.request is not None:
+        return order.request(session)
+    assert order.feeds is not None
+    session.run(order.feeds)
+    return 1
+
+
+def _counts(is_request: bool, runs_each: int, run: int) -> bool:
+    """Return whether a run counts: not the first of all, nor those of requests that read a prompt."""
+    return run % runs_each > 0 if is_request else run > 0
+
+
+def _count_calls(path: Path, runs_each: int) -> int:
+    """Return how many calls are profiled at most."""
+    n_nodes = len(read_graph(path).nodes) if path.suffix == ".onnx" else 1000
+    return max(LEAST_CALLS, min(MOST_CALLS // runs_each, MOST_EVENTS // (runs_each * max(1, n_nodes))))
+
+
+def _complete(backend: str, threads: int, order: ProfileOrder, profile: Profile) -> Profile:
+    """Add the runtime's own time of short calls, and the file's layers."""
+    file = read_graph(order.path) if order.path.suffix == ".onnx" else Graph((), {})
+    if order.request is None and order.feeds is not None and profile.nodes_ms < SHORT_MS:
+        call_ms = _time_plain_calls(backend, order.path, threads, order.feeds, order.options)
+        profile = replace(profile, call_ms=max(profile.nodes_ms, call_ms))
+    return trace_layers(profile, file, order.layers)
+
+
+def _time_plain_calls(backend: str, path: Path, threads: int, feeds: Feeds, options: Options) -> float:
     """Return the milliseconds of a call that is not profiled: to profile a node costs some microseconds of its own."""
-    session, times = open_model(find_backend(backend), path, threads, dict(options or {})), []
+    session, times = open_model(find_backend(backend), path, threads, options), []
     for _ in range(PLAIN_CALLS):
         start = time.perf_counter()
         session.run(feeds)
         times.append(1000 * (time.perf_counter() - start))
     session.close()
     return average_undisturbed(times)
-
-
-def _count_nodes(path: Path) -> int:
-    return len(read_graph(path).nodes) if path.suffix == ".onnx" else 1000
 
 
 @dataclass
@@ -301,7 +339,11 @@ class _OnnxRuntimeProfile:
         pass
 
     def read(self, keep: Callable[[int], bool]) -> Profile:
-        events = json.loads(Path(self.handle.end_profiling()).read_text(encoding="utf-8"))
+        path = Path(self.handle.end_profiling())
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # the disk was full, or a node's name is no JSON
+            raise RuntimeFailure(f"ONNX Runtime's profile cannot be read: {error}") from error
         return read_onnxruntime_profile(events, read_graph(self.executed), self.feeds or {}, keep)
 
 
@@ -370,8 +412,8 @@ def read_onnxruntime_profile(
         for output, kind in zip(
             (o for o in node.outputs if o), last[key]["args"].get("output_type_shape", []), strict=False
         ):
-            (dtype, shape), *_ = kind.items()
-            known[output] = Tensor(output, _numpy_name(dtype), tuple(shape))
+            for dtype, shape in kind.items():  # one; none of a sequence
+                known[output] = Tensor(output, _numpy_name(dtype), tuple(shape))
     return Profile(
         "onnxruntime-cpu",
         tuple(_make_node(key, node, average_undisturbed(times[key]), known) for key, node in timed),

@@ -300,7 +300,7 @@ def test_a_layer_that_is_slower_than_its_twin_is_left_as_it_was() -> None:
     before = recorded([matrix_node("a", "MatMul", 8, 64, 1.0), matrix_node("b", "MatMul", 8, 64, 1.0)])
     slow = replace(matrix_node("b", "MatMulIntegerToFloat", 8, 64, 2.0), computes_in="uint8")
     (cause,) = look(recorded([matrix_node("a", "MatMul", 8, 64, 1.0), slow]), before).causes
-    assert cause.kind == "slower_layers" and cause.recipe == "ignore: [b]\n" and cause.saves_ms == 1.0
+    assert cause.kind == "slower_layers" and cause.recipe.startswith("ignore: [b]") and cause.saves_ms == 1.0
 
 
 def test_zeros_that_are_multiplied_are_named() -> None:
