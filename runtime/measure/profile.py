@@ -34,7 +34,16 @@ BUDGET_S = 2.0
 SHORT_MS, PLAIN_CALLS = 1.0, 100
 MOST_EVENTS = 50_000
 """Of a profile, which is read as one JSON document."""
-ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "uint16": 2, "int16": 2}
+ITEM_BYTES: dict[str, float] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint16": 2,
+    "int16": 2,
+}
 ITEM_BYTES |= {"uint8": 1, "int8": 1, "bool": 1, "float8e4m3fn": 1, "uint4": 0.5, "int4": 0.5}
 WEIGHT = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3}
 """Operator -> which input is its weight; of other products the second."""
