@@ -140,7 +140,7 @@ def _make_product(product: Product) -> Trial:
     if product.numbers == "bits":
         blocks = -(-k // product.block)
         packed = rng.integers(0, 255, (n, blocks, product.block * product.bits // 8)).astype(np.uint8)
-        constants = {"w": packed, "s": np.full(n * blocks, 0.01, np.float32)}
+        blockwise = {"w": packed, "s": np.full(n * blocks, 0.01, np.float32)}
         attributes = {"K": k, "N": n, "bits": product.bits, "block_size": product.block}
         node: Node = (
             "com.microsoft.MatMulNBits",
@@ -148,7 +148,7 @@ def _make_product(product: Product) -> Trial:
             ["y"],
             attributes | {"accuracy_level": product.level},
         )
-        return _wrap([node], constants, x, "float32", (rows, n))
+        return _wrap([node], blockwise, x, "float32", (rows, n))
     weight = rng.normal(size=(k, n)).astype(np.float32)
     return _wrap([("MatMul", ["x", "w"], ["y"], {})], {"w": weight}, x, "float32", (rows, n))
 
@@ -158,11 +158,11 @@ def _make_qdq_product(product: Product) -> Trial:
     if product.numbers not in ("uint8", "int8"):
         return _make_product(product)
     rng = np.random.default_rng(0)
-    constants = {
+    constants: dict[str, np.ndarray] = {
         "w": rng.integers(-100, 100, (product.inputs, product.outputs)).astype(np.int8),
-        "s": np.float32(0.02),
+        "s": np.full((), 0.02, np.float32),
         "z": np.zeros((), product.numbers),
-        "wz": np.int8(0),
+        "wz": np.zeros((), np.int8),
     }
     nodes: list[Node] = [
         ("QuantizeLinear", ["x", "s", "z"], ["q"], {}),
@@ -171,7 +171,7 @@ def _make_qdq_product(product: Product) -> Trial:
         ("MatMul", ["a", "b"], ["y"], {}),
     ]
     x = rng.random((product.rows, product.inputs), np.float32)
-    return _wrap(nodes, {n: np.asarray(a) for n, a in constants.items()}, x, "float32", (product.rows, product.outputs))
+    return _wrap(nodes, constants, x, "float32", (product.rows, product.outputs))
 
 
 def _wrap(

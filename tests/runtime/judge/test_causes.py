@@ -194,7 +194,7 @@ def few_bits(path: Path, level: int, rows: tuple[int, ...] = FEW) -> Path:
     for n, x in enumerate(("x", "h0")):
         constants[f"layer{n}.weight"] = RNG.integers(0, 255, (64, 2, 16)).astype(np.uint8)
         constants[f"layer{n}.scale"] = np.full(128, 0.01, np.float32)
-        settings = {"K": 64, "N": 64, "bits": 4, "block_size": 32, "accuracy_level": level}
+        settings: dict[str, Any] = {"K": 64, "N": 64, "bits": 4, "block_size": 32, "accuracy_level": level}
         inputs = [x, f"layer{n}.weight", f"layer{n}.scale"]
         nodes.append(helper.make_node("MatMulNBits", inputs, [f"h{n}"], domain="com.microsoft", **settings))
     return save(path, nodes, constants, rows)
