@@ -20,9 +20,9 @@ from runtime.bundle.onnx_write import Node, write_model
 from runtime.errors import RuntimeFailure
 from runtime.measure.timing import time_rounds
 
-ROWS, WIDTH = 256, 1024
+ROWS, WIDTH = 128, 1024
 """Of the large product."""
-ROUNDS = 12
+ROUNDS = 30
 BUDGET_S = 1.0
 READER = "onnxruntime-cpu"
 LEAST_READ, MOST_READ = 1 << 20, 1 << 26
@@ -140,7 +140,7 @@ def _make_product(product: Product) -> Trial:
     if product.numbers == "bits":
         blocks = -(-k // product.block)
         packed = rng.integers(0, 255, (n, blocks, product.block * product.bits // 8)).astype(np.uint8)
-        blockwise = {"w": packed, "s": np.full(n * blocks, 0.01, np.float32)}
+        blockwise: dict[str, np.ndarray] = {"w": packed, "s": np.full(n * blocks, 0.01, np.float32)}
         attributes = {"K": k, "N": n, "bits": product.bits, "block_size": product.block}
         node: Node = (
             "com.microsoft.MatMulNBits",
