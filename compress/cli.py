@@ -317,6 +317,26 @@ def blame(
 
 
 @app.command()
+def why(
+    bundle: BundleFolder,
+    backend: Annotated[str | None, typer.Option("--backend", help="Default: the bundle's target.")] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: the bundle's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where the time of a bundle's calls goes on this machine, why it is no less, and what to change."""
+    with ending(as_json):
+        from runtime.judge.explain import explain_path
+        from runtime.report.why import render_explanation
+
+        with quiet_stdout(as_json):
+            explanation = explain_path(bundle, backend, threads)
+        if as_json:
+            print_json(asdict(explanation))
+        else:
+            typer.echo(render_explanation(explanation), nl=False)
+
+
+@app.command()
 def deploy(
     bundle: BundleFolder,
     to: Annotated[str, typer.Option("--to", metavar="PLACE", help="triton, docker or genai.")],

@@ -1,4 +1,4 @@
-"""`compress-run verify|validate|bench|predict|generate|serve DIR`: judge and run a bundle, numpy and a backend.
+"""`compress-run verify|validate|bench|why|predict|generate|serve DIR`: judge and run a bundle, numpy and a backend.
 
 `python -m runtime` is the same. Exit codes: 0 the gates hold, 1 a run failed, 2 the call is wrong, 3 it ran and a gate
 fell short, 130 stopped by Ctrl-C, 143 by SIGTERM, 141 whoever read the output went away.
@@ -30,10 +30,12 @@ from runtime.bundle.format import Manifest, read_manifest, verify
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.npz import NpzError, read_arrays
 from runtime.bundle.samples import write_npz
+from runtime.judge.explain import explain_path
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.report import Report, finite, render_text, to_dict
 from runtime.report.stored import read_stored_report
+from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
 
@@ -82,6 +84,7 @@ def _build_parser() -> argparse.ArgumentParser:
         help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
     )
     _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
+    _add_command(commands, "why", _why, "say where the time of a call goes, why it is no less, and what to change")
     predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
     predict.add_argument(
         "inputs",
@@ -176,6 +179,15 @@ def _validate(options: argparse.Namespace) -> int:
 def _bench(options: argparse.Namespace) -> int:
     timed = benchmark(options.bundle, options.backend, options.threads)
     _print_report(report_unjudged(read_manifest(options.bundle), timed), options.json)
+    return 0
+
+
+def _why(options: argparse.Namespace) -> int:
+    explanation = explain_path(options.bundle, options.backend, options.threads)
+    if options.json:
+        print_json(asdict(explanation))
+    else:
+        print(render_explanation(explanation), end="")
     return 0
 
 

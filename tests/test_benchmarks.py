@@ -19,7 +19,7 @@ from places import BENCHMARKS, ROOT
 
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
-    *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "float_formats"),
+    *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "slow_cases", "float_formats"),
     *("interop_gguf", "interop_vllm", "interop_decoders", "blame"),
 )
 """Those that measure on real models."""

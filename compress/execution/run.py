@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,8 @@ def apply_recipe(
     if not main_process():
         _run_as_worker(recipe, ResultCache(root), verify)
         return None
-    with _building(recipe, out, root, quiet, verify, earlier) as (staging, journal, models, notes), blame(out):
-        report = _judge(staging, journal, models, notes, earlier)
+    with _building(recipe, out, root, quiet, verify, earlier) as built, blame(out):
+        report = _judge(built, earlier)
     return report
 
 
@@ -105,15 +106,29 @@ def build_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bo
     processes and measures in one after another.
     """
     out, root = Path(out).resolve(), cache or default_root()
-    with _building(recipe, out, root, quiet, verify=False) as (_, _, _, notes):
-        return tuple(note.text for note in notes)
+    with _building(recipe, out, root, quiet, verify=False) as built:
+        return tuple(note.text for note in built.notes)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A bundle that is built and not judged yet, the run's log, and what judging is told.
+
+    `passes`: the models between the passes, to be measured, too; `notes`: of this machine alone.
+    """
+
+    folder: Path
+    journal: Journal
+    passes: Sequence[PassModel]
+    notes: Sequence[Note]
+    expected_speedup: float | None
 
 
 @contextmanager
 def _building(
     recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool, earlier: StoredReport | None = None
-) -> Iterator[tuple[Path, Journal, Sequence[PassModel], list[Note]]]:
-    """Yield a new bundle in its staging folder, the run's log, and what judging is told; publish it at the end."""
+) -> Iterator[_Built]:
+    """Yield a new bundle in its staging folder; publish it at the end."""
     with reserve_output(out) as staging:
         ResultCache(root).check_place()
         with blame(out):
@@ -125,7 +140,7 @@ def _building(
                 _check_earlier(earlier, recipe, out, run.sets["evaluation"])
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
-                yield staging, journal, models, notes
+                yield _Built(staging, journal, models, notes, _expected_speedup(run.plan))
             publish(staging, out)
 
 
@@ -185,16 +200,19 @@ def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation:
     check_earlier(earlier, out.name, recipe.model.task, judgement, digest)
 
 
-def _judge(
-    bundle: Path,
-    journal: Journal,
-    passes: Sequence[PassModel],
-    notes: Sequence[Note],
-    earlier: StoredReport | None,
-) -> Report:
-    with journal.time_stage("judging"):
-        report = validate(bundle, passes=passes, notes=[note.text for note in notes], earlier=earlier)
-    journal.log(f"verdict: {report.verdict}")
+def _expected_speedup(plan: Plan) -> float | None:
+    """Return how many times as fast the plan expects the result to be where it is judged; None where it cannot tell."""
+    latency = plan.latency
+    return latency.speedup if latency is not None and latency.backend == plan.recipe.target else None
+
+
+def _judge(built: _Built, earlier: StoredReport | None) -> Report:
+    notes = [note.text for note in built.notes]
+    with built.journal.time_stage("judging"):
+        report = validate(
+            built.folder, passes=built.passes, notes=notes, earlier=earlier, forecast=built.expected_speedup
+        )
+    built.journal.log(f"verdict: {report.verdict}")
     return report
 
 

@@ -461,3 +461,14 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         what = (whats | {"openvino": "with its weights"}).get(artifact.kind, "with external data")
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []
+
+
+def read_layers(root: Path, manifest: Manifest) -> tuple[Any, ...]:
+    """Read what the build wrote about each layer, layers.json; nothing where the bundle has none."""
+    if "layers.json" not in manifest.files:
+        return ()
+    try:
+        layers = json.loads((root / "layers.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{root / 'layers.json'}: not JSON: {error}") from error
+    return tuple(layers) if isinstance(layers, list) else (layers,)

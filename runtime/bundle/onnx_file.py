@@ -1,9 +1,9 @@
 """Read what an .onnx file holds from its bytes: no onnx package, no weights loaded.
 
 A bundle may come from anyone, and an external-data location is a path that a runtime will open (`external_files`). Why
-a quantized model may be slow shows in its operators (`graph_facts`), and whether it holds float8 in its types
-(`holds_float8`). Only the wire format (https://protobuf.dev/programming-guides/encoding/) and the field numbers of
-onnx.proto are needed.
+a quantized model may be slow shows in its operators (`graph_facts`, `read_graph`), and whether it holds float8 in its
+types (`holds_float8`). Only the wire format (https://protobuf.dev/programming-guides/encoding/) and the field numbers
+of onnx.proto are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ _CHILDREN: dict[str, dict[int, str]] = {
 Data = bytes | mmap.mmap
 Field = tuple[int, int, int, int]
 """(field number, first byte, last byte + 1, value): value for a varint, the bytes for anything longer."""
-_DATA_TYPES = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 17: "float8e4m3fn", 21: "uint4", 22: "int4"}
+_DATA_TYPES = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 17: "float8e4m3fn", 21: "uint4", 22: "int4"} | {
+    1: "float32",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    16: "bfloat16",
+}
 FLOAT8 = range(17, 21)
 """Of TensorProto.DataType: FLOAT8E4M3FN, FLOAT8E4M3FNUZ, FLOAT8E5M2, FLOAT8E5M2FNUZ."""
 DATA_TYPE, NAME, INTEGER = 2, 1, 3
@@ -100,13 +108,74 @@ def graph_facts(path: Path) -> GraphFacts:
     return GraphFacts(dict(operators), dict(activations))
 
 
+@dataclass(frozen=True)
+class GraphNode:
+    """A node of the main graph. `integers`: its attributes that are one whole number."""
+
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    integers: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The main graph: its nodes in the file's order; `constants`: name -> (dtype, shape) of its initializers."""
+
+    nodes: tuple[GraphNode, ...]
+    constants: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def read_graph(path: Path) -> Graph:
+    """Read nodes, and names, types and shapes of weights; no weights. BundleError if the file is no ONNX model."""
+    nodes, constants = [], {}
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for number, first, last, _ in _graph_fields(data):
+                if number == 1:
+                    nodes.append(_read_whole_node(data, first, last))
+                elif number == 5:
+                    name, dtype = _read_tensor(data, first, last)
+                    constants[name] = (dtype, _read_dims(data, first, last))
+    except (OSError, ValueError, IndexError) as error:
+        raise BundleError(f"{path}: not an ONNX model ({error}); build the bundle again") from error
+    return Graph(tuple(nodes), constants)
+
+
+def _read_whole_node(data: Data, start: int, stop: int) -> GraphNode:
+    operator, inputs, outputs = _read_node(data, start, stop)
+    name, integers = "", {}
+    for number, first, last, _ in _fields(data, start, stop):
+        if number == 3:
+            name = data[first:last].decode()
+        elif number == 5:
+            parts = {n: (a, b, value) for n, a, b, value in _fields(data, first, last)}
+            if NAME in parts and INTEGER in parts:
+                integers[data[parts[NAME][0] : parts[NAME][1]].decode()] = parts[INTEGER][2]
+    return GraphNode(name, operator, tuple(inputs), tuple(outputs), integers)
+
+
+def _read_dims(data: Data, start: int, stop: int) -> tuple[int, ...]:
+    """Return a tensor's shape, whose sizes a writer may pack into one field or not."""
+    dims: list[int] = []
+    for number, first, last, value in _fields(data, start, stop):
+        if number == 1 and last > first:
+            while first < last:
+                size, first = _read_varint(data, first)
+                dims.append(size)
+        elif number == 1:
+            dims.append(value)
+    return tuple(dims)
+
+
 def _graph_fields(data: mmap.mmap) -> Iterator[Field]:
     for number, first, last, _ in _fields(data, 0, len(data)):
         if number == 7:
             yield from _fields(data, first, last)
 
 
-def _read_node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str], list[str]]:
+def _read_node(data: Data, start: int, stop: int) -> tuple[str, list[str], list[str]]:
     """Return (operator, inputs, outputs)."""
     parts: dict[int, list[str]] = {1: [], 2: [], 4: []}
     for number, first, last, _ in _fields(data, start, stop):
@@ -115,7 +184,7 @@ def _read_node(data: mmap.mmap, start: int, stop: int) -> tuple[str, list[str], 
     return parts[4][0] if parts[4] else "", parts[1], parts[2]
 
 
-def _read_tensor(data: mmap.mmap, start: int, stop: int) -> tuple[str, str]:
+def _read_tensor(data: Data, start: int, stop: int) -> tuple[str, str]:
     name, dtype = "", "other"
     for number, first, last, value in _fields(data, start, stop):
         if number == 2:

@@ -7,13 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.bundle.onnx_file import GraphFacts
+from runtime.judge.causes import FIXED_COST_MS
 from runtime.judge.evidence import Evidence
+from runtime.judge.why import Explanation
 from runtime.report.units import interval_words
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 """Any of these x86 instruction sets makes int8 products fast."""
-FIXED_COST_MS = 0.2
-"""Calls shorter than this are mostly the runtime's own cost."""
+NEAR_FORECAST = 0.8
+"""A speed-up below this share of the forecast's is less than was promised."""
+MOST_REASONS = 2
+"""Said in the advice; the report's table has all."""
 NOISY = 3.0
 """p99 over p50 from which a machine counts as busy."""
 AS_IT_WAS = ("float32", "as it was")
@@ -37,6 +41,10 @@ class Subject:
     """False where the target does not run here, so that `backend` stands in for it."""
     stages_ms: Mapping[str, float] = field(default_factory=dict)
     """What each stage of a whole answer of the candidate takes (`runtime.measure.answering.STAGES`), where measured."""
+    explanation: Explanation | None = None
+    """What the profile of both models shows, where one was taken."""
+    forecast: float | None = None
+    """How many times as fast as the baseline the plan expected it to be."""
 
 
 def advise(
@@ -66,19 +74,38 @@ def explain_other_backend(evidence: Mapping[str, Evidence], subject: Subject) ->
 
 
 def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
-    """Say where the candidate is not faster at `latency_p50`, with the reasons that can be seen; else nothing."""
+    """Say where the candidate is not faster at `latency_p50`, or less so than was forecast, and why; else nothing."""
     latency = evidence["latency_p50"]
     speedup, before = latency.speedup, latency.baseline
-    if speedup is None or before is None or speedup.low > 1:
+    if speedup is None or before is None:
         return []
     times = f"{latency.candidate.value:.3g} ms against {before.value:.3g} ms on {subject.backend}"
+    sure = f"interval {interval_words(speedup.low, speedup.high, '.2f', 'x')}"
+    if speedup.low > 1:
+        if not falls_short(evidence, subject.forecast):
+            return []
+        first = (
+            f"The candidate is {speedup.value:.2f}x as fast ({sure}), less than the {subject.forecast:.2f}x that the "
+        )
+        return [f"{first}plan forecast: {times}.", *reasons(latency.candidate.value, subject)[:MOST_REASONS]]
+    why = reasons(latency.candidate.value, subject)[:MOST_REASONS]
     if speedup.high >= 1:
-        sure = f"interval {interval_words(speedup.low, speedup.high, '.2f', 'x')}"
-        return [f"The candidate is not measurably faster than the baseline: {times}, {speedup.value:.2f}x ({sure})."]
-    why = reasons(latency.candidate.value, subject) or ["no reason for it can be seen from here"]
-    return [
-        f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x. {_make_sentence('; '.join(why))}"
-    ]
+        first = f"The candidate is not measurably faster than the baseline: {times}, {speedup.value:.2f}x ({sure})."
+        return [first, *why]
+    first = f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x."
+    return [first, *(why or ["No reason for it can be seen from here."])]
+
+
+def falls_short(evidence: Mapping[str, Evidence], forecast: float | None) -> bool:
+    """Return whether the candidate is surely less fast than was forecast; False without a forecast."""
+    speedup = evidence["latency_p50"].speedup
+    return forecast is not None and speedup is not None and speedup.high < NEAR_FORECAST * forecast
+
+
+def asks_why(evidence: Mapping[str, Evidence], forecast: float | None) -> bool:
+    """Return whether the candidate's speed wants a profile: it is not measurably faster, or less so than forecast."""
+    speedup = evidence["latency_p50"].speedup
+    return speedup is not None and (speedup.low <= 1 or falls_short(evidence, forecast))
 
 
 def explain_time_around_call(subject: Subject) -> list[str]:
@@ -139,37 +166,10 @@ def _lacks_vnni(subject: Subject) -> bool:
 
 
 def reasons(latency_ms: float, subject: Subject) -> list[str]:
-    """Return what about the graph and the machine is known to make a quantized model slow."""
-    causes = []
-    backend, graph, flags = subject.backend, subject.graph, subject.environment.get("cpu_flags", [])
-    quantized = graph.count("QuantizeLinear", "DynamicQuantizeLinear")
-    x86 = "avx2" in flags
-    if graph.activations.get("int8") and x86 and backend == "onnxruntime-cpu":
-        signed = f"{graph.activations['int8']} activations are signed int8"
-        if subject.target != backend:
-            signed += f", as {subject.target} wants them"
-        slow = "for which onnxruntime has slow kernels on x86"
-        causes.append(f"{signed}, {slow}; built for target onnxruntime-cpu they are unsigned")
-    if quantized and _lacks_vnni(subject):
-        causes.append("this CPU has no VNNI or AMX, so int8 products gain little here")
-    products = graph.count("MatMul", "Gemm", "Conv")
-    pairs = graph.count("QuantizeLinear", "DequantizeLinear")
-    if quantized and pairs > 4 * max(products, 1):
-        causes.append(
-            f"{pairs} quantize and dequantize nodes stand around {products} products; those that do not fuse cost time"
-        )
-    if pairs and not quantized and not graph.count("MatMulInteger"):
-        causes.append(
-            "only the weights are in fewer bits, which saves memory traffic when a call has few rows (tokens) and "
-            "costs time when it has many; the int8 pass makes the products themselves faster"
-        )
-    if not pairs and not quantized and backend == "onnxruntime-cpu" and (casts := graph.count("Cast")) > 1:
-        causes.append(
-            f"{casts} casts stand between float types: onnxruntime has few half-precision kernels for CPUs and "
-            "computes the rest in float32; half precision pays on a GPU or, as bf16, in openvino"
-        )
-    if latency_ms < FIXED_COST_MS:
-        causes.append("a call is so short that its fixed cost dominates: compare throughput at a larger batch")
+    """Return what makes the candidate slow: causes that its profile shows, and that a call is too short to gain."""
+    causes = [cause.sentence for cause in subject.explanation.causes] if subject.explanation is not None else []
+    if not causes and latency_ms < FIXED_COST_MS:
+        return ["A call is so short that its fixed cost dominates: compare throughput at a larger batch."]
     return causes
 
 

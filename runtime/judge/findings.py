@@ -17,6 +17,7 @@ from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.slices import Groups
 from runtime.judge.stats import Estimate
+from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED, METRICS, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
@@ -166,6 +167,9 @@ class Findings:
     """`runtime.measure.environment.environment`'s."""
     benchmark: dict[str, Any] = field(default_factory=dict)
     """The settings as they were followed, and "rounds": how many were timed."""
+    explanation: Explanation | None = None
+    """Where the time of both models' calls goes, and why the candidate is not faster; None where it is, or where
+    nothing was profiled."""
     steps: PassTable | None = None
     """What each pass of the build cost and gave; None where that was not measured."""
     evaluation: EvaluatedOn | None = None

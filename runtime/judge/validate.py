@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -20,6 +19,7 @@ from runtime.bundle.format import (
     Manifest,
     inside,
     read_candidate_outputs,
+    read_layers,
     read_outputs,
     read_recorded,
     read_samples,
@@ -28,16 +28,18 @@ from runtime.bundle.format import (
 )
 from runtime.bundle.onnx_file import graph_facts
 from runtime.errors import BundleError, RuntimeFailure
-from runtime.judge.advice import Subject, advise, larger, reason_not_smaller
+from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_smaller
 from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
+from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
+from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
@@ -73,6 +75,7 @@ def validate(
     report_folder: Path | None = None,
     notes: Sequence[str] = (),
     earlier: StoredReport | None = None,
+    forecast: float | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -80,9 +83,11 @@ def validate(
     with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
     to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
-    this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`). A
-    candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError
-    (not intact), UsageError (a gate that cannot be judged, labels out of range), RuntimeFailure.
+    this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`).
+    `forecast`: how many times as fast as the baseline the plan expected it to be; where it is less, or no faster at
+    all, both models are profiled and the report says why. A candidate that gives NaN or infinity gets the verdict
+    "fail". Raises BundleError (not intact), UsageError (a gate that cannot be judged, labels out of range),
+    RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
@@ -94,7 +99,7 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     prepare_folder(folder)
     with name_file(case.root), name_batches(case):
-        report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes)
+        report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast)
         columns = {name: known.columns for name, known in evidence.items() if known.columns}
     if earlier is not None:
         report = hold_against(earlier, report, columns, case.manifest.judgement)
@@ -120,7 +125,9 @@ def name_batches(case: Case) -> Iterator[None]:
         ) from error
 
 
-def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+def judge_model(
+    case: Case, passes: Sequence[PassModel] = (), forecast: float | None = None
+) -> tuple[Report, Mapping[str, Evidence]]:
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
@@ -132,14 +139,42 @@ def judge_model(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, M
     rows = other_ways(case, timed)
     graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
     stages = {} if timed.answers_s is None else dict(zip(STAGES, find_median_ms(timed.answers_s[1]), strict=True))
-    subject = Subject(case.backend, case.manifest.target, timed.environment, graph, not case.elsewhere, stages)
+    explanation, trouble = explain_slow(case, evidence, forecast)
+    subject = Subject(
+        backend=case.backend,
+        target=case.manifest.target,
+        environment=timed.environment,
+        graph=graph,
+        speed_counts=not case.elsewhere,
+        explanation=explanation,
+        forecast=forecast,
+        stages_ms=stages,
+    )
     advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
-    report = assemble(case, timed, evidence, failures, rows, advice)
+    report = assemble(case, timed, evidence, failures, rows, [*advice, *trouble])
+    report = replace(report, explanation=explanation)
     if not failures:
         report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
     if passes:
         report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
     return report, evidence
+
+
+def explain_slow(
+    case: Case, evidence: Mapping[str, Evidence], forecast: float | None
+) -> tuple[Explanation | None, list[str]]:
+    """Explain a candidate that is no faster, or less than was forecast, on what it is made for or was asked for.
+
+    None for others, and where there is no profile; a profile that fails is said in a sentence, and no more.
+    """
+    if case.elsewhere or case.alone or not asks_why(evidence, forecast):
+        return None, []
+    if (reason := explain_unprofiled(case.manifest, case.backend)) is not None:
+        return None, [f"Why it is no faster is not known: {reason}."]
+    try:
+        return explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads), []
+    except RuntimeFailure as error:
+        return None, [f"Why it is no faster is not known: its profile failed: {error}"]
 
 
 def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
@@ -456,14 +491,3 @@ def find_median_ms(seconds: np.ndarray) -> list[float]:
 def build_notes(root: Path, manifest: Manifest) -> list[str]:
     """Return what the build had to say beyond single layers: what went back to float, what collapsed and why."""
     return [str(row["reason"]) for row in read_layers(root, manifest) if row.get("type") == "note"]
-
-
-def read_layers(root: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """Read what the build wrote about each layer, layers.json; nothing where the bundle has none."""
-    if "layers.json" not in manifest.files:
-        return ()
-    try:
-        layers = json.loads((root / "layers.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"{root / 'layers.json'}: not JSON: {error}") from error
-    return tuple(layers) if isinstance(layers, list) else (layers,)

@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, Side, order_metrics
 from runtime.judge.gates import GateResult
+from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED
 from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
 from runtime.report.differences import (
@@ -43,6 +44,16 @@ from runtime.report.slices import (
     slice_notes,
 )
 from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.report.why import (
+    LAYER_HEADS,
+    NO_CAUSE,
+    OPERATOR_HEADS,
+    align,
+    headline,
+    layer_cells,
+    operator_cells,
+    remaining_line,
+)
 
 __all__ = [
     "Report",
@@ -239,7 +250,7 @@ def render_text(report: Findings) -> str:
 
 
 def _render_lines(report: Findings) -> Iterator[str]:
-    yield from _align_columns(
+    yield from align(
         [("", "before", "after", "change"), *((r.name, r.before, r.after, r.change) for r in table_rows(report))]
     )
     if report.gates:
@@ -249,25 +260,29 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.since is not None:
         yield ""
         yield f"since {report.since.before}"
-        yield from _align_columns([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)])
+        yield from align([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)])
         yield from (f"  {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))
     if stages := stage_cells(report):
         yield ""
         yield "where the time of an answer goes"
-        yield from _align_columns([STAGE_HEADS, *stages])
+        yield from align([STAGE_HEADS, *stages])
     for table in choose_slices(report):
         yield ""
         yield f"{table.metric} by {table.column}"
-        yield from _align_columns([SLICE_HEADS, *slice_cells(table)])
+        yield from align([SLICE_HEADS, *slice_cells(table)])
         yield from (f"  {note}" for note in slice_notes(table, report.confidence))
     if report.confusion is not None and (changed := confusion_lines(report.confusion)):
         yield ""
         yield "which class is taken for which, where it changed most"
         yield from (f"  {line}" for line in changed)
+    if report.explanation is not None:
+        yield ""
+        yield "where the time of a call goes, by operator"
+        yield from align([OPERATOR_HEADS, *operator_cells(report.explanation)])
     if report.steps is not None:
         yield ""
         yield "what each pass cost and gave"
-        yield from _align_columns([pass_heads(report.steps), *pass_cells(report.steps)])
+        yield from align([pass_heads(report.steps), *pass_cells(report.steps)])
         yield from (f"  {note}" for note in pass_notes(report.steps))
     if curves := find_curves(report.layers):
         yield ""
@@ -275,7 +290,7 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.backends:
         yield ""
         yield "other ways to run it"
-        yield from _align_columns([backend_cells(row) for row in report.backends])
+        yield from align([backend_cells(row) for row in report.backends])
     if report.advice:
         yield ""
         yield from (f"- {sentence}" for sentence in report.advice)
@@ -304,12 +319,6 @@ def stage_cells(report: Findings) -> list[tuple[str, str, str]]:
 
 LEAST_SHARE = 0.005
 """Of an answer's time, below which a stage is not shown."""
-
-
-def _align_columns(cells: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 BACKEND_HEADS = ("backend", "model", "precision", "latency p50", "speed-up", "to the baseline", "")
@@ -356,6 +365,8 @@ def render_markdown(report: Findings) -> str:
     if report.confusion is not None:
         lines += ["", "## Which class is taken for which", ""]
         lines += [*_render_markdown_table(*confusion_table(report.confusion)), "", *confusion_notes(report.confusion)]
+    if report.explanation is not None:
+        lines += ["", "## Why it is no faster", "", *_render_explanation(report.explanation)]
     if report.steps is not None:
         lines += ["", "## What each pass cost and gave", ""]
         lines += _render_markdown_table(pass_heads(report.steps), pass_cells(report.steps))
@@ -407,6 +418,19 @@ def render_junit(report: Findings) -> str:
         ElementTree.SubElement(case, "system-out").text = gate.why
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _render_explanation(explanation: Explanation) -> list[str]:
+    """Render an explanation as Markdown: what the profile shows, then the causes with their changes."""
+    lines = [headline(explanation), "", *_render_markdown_table(OPERATOR_HEADS, operator_cells(explanation)), ""]
+    lines += [*_render_markdown_table(LAYER_HEADS, layer_cells(explanation)), "", remaining_line(explanation), ""]
+    for cause in explanation.causes:
+        gain = f" That saves about {cause.saves_ms:.3g} ms ({cause.speedup:.2f}x)." if cause.saves_ms else ""
+        lines += [
+            f"- **{cause.kind.replace('_', ' ')}**: {cause.seen}. Why: {cause.why}. Change: {cause.change}.{gain}"
+        ]
+        lines += ["", *(f"      {line}" for line in cause.recipe.splitlines()), ""] if cause.recipe else []
+    return lines if explanation.causes else [*lines, NO_CAUSE]
 
 
 def render_html(report: Findings) -> str:

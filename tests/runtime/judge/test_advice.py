@@ -17,6 +17,7 @@ from runtime.bundle.onnx_file import GraphFacts, graph_facts
 from runtime.judge.advice import (
     Subject,
     advise,
+    asks_why,
     disagreeing,
     explain_time_around_call,
     faster_elsewhere,
@@ -27,7 +28,9 @@ from runtime.judge.advice import (
     reasons,
     slower,
 )
+from runtime.judge.causes import Cause
 from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
+from runtime.judge.why import Explanation, SideTime
 from runtime.report.units import interval_words
 
 
@@ -89,18 +92,32 @@ def on(backend: str, environment: dict[str, Any], graph: GraphFacts) -> Subject:
     return Subject(backend, backend, environment, graph)
 
 
-def test_a_slower_candidate_is_told_first_with_the_reason() -> None:
-    (said,) = slower(latency(2, 3), on("onnxruntime-cpu", X86, SIGNED))
-    assert said.startswith("The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x.")
-    assert "9 activations are signed int8" in said
-    assert "no VNNI or AMX" in said
+SLOW_LAYERS = Cause("casts", "9 casts take 1 of 3 ms", "they are slow", "keep float32", "", 1.0, 1.5)
 
 
-def test_casts_between_float_types_are_a_reason_on_a_cpu() -> None:
-    half = GraphFacts({"Cast": 12, "MatMul": 9}, {})
-    (said,) = reasons(3.0, on("onnxruntime-cpu", X86, half))
-    assert said.startswith("12 casts stand between float types: onnxruntime has few half-precision kernels for CPUs")
-    assert reasons(3.0, on("openvino", X86, half)) == []
+def explained(*causes: Cause) -> Explanation:
+    """A profile's record with these causes."""
+    side = SideTime(3.0, 2.9, 9, (), 20.0)
+    return Explanation("onnxruntime-cpu", "call", side, side, {"float32": 100.0}, (), {}, causes)
+
+
+def test_a_slower_candidate_is_told_first_with_what_its_profile_shows() -> None:
+    subject = replace(on("onnxruntime-cpu", X86, SIGNED), explanation=explained(SLOW_LAYERS))
+    first, second = slower(latency(2, 3), subject)
+    assert first == "The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x."
+    assert second == "9 casts take 1 of 3 ms: they are slow. Keep float32 (about 1.50x)."
+
+
+def test_a_candidate_that_is_less_fast_than_was_forecast_is_told_with_what_its_profile_shows() -> None:
+    subject = replace(on("onnxruntime-cpu", X86, SIGNED), explanation=explained(SLOW_LAYERS), forecast=2.5)
+    assert asks_why(latency(3, 2), 2.5) and not asks_why(latency(3, 2), 1.6) and not asks_why(latency(3, 2), None)
+    first, second = slower(latency(3, 2), subject)
+    assert (
+        "1.50x as fast" in first
+        and "less than the 2.50x that the plan forecast" in first
+        and second.startswith("9 casts")
+    )
+    assert slower(latency(3, 2), replace(subject, forecast=1.6)) == []
 
 
 @pytest.mark.parametrize(("after", "told"), [(99, False), (100, True), (120, True)])
@@ -122,8 +139,6 @@ def test_a_bundle_for_an_engine_is_not_called_slow_where_another_backend_stands_
         "Its times here (3 ms against 2 ms) are those of onnxruntime-cpu: "
         "they say nothing about its speed on tensorrt, which it is made for.",
     ]
-    (asked,) = slower(evidence, Subject("onnxruntime-cpu", "tensorrt", X86, SIGNED))
-    assert "SLOWER" in asked and "9 activations are signed int8, as tensorrt wants them, for which onnxruntime" in asked
 
 
 @pytest.mark.parametrize(
@@ -165,8 +180,7 @@ def test_an_unknown_interval_is_told_in_words() -> None:
 
 
 def test_a_reason_that_cannot_be_seen_is_not_invented() -> None:
-    (said,) = slower(latency(2, 3), on("onnxruntime-cpu", X86, PLAIN))
-    assert "No reason for it can be seen from here" in said
+    assert slower(latency(2, 3), on("onnxruntime-cpu", X86, PLAIN))[1:] == ["No reason for it can be seen from here."]
 
 
 def test_no_difference_is_told_and_a_faster_candidate_is_not() -> None:
@@ -175,16 +189,13 @@ def test_no_difference_is_told_and_a_faster_candidate_is_not() -> None:
     assert slower(latency(3, 2), on("onnxruntime-cpu", X86, PLAIN)) == []
 
 
-def test_reasons_fit_the_machine_and_the_graph() -> None:
-    signed = GraphFacts({"QuantizeLinear": 9, "DequantizeLinear": 60, "MatMul": 9}, {"int8": 9})
-    modern = {"cpu_flags": ["avx2", "avx512_vnni"]}
-    assert len(reasons(5.0, on("onnxruntime-cpu", modern, signed))) == 2  # signed activations, unfused pairs
-    assert len(reasons(5.0, on("openvino", modern, signed))) == 1
-    (said,) = reasons(5.0, on("onnxruntime-cpu", modern, GraphFacts({"DequantizeLinear": 9, "MatMul": 9}, {})))
-    assert said.startswith("only the weights are in fewer bits")
-    assert reasons(0.01, on("openvino", modern, PLAIN)) == [
-        "a call is so short that its fixed cost dominates: compare throughput at a larger batch"
+def test_a_call_too_short_to_gain_is_a_reason_where_the_profile_shows_no_other() -> None:
+    subject = on("openvino", X86, PLAIN)
+    assert reasons(0.01, subject) == [
+        "A call is so short that its fixed cost dominates: compare throughput at a larger batch."
     ]
+    assert reasons(0.01, replace(subject, explanation=explained(SLOW_LAYERS))) == [SLOW_LAYERS.sentence]
+    assert reasons(5.0, subject) == []
 
 
 def test_that_products_may_saturate_is_told_where_they_do() -> None:

@@ -1,0 +1,120 @@
+"""Profile a bundle's two models as they are judged, and explain where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.backends import Feeds, Session, open_options
+from runtime.bundle.engine import ENGINES
+from runtime.bundle.format import inside, read_layers, read_samples, verify
+from runtime.bundle.manifest import Benchmark, Manifest
+from runtime.decode.kv_cache import Decoder, EncodedDecoder
+from runtime.decode.scoring import language_encoder
+from runtime.encode.seq2seq import Seq2SeqEncoder
+from runtime.errors import UsageError
+from runtime.judge.twins import Comparison
+from runtime.judge.why import Explanation, explain
+from runtime.measure.benchmark import Variant, backend_of, list_variants
+from runtime.measure.peaks import measure_peaks, time_products
+from runtime.measure.profile import PROFILERS, ProfileOrder, profile_models
+from runtime.measure.timing import make_prompts, make_sources, run_request
+from runtime.measure.workload import make_feeds, settings_for
+from runtime.tasks.predict import bundle_preprocessor, encoding_views
+
+NEW_TOKENS = 16
+"""Of a profiled answer, at most: its steps are alike."""
+
+
+def explain_path(path: str | Path, backend: str | None = None, threads: int | None = None) -> Explanation:
+    """Explain a bundle's speed on a backend, by default the one that it is made for.
+
+    Takes some ten seconds; writes nothing. BundleError if the bundle is not intact; UsageError for what is not run
+    here, or a backend whose profile cannot be read; RuntimeFailure where a run fails.
+    """
+    root = Path(path)
+    manifest = verify(root)
+    chosen, note = backend_of(manifest, backend)
+    if note is not None:
+        raise UsageError(
+            f"{root}: {note} A profile there says nothing of its speed; ask for it with --backend {chosen}"
+        )
+    if (reason := explain_unprofiled(manifest, chosen)) is not None:
+        raise UsageError(f"{root}: {reason}")
+    return explain_bundle(root, manifest, read_samples(root, manifest), chosen, threads)
+
+
+def explain_unprofiled(manifest: Manifest, backend: str) -> str | None:
+    """Return why a bundle's calls cannot be profiled on a backend; None where they can."""
+    if manifest.is_scored(backend):
+        return "the candidate is not run here, so that there is no profile of it"
+    if backend in ENGINES or backend not in PROFILERS:
+        return f"the profile of {backend} cannot be read; those of {' and '.join(PROFILERS)} can"
+    if backend == "openvino" and manifest.generates:
+        return "decoders are profiled in onnxruntime-cpu alone: --backend onnxruntime-cpu"
+    return None
+
+
+def explain_bundle(
+    root: Path,
+    manifest: Manifest,
+    columns: Mapping[str, Any],
+    backend: str,
+    threads: int | None = None,
+) -> Explanation:
+    """Explain a bundle that has been read already, as `explain_path` does.
+
+    Both models make calls of the judged batch size, or of decoders the steps of an answer, in short runs of their own.
+    """
+    settings, _ = settings_for(manifest, threads)
+    rows = [row for row in read_layers(root, manifest) if isinstance(row, dict) and "layer" in row]
+    histories = {str(row["layer"]): [str(line) for line in row.get("history", [])] for row in rows}
+
+    def order(variant: Variant) -> ProfileOrder:
+        path = inside(root, variant.artifact.path)
+        options = open_options(root, variant.artifact, variant.options)
+        feeds, request = _make_workload(root, manifest, columns, settings, variant)
+        return ProfileOrder(path, feeds, request, options, tuple(histories))
+
+    *before, candidate = profile_models(
+        backend, settings.threads, [order(variant) for variant in list_variants(manifest, backend)]
+    )
+    baseline = before[0] if before else None
+    peaks = measure_peaks(backend, settings.threads, candidate.n_bytes)
+    comparison = Comparison(
+        candidate,
+        baseline,
+        peaks,
+        measure_peaks(backend, settings.threads, baseline.n_bytes) if baseline is not None else peaks,
+        partial(time_products, backend, settings.threads),
+        histories,
+        manifest.target,
+    )
+    return explain(comparison, "token" if manifest.generates else "call")
+
+
+def _make_workload(
+    root: Path, manifest: Manifest, columns: Mapping[str, Any], settings: Benchmark, variant: Variant
+) -> tuple[Feeds | None, Callable[[Session], int] | None]:
+    """Return a batch of usual size for a model's calls, or what makes a decoder's requests and counts its runs."""
+    seed, size = manifest.judgement.seed, settings.batch_size
+    preprocessor = bundle_preprocessor(root, manifest, variant.artifact.inputs)
+    if not manifest.generates:
+        view = encoding_views(manifest.task, columns)[0]
+        batches = make_feeds(preprocessor, view, size, seed, settings.sequence_length)
+        return sorted(batches, key=lambda feeds: sum(v.size for v in feeds.values()))[len(batches) // 2], None
+    start = preprocessor.target.start_tokens if isinstance(preprocessor, Seq2SeqEncoder) else ()
+    if isinstance(preprocessor, Seq2SeqEncoder):
+        prompts: Any = make_sources(preprocessor, columns, size, settings.prompt_tokens, seed)[0]
+    else:
+        prompts = make_prompts(language_encoder(preprocessor), columns, size, settings.prompt_tokens, seed)[0]
+    n_tokens = min(settings.new_tokens, NEW_TOKENS)
+
+    def request(session: Session) -> int:
+        decoder = EncodedDecoder(session, start) if start else Decoder(session, variant.artifact.cache)
+        run_request(decoder, prompts, n_tokens)
+        return n_tokens
+
+    return None, request
