@@ -281,7 +281,7 @@ def parity(
             from compress.commands import ladder, parity
 
             engine = backend or parity.choose_engine(bundle)
-            if engine in ("", ladder.REFERENCE):
+            if engine in ("", parity.REFERENCE):
                 climbed = ladder.climb(bundle, cache)
                 found, holds, texts = ladder.to_dict(climbed), climbed.holds, ladder.describe_ladder(climbed)
             else:

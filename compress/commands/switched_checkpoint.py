@@ -58,7 +58,7 @@ class TorchSession:
 
     def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
         for layer, rounded in zip(self.layers, self.vector, strict=True):
-            layer.module.weight.data = layer.rounded if rounded else layer.exact  # type: ignore[union-attr]
+            layer.module.weight.data = layer.rounded if rounded else layer.exact
         tensors = {self.loaded.parameters[name]: torch.from_numpy(np.asarray(feeds[name])) for name in feeds}
         given = run(self.loaded.module, tensors)
         arrays = {name: part.numpy() for name, part in zip(self.loaded.output_names, given.values(), strict=True)}
@@ -91,7 +91,7 @@ def open_checkpoint(case: Case) -> SwitchedModel:
     layers, units = [], []
     for name, weight in decoded.items():
         module = modules[name.removesuffix(".weight")]
-        exact = module.weight.data  # type: ignore[union-attr]
+        exact = module.weight.data
         rounded = weight.read().to(exact.dtype)
         layers.append(_Layer(module, rounded, exact))
         layer = name.removesuffix(".weight")

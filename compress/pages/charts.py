@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.etree import ElementTree
 from zlib import crc32
 
@@ -34,7 +35,7 @@ HALF, FULL, NARROW = 500, 1030, 350
 """Widths in pixels: two charts beside each other, one across the page, one on a phone."""
 TIP = "tip: "
 """`artist.set_gid(tip(text))`: the text shows where the pointer rests on the artist."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names of layers and classes may hold a $
     "svg.hashsalt": "compress",

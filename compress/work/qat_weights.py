@@ -154,8 +154,8 @@ def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: M
     keep: Callable[[int], None] = zero_keeper(student) if knobs.keep_zeros else no_keeper
     rates = {}
     for name in map(_key, trained.layers):
-        rates[f"weights.{name}.position"] = knobs.rounding_rate / knobs.learning_rate
-        rates[f"weights.{name}.growth"] = knobs.scale_rate / knobs.learning_rate
+        rates[f"weights.{name}.position"] = knobs.rounding_rate / knobs.nominal_rate
+        rates[f"weights.{name}.growth"] = knobs.scale_rate / knobs.nominal_rate
 
     def after(step: int) -> None:
         keep(step)
