@@ -19,7 +19,7 @@ import numpy as np
 from common import ROOT, Call, Claim, Measured, Row, at_least, run_recipe, run_script
 from measuring import ONNXRUNTIME, THREADS, Entry, feeds_for, open_judged, speedups
 
-from runtime.judge.twins import Comparison
+from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.peaks import measure_peaks, time_products
 from runtime.measure.profile import ProfileOrder, profile_models
@@ -61,7 +61,7 @@ def measure(call: Call) -> Measured:
     for name in call.choose(cases, quick=2):
         before, after, feeds, cause = cases[name]()
         rounds = QUICK_ROUNDS if call.quick else ROUNDS
-        _, speedup = speedups([Entry("float", before), Entry(name, after)], [feeds], rounds)
+        _, speedup = speedups([Entry("float", before), Entry(name, after)], [dict(feeds)], rounds)
         found = explain_files(before, after, feeds)
         kinds = [told.kind for told in found.causes] or [FAST]
         claims.append(at_least(f"{name}: {cause} comes first", float(kinds[0] == cause), 1))
@@ -122,7 +122,7 @@ def write_static(model: Path, out: Path, feeds: Batch, signed: bool = True, oper
     """Quantize by ONNX Runtime's tool, all operators or some, calibrated on one batch."""
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 
-    class OneBatch(CalibrationDataReader):  # type: ignore[misc]
+    class OneBatch(CalibrationDataReader):
         def __init__(self) -> None:
             self.left = iter([dict(feeds)])
 
@@ -155,8 +155,8 @@ def explain_files(before: Path, after: Path, feeds: Batch) -> Explanation:
     """Explain a file against the float one."""
     orders = [ProfileOrder(path, dict(feeds)) for path in (before, after)]
     first, second = profile_models(ONNXRUNTIME, THREADS, orders)
-    peaks = [measure_peaks(ONNXRUNTIME, THREADS, profile.n_bytes) for profile in (second, first)]
-    return explain(Comparison(second, first, *peaks, partial(time_products, ONNXRUNTIME, THREADS)))
+    peaks, earlier_peaks = (measure_peaks(ONNXRUNTIME, THREADS, profile.n_bytes) for profile in (second, first))
+    return explain(ProfiledPair(second, first, peaks, earlier_peaks, partial(time_products, ONNXRUNTIME, THREADS)))
 
 
 if __name__ == "__main__":

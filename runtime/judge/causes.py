@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.bundle.onnx_file import GraphNode
-from runtime.judge.twins import Comparison
+from runtime.judge.twins import ProfiledPair
 from runtime.measure.peaks import Peaks, Product
 from runtime.measure.profile import INTEGER, NodeTime, Profile
 
@@ -78,7 +78,7 @@ def total_ms(nodes: Iterable[NodeTime]) -> float:
 
 
 def _make(
-    comparison: Comparison,
+    pair: ProfiledPair,
     kind: str,
     nodes: Sequence[NodeTime],
     saves_ms: float,
@@ -86,8 +86,8 @@ def _make(
     recipe: str = "",
 ) -> Found:
     """Make a cause of what `nodes` take, unless it saves too little. `words`: what is seen, why, what to change."""
-    call = comparison.after.call_ms
-    if saves_ms < (WORTH if is_slower(comparison) else WORTH_OF_FAST) * call:
+    call = pair.after.call_ms
+    if saves_ms < (WORTH if is_slower(pair) else WORTH_OF_FAST) * call:
         return NOTHING
     costly = sorted(nodes, key=lambda node: -node.ms)[:MOST_NAMED]
     layers = tuple(dict.fromkeys(node.layer or node.name for node in costly))
@@ -144,9 +144,9 @@ def _unpacked_weights(profile: Profile, products: Iterable[NodeTime]) -> list[No
     return [node for node in unpacking if node.inputs[0].constant]
 
 
-def find_signed_activations(comparison: Comparison, told: set[str]) -> Found:
+def find_signed_activations(pair: ProfiledPair, told: set[str]) -> Found:
     """Find products of signed activations where signed int8 is much slower here than unsigned, or left in float."""
-    profile, peaks = comparison.after, comparison.peaks
+    profile, peaks = pair.after, pair.peaks
     signed, unsigned = peaks.gflops.get("int8", 0.0), peaks.gflops.get("uint8", 0.0)
     if not unsigned or signed > MUCH_SLOWER * unsigned:
         return NOTHING
@@ -177,14 +177,14 @@ def find_signed_activations(comparison: Comparison, told: set[str]) -> Found:
         )
     change = "quantize activations to unsigned int8: build for the runtime that it runs on"
     recipe = f"target: {profile.backend}\npasses:\n  - kind: int8\n"
-    if comparison.target not in ("", profile.backend):
+    if pair.target not in ("", profile.backend):
         change = (
-            f"{comparison.target}, which it is made for, wants them signed: judge its speed there; for "
+            f"{pair.target}, which it is made for, wants them signed: judge its speed there; for "
             f"{profile.backend} add an export of its own"
         )
         recipe = f"export:\n  - kind: onnx\n  - kind: onnx\n    target: {profile.backend}\n"
     return _make(
-        comparison,
+        pair,
         "signed_activations",
         [*left, *slow, *weights, *around],
         saves,
@@ -203,9 +203,9 @@ def _int8_saving(peaks: Peaks) -> float:
     return max(0.0, 1 - 1 / peaks.int8_gain) if peaks.int8_gain else 0.0
 
 
-def find_unfused_qdq(comparison: Comparison, told: set[str]) -> Found:
+def find_unfused_qdq(pair: ProfiledPair, told: set[str]) -> Found:
     """Find Q and DQ that are executed around nodes which compute in float, and products left in float by them."""
-    profile = comparison.after
+    profile = pair.after
     left = [product for product in _find_left_float(profile) if product.node.name not in told]
     unpacking = [n for n in profile.find("DequantizeLinear") if n.name not in told and _is_large(n)]
     between = _between(profile, unpacking)
@@ -216,7 +216,7 @@ def find_unfused_qdq(comparison: Comparison, told: set[str]) -> Found:
         return NOTHING
     norms = [node for node in between if node.operator == "BatchNormalization"]
     products = [product.node for product in left]
-    saves = total_ms([*unpacking, *packing, *norms]) + total_ms(products) * _int8_saving(comparison.peaks)
+    saves = total_ms([*unpacking, *packing, *norms]) + total_ms(products) * _int8_saving(pair.peaks)
     reading = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
     computed = {node.name: node for node in (*between, *products, *reading)}
     names = Counter(node.operator for node in computed.values()).most_common(3)
@@ -242,9 +242,7 @@ def find_unfused_qdq(comparison: Comparison, told: set[str]) -> Found:
         )
         change = "leave out what does not pay: compress's int8 times placements here; or ignore these layers"
         recipe = "passes:\n  - kind: int8\n    placement: fastest\n"
-    return _make(
-        comparison, "unfused_qdq", [*unpacking, *packing, *norms, *products], saves, (seen, why, change), recipe
-    )
+    return _make(pair, "unfused_qdq", [*unpacking, *packing, *norms, *products], saves, (seen, why, change), recipe)
 
 
 def _is_large(node: NodeTime) -> bool:
@@ -293,11 +291,11 @@ def _follows_batch_norm(profile: Profile, left: Sequence[_LeftFloat]) -> bool:
     return n > len(left) / 2
 
 
-def find_no_int8_kernels(comparison: Comparison, told: set[str]) -> Found:
+def find_no_int8_kernels(pair: ProfiledPair, told: set[str]) -> Found:
     """Find that this CPU multiplies eight bits hardly faster than float."""
-    integer = [node for node in comparison.after.products if node.computes_in in INTEGER]
-    peaks = comparison.peaks
-    if not integer or not peaks.int8_gain or peaks.int8_gain > 1.3 or not is_slower(comparison):
+    integer = [node for node in pair.after.products if node.computes_in in INTEGER]
+    peaks = pair.peaks
+    if not integer or not peaks.int8_gain or peaks.int8_gain > 1.3 or not is_slower(pair):
         return NOTHING
     cause = Cause(
         "no_int8_kernels",
@@ -310,20 +308,20 @@ def find_no_int8_kernels(comparison: Comparison, told: set[str]) -> Found:
     return cause, {node.name for node in integer}
 
 
-def is_slower(comparison: Comparison) -> bool:
+def is_slower(pair: ProfiledPair) -> bool:
     """Return whether the candidate's profile is hardly shorter than the baseline's, or there is none."""
-    return comparison.before is None or comparison.after.call_ms > 0.9 * comparison.before.call_ms
+    return pair.before is None or pair.after.call_ms > 0.9 * pair.before.call_ms
 
 
 # --- float --------------------------------------------------------------------------------------------------------
 
 
-def find_casts(comparison: Comparison, told: set[str]) -> Found:
+def find_casts(pair: ProfiledPair, told: set[str]) -> Found:
     """Find casts between float types that are executed: what has no kernel in half precision is computed in float32."""
-    profile = comparison.after
+    profile = pair.after
     casts = [n for n in profile.find("Cast", "Convert") if {t.dtype for t in (n.inputs[0], n.outputs[0])} & set(HALF)]
     return _make(
-        comparison,
+        pair,
         "casts",
         casts,
         total_ms(casts),
@@ -356,25 +354,25 @@ def _as_trial(node: NodeTime, level: int) -> Product:
     )
 
 
-def find_computed_in_float(comparison: Comparison, told: set[str]) -> Found:
+def find_computed_in_float(pair: ProfiledPair, told: set[str]) -> Found:
     """Find weights of few bits that are unpacked to multiply in float32, where eight bits are faster in a trial."""
-    nodes = [node for node in _weight_only(comparison.after) if node.computes_in == "float32"]
+    nodes = [node for node in _weight_only(pair.after) if node.computes_in == "float32"]
     if not nodes:
         return NOTHING
     heaviest = max(nodes, key=lambda node: node.ms)
     level = heaviest.integers.get("accuracy_level", 0)
-    now, then = comparison.trials([_as_trial(heaviest, level), _as_trial(heaviest, 4)])
+    now, then = pair.trials([_as_trial(heaviest, level), _as_trial(heaviest, 4)])
     if not now or not then or then > now:
         return NOTHING
     share = 1 - then / now
     return _make(
-        comparison,
+        pair,
         "computed_in_float",
         nodes,
         share * total_ms(nodes),
         (
             f"{len(nodes)} MatMulNBits have accuracy_level {level} ({total_ms(nodes):.3g} of "
-            f"{comparison.after.call_ms:.3g} ms)",
+            f"{pair.after.call_ms:.3g} ms)",
             f"below level 4 the weights are unpacked and multiplied in float32; the largest, alone, takes {now:.3g} ms "
             f"so and {then:.3g} ms at level 4",
             "write accuracy_level 4; compress writes Q/DQ, which onnxruntime fuses at that level",
@@ -383,9 +381,9 @@ def find_computed_in_float(comparison: Comparison, told: set[str]) -> Found:
     )
 
 
-def find_compute_bound(comparison: Comparison, told: set[str]) -> Found:
+def find_compute_bound(pair: ProfiledPair, told: set[str]) -> Found:
     """Find weights of few bits in products that read so many rows that reading the weights is a small part of them."""
-    twins, profile, peaks = comparison.twins, comparison.after, comparison.peaks
+    twins, profile, peaks = pair.twins, pair.after, pair.peaks
     floats = peaks.gflops.get("float32", 0.0)
     bound: list[tuple[NodeTime, float]] = []
     for node in _weight_only(profile):
@@ -393,7 +391,7 @@ def find_compute_bound(comparison: Comparison, told: set[str]) -> Found:
         if twin is not None and not twin.flops:
             continue
         before_ms = twin.ms if twin is not None else node.flops / floats / 1e6 if floats else 0.0
-        reading_ms = 4 * node.input_width * node.output_width / comparison.before_peaks.gb_per_s / 1e6
+        reading_ms = 4 * node.input_width * node.output_width / pair.before_peaks.gb_per_s / 1e6
         if before_ms and reading_ms < BOUND * before_ms and node.ms > 0.7 * before_ms:
             bound.append((node, reading_ms / before_ms))
     nodes = [node for node, _ in bound]  # also those that are computed in float: this may save more
@@ -407,7 +405,7 @@ def find_compute_bound(comparison: Comparison, told: set[str]) -> Found:
         else total_ms(nodes)
     )
     return _make(
-        comparison,
+        pair,
         "compute_bound",
         nodes,
         total_ms(nodes) - faster_ms,
@@ -443,14 +441,14 @@ def _needed_flops(profile: Profile, node: NodeTime) -> float:
     return node.flops * min(1.0, math.prod(_file_widths(profile, node)) / executed) if executed else node.flops
 
 
-def find_odd_widths(comparison: Comparison, told: set[str]) -> Found:
+def find_odd_widths(pair: ProfiledPair, told: set[str]) -> Found:
     """Find layers whose widths were changed to no multiple of KERNEL_WIDTH, at a much lower rate than their twins."""
-    profile, before = comparison.after, comparison.before
+    profile, before = pair.after, pair.before
     odd: list[tuple[NodeTime, NodeTime]] = []
     rates: dict[str, tuple[float, float]] = {}
     saves = 0.0
     for node in profile.products:
-        twin = comparison.twins.get(node.name)
+        twin = pair.twins.get(node.name)
         if twin is None or before is None or not (node.flops and twin.flops and node.ms) or node.name in told:
             continue
         ours, theirs = _file_widths(profile, node), _file_widths(before, twin)
@@ -472,7 +470,7 @@ def find_odd_widths(comparison: Comparison, told: set[str]) -> Found:
     saves += max(0.0, total_ms(reorders) - total_ms(before.find(*LAYOUT)))
     moved = f", and {len(reorders)} copies between layouts take {total_ms(reorders):.3g} ms" if reorders else ""
     return _make(
-        comparison,
+        pair,
         "odd_widths",
         [*(node for node, _ in odd), *reorders],
         saves,
@@ -487,25 +485,25 @@ def find_odd_widths(comparison: Comparison, told: set[str]) -> Found:
     )
 
 
-def find_zeros_computed(comparison: Comparison, told: set[str]) -> Found:
+def find_zeros_computed(pair: ProfiledPair, told: set[str]) -> Found:
     """Find layers with zeros that are multiplied as any other number."""
-    sparse = {layer for layer, history in comparison.histories.items() if any("sparse " in h for h in history)}
-    twins = comparison.twins
+    sparse = {layer for layer, history in pair.histories.items() if any("sparse " in h for h in history)}
+    twins = pair.twins
     same = [
         node
-        for node in comparison.after.products
+        for node in pair.after.products
         if node.layer in sparse
         and (t := twins.get(node.name)) is not None
         and t.flops == node.flops
         and t.computes_in == node.computes_in
     ]
-    if not same or not is_slower(comparison):
+    if not same or not is_slower(pair):
         return NOTHING
     cause = Cause(
         "zeros_computed",
         f"{len(same)} layers with zeros in their weights multiply as much as before "
         f"({sum(node.flops for node in same) / 1e9:.3g} GFLOP of a call)",
-        f"{comparison.after.backend} multiplies zeros as any other number",
+        f"{pair.after.backend} multiplies zeros as any other number",
         "remove whole channels, or use fewer bits",
         "passes:\n  - kind: prune_channels\n    ratio: 0.3\n  - kind: int8\n",
         layers=tuple(node.layer for node in same[:MOST_NAMED]),
@@ -513,12 +511,12 @@ def find_zeros_computed(comparison: Comparison, told: set[str]) -> Found:
     return cause, {node.name for node in same}
 
 
-def find_slower_layers(comparison: Comparison, told: set[str]) -> Found:
+def find_slower_layers(pair: ProfiledPair, told: set[str]) -> Found:
     """Find layers that take much longer than their twins, for no reason that was told already."""
-    twins = comparison.twins
+    twins = pair.twins
     slow = [
         (node, twin)
-        for node in comparison.after.products
+        for node in pair.after.products
         if node.name not in told
         and (twin := twins.get(node.name)) is not None
         and node.ms > SLOWER * twin.ms
@@ -530,14 +528,14 @@ def find_slower_layers(comparison: Comparison, told: set[str]) -> Found:
     after, twin = max(slow, key=lambda pair: pair[0].ms - pair[1].ms)
     names = [node.layer for node in sorted(nodes, key=lambda node: -node.ms)][:MOST_NAMED]
     return _make(
-        comparison,
+        pair,
         "slower_layers",
         nodes,
         sum(node.ms - twin.ms for node, twin in slow),
         (
             f"{len(nodes)} layers take {total_ms(nodes):.3g} ms, in the baseline {sum(t.ms for _, t in slow):.3g} ms: "
             f"{after.layer} {after.ms:.3g} ms as {after.operator}, {twin.ms:.3g} ms as {twin.operator}",
-            f"{comparison.after.backend}'s kernels in {after.computes_in} are slower for these shapes than those in "
+            f"{pair.after.backend}'s kernels in {after.computes_in} are slower for these shapes than those in "
             f"{twin.computes_in}",
             "leave these layers as they were",
         ),
@@ -548,19 +546,19 @@ def find_slower_layers(comparison: Comparison, told: set[str]) -> Found:
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
-def find_other_operators(comparison: Comparison, told: set[str]) -> Found:
+def find_other_operators(pair: ProfiledPair, told: set[str]) -> Found:
     """Find operators that multiply nothing and take more of a call than they did in the baseline."""
-    before = comparison.before
-    if before is None or not is_slower(comparison):
+    before = pair.before
+    if before is None or not is_slower(pair):
         return NOTHING
-    ours, theirs = (_sum_others(side, told) for side in (comparison.after, before))
+    ours, theirs = (_sum_others(side, told) for side in (pair.after, before))
     grown = {name: ms - theirs.get(name, 0.0) for name, ms in ours.items() if ms > SLOWER * theirs.get(name, 0.0)}
-    nodes = [n for n in comparison.after.nodes if not n.is_product and n.name not in told and _family(n) in grown]
+    nodes = [n for n in pair.after.nodes if not n.is_product and n.name not in told and _family(n) in grown]
     shrunk = sum(max(0.0, ms - ours.get(name, 0.0)) for name, ms in theirs.items())  # fused into another operator
     top = sorted(grown, key=lambda name: -grown[name])[:3]
     listed = ", ".join(f"{name} {ours[name]:.3g} ms (before {theirs.get(name, 0.0):.3g})" for name in top)
     return _make(
-        comparison,
+        pair,
         "other_operators",
         nodes,
         sum(grown.values()) - shrunk,
@@ -587,11 +585,11 @@ def _family(node: NodeTime) -> str:
     return node.operator.removeprefix("QLinear").removeprefix("Skip").removeprefix("Bias")
 
 
-def find_fixed_cost(comparison: Comparison, told: set[str]) -> Found:
+def find_fixed_cost(pair: ProfiledPair, told: set[str]) -> Found:
     """Find calls so short that most of them is the runtime's own cost."""
-    profile = comparison.after
+    profile = pair.after
     outside = profile.call_ms - profile.nodes_ms
-    if profile.call_ms > FIXED_COST_MS or not is_slower(comparison) or outside < 0.4 * profile.call_ms:
+    if profile.call_ms > FIXED_COST_MS or not is_slower(pair) or outside < 0.4 * profile.call_ms:
         return NOTHING
     cause = Cause(
         "fixed_cost",
@@ -603,7 +601,7 @@ def find_fixed_cost(comparison: Comparison, told: set[str]) -> Found:
     return cause, set()
 
 
-FINDERS: tuple[Callable[[Comparison, set[str]], Found], ...] = (
+FINDERS: tuple[Callable[[ProfiledPair, set[str]], Found], ...] = (
     find_signed_activations,
     find_unfused_qdq,
     find_casts,

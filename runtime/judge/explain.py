@@ -15,7 +15,7 @@ from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import UsageError
-from runtime.judge.twins import Comparison
+from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.benchmark import Variant, backend_of, list_variants
 from runtime.measure.peaks import measure_peaks, time_products
@@ -83,7 +83,7 @@ def explain_bundle(
     )
     baseline = before[0] if before else None
     peaks = measure_peaks(backend, settings.threads, candidate.n_bytes)
-    comparison = Comparison(
+    pair = ProfiledPair(
         candidate,
         baseline,
         peaks,
@@ -92,7 +92,7 @@ def explain_bundle(
         histories,
         manifest.target,
     )
-    return explain(comparison, "token" if manifest.generates else "call")
+    return explain(pair, "token" if manifest.generates else "call")
 
 
 def _make_workload(

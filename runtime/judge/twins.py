@@ -15,7 +15,7 @@ Trials = Callable[[Sequence[Product]], Sequence[float | None]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ProfiledPair:
     """What causes are looked for in."""
 
     after: Profile

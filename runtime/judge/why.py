@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.judge.causes import FINDERS, QUANTIZING, Cause, round_digits
-from runtime.judge.twins import Comparison
+from runtime.judge.twins import ProfiledPair
 from runtime.measure.peaks import Peaks
 from runtime.measure.profile import NodeTime, Profile
 
@@ -74,13 +74,13 @@ class Explanation:
     """The most worth ending first."""
 
 
-def explain(comparison: Comparison, unit: str = "call") -> Explanation:
+def explain(pair: ProfiledPair, unit: str = "call") -> Explanation:
     """Find the causes, and lay out the times for tables and plots."""
-    after, before = comparison.after, comparison.before
+    after, before = pair.after, pair.before
     causes: list[Cause] = []
     told: set[str] = set()
     for find in FINDERS:
-        cause, nodes = find(comparison, told)
+        cause, nodes = find(pair, told)
         if cause is not None:
             causes.append(cause)
             told |= nodes
@@ -93,10 +93,10 @@ def explain(comparison: Comparison, unit: str = "call") -> Explanation:
     return Explanation(
         after.backend,
         unit,
-        describe_side(after, comparison.peaks),
-        describe_side(before, comparison.before_peaks) if before is not None else None,
-        {numbers: round(rate, 1) for numbers, rate in comparison.peaks.gflops.items()},
-        tuple(_compare_layers(comparison)),
+        describe_side(after, pair.peaks),
+        describe_side(before, pair.before_peaks) if before is not None else None,
+        {numbers: round(rate, 1) for numbers, rate in pair.peaks.gflops.items()},
+        tuple(_compare_layers(pair)),
         remaining,
         tuple(causes[:MOST_TOLD]),
     )
@@ -123,9 +123,9 @@ def _sum_operator(operator: str, nodes: Sequence[NodeTime], whole: float) -> Ope
     return OperatorTime(operator, len(nodes), round_digits(ms), round_digits(ms / whole if whole else 0.0))
 
 
-def _compare_layers(comparison: Comparison) -> Iterable[LayerComparison]:
-    twins = comparison.twins
-    for node in sorted(comparison.after.products, key=lambda node: -node.ms)[:MOST_LAYERS]:
+def _compare_layers(pair: ProfiledPair) -> Iterable[LayerComparison]:
+    twins = pair.twins
+    for node in sorted(pair.after.products, key=lambda node: -node.ms)[:MOST_LAYERS]:
         twin = twins.get(node.name)
         yield LayerComparison(
             node.layer,
@@ -134,7 +134,7 @@ def _compare_layers(comparison: Comparison) -> Iterable[LayerComparison]:
             round_digits(node.ms),
             round_digits(node.gflops),
             round_digits(_intensity(node)),
-            find_bound(node, comparison.peaks),
+            find_bound(node, pair.peaks),
             None if twin is None else round_digits(twin.ms),
             None if twin is None else round_digits(twin.gflops),
             None if twin is None else round_digits(_intensity(twin)),

@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.bundle.onnx_file import Graph, GraphNode
-from runtime.judge.twins import Comparison, match_twins
+from runtime.judge.twins import ProfiledPair, match_twins
 from runtime.judge.why import Explanation, explain
 from runtime.measure.peaks import Peaks, Product
 from runtime.measure.profile import NodeTime, Profile, Tensor, profile_model
@@ -58,7 +58,7 @@ def no_trials(products: Sequence[Product]) -> list[float | None]:
 
 def look(after: Profile, before: Profile | None = None, **settings: Any) -> Explanation:
     given = {"peaks": ZEN4, "before_peaks": ZEN4, "trials": no_trials, **settings}
-    return explain(Comparison(after, before, **given))
+    return explain(ProfiledPair(after, before, **given))
 
 
 def kinds(explanation: Explanation) -> list[str]:

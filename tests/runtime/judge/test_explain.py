@@ -14,7 +14,7 @@ from runtime.bundle.format import read_manifest
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge import explain, validate
 from runtime.judge.explain import explain_path, explain_unprofiled
-from runtime.judge.twins import Comparison
+from runtime.judge.twins import ProfiledPair
 from runtime.measure.peaks import Peaks
 
 KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
@@ -54,7 +54,7 @@ def test_a_candidate_that_is_no_faster_says_why_in_its_report(tmp_path: Path) ->
 
 
 def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*about: object) -> Comparison:
+    def fail(*about: object) -> ProfiledPair:
         raise RuntimeFailure("no room")
 
     monkeypatch.setattr(validate, "explain_bundle", fail)
