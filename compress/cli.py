@@ -484,10 +484,10 @@ def _show_report(
         print_json(to_dict(report))
     else:
         typer.echo(render_text(report))
-        if new:
-            typer.echo(f"bundle: {bundle}")
         if page is not None:
             typer.echo(f"page: {page}")
+        if new:
+            typer.echo(f"bundle: {bundle}")
     raise typer.Exit(report.exit_code)
 
 

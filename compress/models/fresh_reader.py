@@ -87,7 +87,7 @@ def _write_outputs(module: nn.Module, work: Path, n_samples: int, name: str) -> 
 
 def _list_scales(module: nn.Module) -> dict[str, float]:
     named = ((plain(name), value) for name, value in module.named_parameters())
-    return {name: float(value) for name, value in named if name.endswith(SCALES) and value.numel() == 1}
+    return {name: float(value.detach()) for name, value in named if name.endswith(SCALES) and value.numel() == 1}
 
 
 def _leave_unrounded(module: nn.Module) -> None:

@@ -24,8 +24,10 @@ FILES = {
     "manifest.json",
     "model/model.onnx",
     "recipe.yaml",
+    "report.html",
     "report.json",
     "report.md",
+    "report.samples.npz",
     "report.steps.json",
     "report.xml",
 }
