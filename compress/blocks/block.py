@@ -302,7 +302,7 @@ class BlockWork:
         return lambda: self._run(i)
 
     def _run(self, i: int) -> Tensor:
-        with running(self.calls[i].rows):
+        with running(self.calls[i].rows if self.calls else None):  # a closed block has none, and refuses
             return self.part.run(i)
 
     def drop_padding(self, x: Tensor, i: int) -> Tensor:

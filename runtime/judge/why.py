@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.judge.causes import FINDERS, QUANTIZING, Cause, round_digits
@@ -65,10 +65,10 @@ class Explanation:
     """What `call_ms` is of: "call", or "token" of a decoder."""
     candidate: SideTime
     baseline: SideTime | None
-    peak_gflops: Mapping[str, float]
+    peak_gflops: dict[str, float]
     layers: tuple[LayerComparison, ...]
     """The candidate's products by time, the costliest MOST_LAYERS."""
-    remaining: Mapping[str, OperatorTime]
+    remaining: dict[str, OperatorTime]
     """Q, DQ and casts that are executed: operator -> their time. Empty: all were fused or folded."""
     causes: tuple[Cause, ...] = ()
     """The most worth ending first."""

@@ -105,7 +105,12 @@ def test_a_bundle_that_cannot_be_written_is_judged_elsewhere(
     out = tmp_path / "new/reports"
     call = ["validate", str(image_bundle), "--backend", "onnxruntime-cpu", "--report", str(out)]
     assert end(call, capsys)[0] == 0
-    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md", "report.xml"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.json",
+        "report.md",
+        "report.samples.npz",
+        "report.xml",
+    ]
     assert sorted(path.name for path in image_bundle.rglob("*")) == before
 
 
