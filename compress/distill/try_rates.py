@@ -21,8 +21,6 @@ BEYOND = 2
 """Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
 LENGTHS = (1, 2, 4)
 """Of the trials of each round, in units."""
-UNITS = 28
-"""That all trials may take: one for each rate of two grids and `BEYOND`, four of two, two of four, and a little."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,12 @@ class Trial:
 
 TryArm = Callable[[Arm, int], float]
 """Takes steps; gives the loss held out at the end of such a course."""
+
+
+def count_units(optimizers: Sequence[Optimizer]) -> int:
+    """Return how many units all trials take at most: of each optimizer its rates, then those of `LENGTHS`."""
+    firsts = sum(len(GRIDS[optimizer]) + BEYOND for optimizer in optimizers)
+    return firsts * LENGTHS[0] + (2 + len(optimizers)) * LENGTHS[1] + 2 * LENGTHS[2]
 
 
 def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[Trial]]:

@@ -32,10 +32,12 @@ from compress.pages.layers import (
 from compress.pages.page import render_page
 from compress.pages.samples import show_samples
 from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layers
+from compress.pages.why import draw_roofline
 from runtime.bundle.format import Artifact, Manifest, read_manifest
 from runtime.judge.confusion import Confusion
 from runtime.judge.findings import Findings
 from runtime.judge.gates import GateResult
+from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED
 from runtime.report.curves import find_curves
 from runtime.report.pass_table import choose_metrics
@@ -51,6 +53,15 @@ from runtime.report.report import (
 )
 from runtime.report.slices import SLICE_HEADS, choose_slices, confusion_lines, slice_cells, slice_notes
 from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.report.why import (
+    LAYER_HEADS,
+    NO_CAUSE,
+    OPERATOR_HEADS,
+    headline,
+    layer_cells,
+    operator_cells,
+    remaining_line,
+)
 
 LARGEST = 12
 """Layers by size, and classes, that a table shows unfolded."""
@@ -103,6 +114,7 @@ def render_report(bundle: Path, report: Findings, frontier: Frontier | None = No
         times=[draw_times(name, report) for name in TIMES if report.distributions.get(name)],
         percentiles=list_percentiles(report),
         stages=(STAGE_HEADS, stage_cells(report)),
+        why=describe_why(report.explanation) if report.explanation else None,
         sizes=describe_sizes(bundle, manifest, report, layers),
         passes=describe_passes(report.steps),
         actions=count_actions(layers),
@@ -129,6 +141,19 @@ def render_report(bundle: Path, report: Findings, frontier: Frontier | None = No
         lock=_read_text(bundle, "lock.json"),
         recipe=_read_text(bundle, "recipe.yaml"),
     )
+
+
+def describe_why(explanation: Explanation) -> dict[str, Any]:
+    """Return what the page says of a model's time: sentences, causes, (heads, rows) of two tables, the roofline."""
+    return {
+        "headline": headline(explanation),
+        "causes": explanation.causes,
+        "no_cause": NO_CAUSE,
+        "operators": (OPERATOR_HEADS, operator_cells(explanation)),
+        "layers": (LAYER_HEADS, layer_cells(explanation)),
+        "remaining": remaining_line(explanation),
+        "roofline": draw_roofline(explanation),
+    }
 
 
 @dataclass(frozen=True)

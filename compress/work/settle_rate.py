@@ -14,7 +14,7 @@ from compress.blocks.sharing import from_main, main_process
 from compress.context import PassContext, PassResult
 from compress.distill.course import Course
 from compress.distill.train import Around, Lessons, try_course
-from compress.distill.try_rates import UNITS, Arm, Trial, choose_arm
+from compress.distill.try_rates import Arm, Trial, choose_arm, count_units
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import TRIED, TrainingPass
@@ -97,7 +97,7 @@ def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: 
         return loss
 
     steps = _foresee_steps(course, lambda n: attempt(Arm(knobs.optimizers[0], knobs.nominal_rate), n))
-    unit = int(TRIED * steps / UNITS)
+    unit = int(TRIED * steps / count_units(knobs.optimizers))
     chosen, trials = choose_arm(attempt, knobs.optimizers, unit) if unit >= LEAST_STEPS else (None, [])
     if trials and chosen is None:
         raise PassError(f"{knobs.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")

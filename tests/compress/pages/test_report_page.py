@@ -26,10 +26,12 @@ from compress.pages.frontier import Frontier, Trial
 from compress.pages.report import render_report
 from runtime.bundle.format import verify
 from runtime.errors import UsageError
+from runtime.judge.causes import Cause
 from runtime.judge.confusion import ConfusedPair, Confusion
 from runtime.judge.findings import MetricSlices, SliceValue
 from runtime.judge.gates import GateResult
 from runtime.judge.validate import validate
+from runtime.judge.why import Explanation, LayerComparison, OperatorTime, SideTime
 from runtime.report.passes import PassRow, PassTable
 from runtime.report.reading import read_report
 from runtime.report.report import Report, to_dict
@@ -44,9 +46,32 @@ LAYERS = (
     {"layer": "", "type": "note", "action": "info", "reason": "a note"},
 )
 SECTIONS = [
-    *("verdict", "measurements", "times", "sizes", "passes", "layers", "training", "search", "slices", "samples"),
+    *(
+        "verdict",
+        "measurements",
+        "times",
+        "why",
+        "sizes",
+        "passes",
+        "layers",
+        "training",
+        "search",
+        "slices",
+        "samples",
+    ),
     "environment",
 ]
+
+PRODUCT = LayerComparison(f"fc.{HOSTILE}", "MatMul", "uint8", 1.0, 40.0, 12.0, "compute", 0.8, 50.0, 6.0)
+SIDE = SideTime(2.0, 1.9, 3, (OperatorTime("MatMul", 2, 1.5, 0.75), OperatorTime("Cast", 1, 0.4, 0.2)), 9.5)
+CAUSE = Cause("casts", "1 cast takes 0.4 of 2 ms", HOSTILE, "keep float32", "passes: []", 0.4, 1.25, ("fc",))
+EXPLANATION = Explanation(
+    *("onnxruntime-cpu", "call", SIDE, SIDE),
+    {"float32": 100.0, "uint8": 400.0},
+    (PRODUCT, replace(PRODUCT, layer="next", gflops=0.0)),
+    {"Cast": OperatorTime("Cast", 1, 0.4, 0.2)},
+    (CAUSE,),
+)
 
 
 class Page(HTMLParser):
@@ -122,6 +147,7 @@ def with_everything(report: Report) -> Report:
         layers=LAYERS,
         steps=PassTable(rows, "latency_p50", ("top1",), HOSTILE, report.manifest_digest),
         slices=(MetricSlices("camera", "top1", True, HOSTILE, False, HOSTILE, {HOSTILE: value}),),
+        explanation=EXPLANATION,
         confusion=Confusion(2, ("a", HOSTILE), (ConfusedPair(HOSTILE, "a", 1, 2), ConfusedPair("a", "a", 5, 4))),
         gates=(
             GateResult("top1", "max_drop 0.01", 0.1, (-0.1, 0.3), "undecided", False, HOSTILE),
@@ -182,7 +208,9 @@ def test_charts_take_their_colours_from_the_style_sheet(page: str) -> None:
 
 def test_what_was_not_measured_has_no_section(bundle: Path) -> None:
     report = read_report(bundle / "report.json")
-    bare = replace(report, distributions={}, changes=None, layers=(), steps=None, confusion=None, gates=())
+    bare = replace(
+        report, distributions={}, changes=None, layers=(), steps=None, confusion=None, gates=(), explanation=None
+    )
     sections = re.findall(r'<section id="(\w+)"', render_report(bundle, bare))
     assert sections == ["verdict", "measurements", "times", "sizes", "environment"]
 
