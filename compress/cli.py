@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from compress.recipe.schema import Recipe
+    from compress.search.study import Study
 
 app = typer.Typer(
     name="compress",
@@ -140,10 +141,13 @@ def sweep(
             n_jobs = jobs if jobs is not None else 0 if ray else 1
             silent = quiet or as_json
             study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
+            page = _add_front(study)
         if as_json:
             print_json(study.to_dict())
         else:
             study.render(_console())
+            if page is not None:
+                typer.echo(f"page: {page}")
         raise typer.Exit(study.exit_code)
 
 
@@ -489,6 +493,17 @@ def _show_report(
         if new:
             typer.echo(f"bundle: {bundle}")
     raise typer.Exit(report.exit_code)
+
+
+def _add_front(study: Study) -> Path | None:
+    """Write the page of a study's best bundle anew, with the front in it; None where there is no bundle."""
+    from compress.commands.report import add_page
+    from compress.search.frontier import find_frontier
+    from runtime.report.reading import read_report
+
+    if study.bundle is None:
+        return None
+    return add_page(study.bundle, read_report(study.bundle / "report.json"), frontier=find_frontier(study))
 
 
 def _console() -> Console:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,6 +14,9 @@ from runtime.errors import UsageError
 from runtime.judge.findings import Findings
 from runtime.processes.endings import is_debugging
 from runtime.report.reading import read_report
+
+if TYPE_CHECKING:
+    from compress.pages.frontier import Frontier
 
 
 def make_page(bundle: Path, folder: Path | None = None) -> Path:
@@ -29,15 +33,18 @@ def make_page(bundle: Path, folder: Path | None = None) -> Path:
     return write_report_page(bundle, report, folder)
 
 
-def add_page(bundle: Path, report: Findings, folder: Path | None = None) -> Path | None:
+def add_page(
+    bundle: Path, report: Findings, folder: Path | None = None, frontier: Frontier | None = None
+) -> Path | None:
     """Write the page of a judgement that has just been made, beside its other reports, and return its path.
 
-    Whatever goes wrong is told on stderr, and None returned: report.json and report.md stand, and so does the verdict.
+    `frontier`: of the search that the bundle comes from. Whatever goes wrong is told on stderr, and None returned:
+    report.json and report.md stand, and so does the verdict.
     """
     try:
         from compress.pages.report import write_report_page
 
-        return write_report_page(bundle, report, folder or bundle)
+        return write_report_page(bundle, report, folder or bundle, frontier)
     except Exception as error:  # noqa: BLE001  (the verdict of hours is not lost to a picture)
         if is_debugging():
             traceback.print_exc()

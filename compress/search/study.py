@@ -152,7 +152,7 @@ class Study:
 
     def render(self, console: Console) -> None:
         """Print the front, or what came nearest, and where things lie (rich)."""
-        table = Table(*self._heads(), title=f"{self.space.recipe.name}: {self._format_counts()}", title_justify="left")
+        table = Table(*self._heads(), title=f"{self.space.recipe.name}: {self.format_counts()}", title_justify="left")
         for row in self._rows():
             table.add_row(*map(escape, row))
         console.print(table)
@@ -163,7 +163,7 @@ class Study:
         head = "".join(f"<th>{html_escape(text)}</th>" for text in self._heads())
         rows = "".join(f"<tr>{''.join(f'<td>{html_escape(c)}</td>' for c in row)}</tr>" for row in self._rows())
         said = "".join(f"<p>{html_escape(text)}</p>" for text in self._sentences())
-        title = html_escape(f"{self.space.recipe.name}: {self._format_counts()}")
+        title = html_escape(f"{self.space.recipe.name}: {self.format_counts()}")
         return f"<div><p><b>{title}</b></p><table><tr>{head}</tr>{rows}</table>{said}</div>"
 
     def _heads(self) -> tuple[str, ...]:
@@ -182,7 +182,8 @@ class Study:
             rows.append((f"{trial.number}{mark}", *goals, _format_gates(trial.full), point))
         return rows
 
-    def _format_counts(self) -> str:
+    def format_counts(self) -> str:
+        """Return how many trials there are, and what became of them."""
         states = [trial.last.state if trial.last else "waiting" for trial in self.trials]
         full = sum(trial.full is not None for trial in self.trials)
         parts = [f"{len(self.trials)} trials", f"{full} judged in full", f"{len(self.front)} on the front"]
