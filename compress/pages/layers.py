@@ -56,14 +56,14 @@ def real_layers(rows: Sequence[Any]) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict) and row.get("type") not in NO_LAYERS and row.get("layer")]
 
 
-def measured_of(rows: Sequence[dict[str, Any]]) -> list[Measure]:
+def list_measures(rows: Sequence[dict[str, Any]]) -> list[Measure]:
     """Return what was measured of at least two layers."""
     return [m for m in MEASURES if sum(m.value(row) is not None for row in rows) > 1]
 
 
 def draw_measures(rows: Sequence[dict[str, Any]]) -> list[Markup]:
     """Draw each measure over the layers, in the model's order, coloured by what was done to them."""
-    return [_draw_measure(measure, rows) for measure in measured_of(rows)]
+    return [_draw_measure(measure, rows) for measure in list_measures(rows)]
 
 
 def _draw_measure(measure: Measure, rows: Sequence[dict[str, Any]]) -> Markup:
@@ -96,7 +96,7 @@ def _draw_measure(measure: Measure, rows: Sequence[dict[str, Any]]) -> Markup:
 
 def worst_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of the measured layers, the worst by the first measure at the top."""
-    measures = measured_of(rows)
+    measures = list_measures(rows)
     if not measures:
         return [], []
     known = [row for row in rows if any(measure.value(row) is not None for measure in measures)]
@@ -122,7 +122,7 @@ class KeptLayers:
     layers: tuple[str, ...]
 
 
-def kept_layers(rows: Sequence[dict[str, Any]]) -> list[KeptLayers]:
+def group_kept(rows: Sequence[dict[str, Any]]) -> list[KeptLayers]:
     """Group the layers that no pass changed by the reason, the most layers first."""
     groups: dict[str, list[str]] = {}
     for row in rows:

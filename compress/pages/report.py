@@ -25,7 +25,7 @@ from compress.pages.layers import (
     WORST,
     count_actions,
     draw_measures,
-    kept_layers,
+    group_kept,
     real_layers,
     worst_table,
 )
@@ -120,7 +120,7 @@ def render_report(bundle: Path, report: Findings, frontier: Frontier | None = No
         actions=count_actions(layers),
         measures=draw_measures(layers),
         worst=(heads, worst[:WORST], worst[WORST:]),
-        kept=kept_layers(layers),
+        kept=group_kept(layers),
         curves=draw_curves(report.layers),
         frontier=frontier,
         frontier_chart=draw_frontier(frontier) if frontier else "",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from compress.blocks.backward import BackwardBlock, first_micro_batches, send_back
 from compress.blocks.lockstep import layer_input
-from compress.blocks.sharing import from_main, main_process, sum_over_processes
+from compress.blocks.sharing import from_main, sum_over_processes
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.blocks.work import AFTER, BEFORE
-from compress.context import PassContext, PassResult
+from compress.context import PassContext
 from compress.errors import PassError
 from compress.facts import LayerFacts, Note, Reading
 from compress.formats.schemes import Scheme
@@ -36,9 +36,8 @@ from compress.quantize.allocate import choose_bits
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import ROWS, QuantizedWeight
-from compress.store.durable import blame, seal, unseal
 from compress.work.block_layers import list_layers, matrix, name_errors
-from runtime.bundle.files import write_whole
+from compress.work.settled import Settled, keep, recall
 
 FILE = "costs.json"
 """In a pass's folder of unfinished work: what was measured, so that a killed run chooses the same without measuring."""
@@ -61,21 +60,6 @@ class Costs:
     by_layer: Mapping[str, tuple[float, ...]]
 
 
-@dataclass(frozen=True)
-class Settled:
-    """What was chosen, to be said beside the pass's result; nothing where bits were given."""
-
-    notes: tuple[Note, ...] = ()
-    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def add_to(self, result: PassResult[StreamedModel]) -> PassResult[StreamedModel]:
-        """Return the result of the pass with what was chosen in its report."""
-        measured = {layer: dict(numbers) for layer, numbers in result.measured.items()}
-        for layer, numbers in self.measured.items():
-            measured.setdefault(layer, {}).update(numbers)
-        return replace(result, notes=(*self.notes, *result.notes), measured=measured)
-
-
 def settle_bits(
     config: Pass, model: StreamedModel, context: PassContext, make_rounding: MakeRounding, compute: Compute = "float32"
 ) -> tuple[Pass, Settled]:
@@ -93,10 +77,10 @@ def settle_bits(
         raise PassError(f"{config.kind}: {allocation.explain_unreachable(budget) or 'bits: overrides split a group'}")
     free = {name for group in allocation.groups for name in group}
     layers = {layer.name: layer for layer in taken if layer.name in free}
-    costs = _read_costs(context, budget)
+    costs = _recall_costs(context, budget)
     if costs is None:
         costs = _measure(config, budget, layers, model, context, make_rounding, compute)
-        _write_costs(context, costs)
+        keep(context, FILE, asdict(costs))
     if unseen := [group for group in allocation.groups if not any(name in costs.by_layer for name in group)]:
         way = "give them bits under overrides, or ignore them"
         texts = [f"{', '.join(group)}: no gradient of the model's first output comes back to them" for group in unseen]
@@ -106,7 +90,7 @@ def settle_bits(
     notes = (Note("info", f"{config.kind}: {text}"),)
     measured = {name: _tell(costs, name, bits[name]) for name in layers}
     chosen = budget.choose(bits, {name: _explain(costs, name, bits[name]) for name in layers})
-    return config.with_bits(chosen), Settled(notes, measured)
+    return config.with_bits(chosen), Settled(notes=notes, measured=measured)
 
 
 def _choose(budget: BitBudget, allocation: Allocation, costs: Costs) -> tuple[dict[str, int], str]:
@@ -146,24 +130,13 @@ def _explain(costs: Costs, layer: str, bits: int) -> str:
     return "costs " + ", ".join(f"{cost:.2g} at {n}" for n, cost in row) + f" bits, in {costs.unit}"
 
 
-def _read_costs(context: PassContext, budget: BitBudget) -> Costs | None:
-    """Return what a killed run measured, as the first process sees it; None where nothing whole is there."""
-    record = None
-    if context.work is not None and main_process() and (context.work / FILE).is_file():
-        record = unseal((context.work / FILE).read_bytes())
-    record = from_main(record)
+def _recall_costs(context: PassContext, budget: BitBudget) -> Costs | None:
+    """Return what a killed run measured; None where nothing whole is there, or of other choices."""
+    record = recall(context, FILE)
     if record is None or tuple(record["choices"]) != tuple(sorted(budget.choices)):
         return None
     by_layer = {name: tuple(row) for name, row in record["by_layer"].items()}
     return Costs(tuple(record["choices"]), record["unit"], by_layer)
-
-
-def _write_costs(context: PassContext, costs: Costs) -> None:
-    if context.work is None or not main_process():
-        return
-    with blame(context.work):
-        context.work.mkdir(parents=True, exist_ok=True)
-        write_whole(context.work / FILE, seal(asdict(costs)))
 
 
 def _measure(

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from torch import nn
 
-from compress.blocks.sharing import from_main, main_process
-from compress.context import PassContext, PassResult
+from compress.context import PassContext
 from compress.distill.course import Course
 from compress.distill.train import Around, Lessons, try_course
 from compress.distill.try_rates import Arm, Trial, choose_arm, count_units
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import TRIED, TrainingPass
-from compress.store.durable import blame, seal, unseal
-from runtime.bundle.files import write_whole
+from compress.work.settled import Settled, keep, recall
 
 FILE = "rates.json"
 """In a pass's folder of unfinished work: what was tried, so that a killed run chooses the same without trying."""
@@ -30,22 +28,6 @@ JUDGED = 512
 WARMUP = 0.2
 """Part of a trial over which its rate rises."""
 Pass = TypeVar("Pass", bound=TrainingPass)
-Form = TypeVar("Form")
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What was found, to be said beside the pass's result; nothing where the recipe gave a rate."""
-
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[Note, ...] = ()
-    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def add_to(self, result: PassResult[Form]) -> PassResult[Form]:
-        """Return the result of the pass with what was found in its report."""
-        measured = result.measured | {name: dict(numbers) for name, numbers in self.measured.items()}
-        settled = result.settled | dict(self.fields)
-        return replace(result, notes=(*self.notes, *result.notes), measured=measured, settled=settled)
 
 
 @dataclass(frozen=True)
@@ -67,10 +49,10 @@ def settle_rate(
     """
     if knobs.learning_rate != "auto":
         return knobs, Settled()
-    tried = _recall(context)
+    tried = _recall_trials(context)
     if tried is None:
         tried = _try_rates(knobs, pupil, lessons, around, context.seed)
-        _keep(context, tried)
+        keep(context, FILE, asdict(tried))
     arm = tried.chosen or Arm(knobs.optimizers[0], knobs.nominal_rate)
     settled = knobs.settle(arm.optimizer, arm.learning_rate, tried.seconds)
     note = _describe(knobs.kind, arm, tried.trials)
@@ -136,21 +118,9 @@ def _say_nothing(text: str) -> None:
     """Leave out of the log what a trial says."""
 
 
-def _recall(context: PassContext) -> Tried | None:
-    """Return what a killed run tried, as the first process sees it; None where nothing whole is there."""
-    record = None
-    if context.work is not None and main_process() and (context.work / FILE).is_file():
-        record = unseal((context.work / FILE).read_bytes())
-    record = from_main(record)
+def _recall_trials(context: PassContext) -> Tried | None:
+    record = recall(context, FILE)
     if record is None:
         return None
     trials = tuple(Trial(Arm(**trial["arm"]), trial["steps"], trial["loss"]) for trial in record["trials"])
     return Tried(record["chosen"] and Arm(**record["chosen"]), trials, record["seconds"])
-
-
-def _keep(context: PassContext, tried: Tried) -> None:
-    if context.work is None or not main_process():
-        return
-    with blame(context.work):
-        context.work.mkdir(parents=True, exist_ok=True)
-        write_whole(context.work / FILE, seal(asdict(tried)))

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from compress.execution.peak_memory import PeakMemory
 from compress.pages.charts import AFTER, Line, clean_text, draw_chart, draw_lines, tip
-from compress.pages.layers import kept_layers, measured_of, real_layers, worst_table
+from compress.pages.layers import group_kept, list_measures, real_layers, worst_table
 from compress.pages.report import draw_gate, make_headlines, worst_classes
 from compress.pages.samples import ShownSample, describe, show_samples
 from compress.pages.sizes import PACKED, REST, StoredTensor, list_tensors, sum_formats, sum_layers
@@ -103,10 +103,10 @@ ROWS = [
 
 def test_layers_come_worst_first_and_kept_ones_by_their_reason() -> None:
     layers = real_layers(ROWS)
-    assert [measure.key for measure in measured_of(layers)] == ["sqnr_db"]
+    assert [measure.key for measure in list_measures(layers)] == ["sqnr_db"]
     heads, rows = worst_table(layers)
     assert heads[:3] == ["layer", "type", "done"] and [row[0] for row in rows] == ["a", "b"]
-    assert [(group.reason, group.layers) for group in kept_layers(layers)] == [("slower in int8", ("c",))]
+    assert [(group.reason, group.layers) for group in group_kept(layers)] == [("slower in int8", ("c",))]
 
 
 def manifest_of(task: str, n: int) -> Manifest:
