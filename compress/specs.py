@@ -50,12 +50,12 @@ class NamesPlace:
 NAMES_PLACE = NamesPlace()
 
 
-def one_of(record: Record, names: Sequence[str]) -> None:
-    """ValueError unless exactly one of these fields is given."""
+def one_of(record: Record, names: Sequence[str], or_else: str = "") -> None:
+    """ValueError unless exactly one of these fields is given; `or_else`: what else may be given, for its text."""
     given = [name for name in names if getattr(record, name) is not None]
     if len(given) != 1:
         have = f"{' and '.join(given)} are given" if given else "none is given"
-        raise ValueError(f"give exactly one of {', '.join(names)}; {have}")
+        raise ValueError(f"give exactly one of {', '.join(names)}{or_else}; {have}")
 
 
 def find_changes(record: Record, names: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ STEPS = 200
 class PruneChannels(Pass):
     """Remove what is coupled, as a whole: the model that is left is a smaller one of the same kind, without masks.
 
-    Exactly one of `ratio`, `max_params`, `max_flops` and `speedup` says how much goes.
+    `ratio`, `speedup`, or one or both of `max_params` and `max_flops` say how much goes.
     """
 
     stage: ClassVar[Stage] = "model"
@@ -38,7 +38,7 @@ class PruneChannels(Pass):
     ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the units of every dimension that goes."""
     max_params: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the weights that may be left."""
+    """Share of the weights that may be left; with `max_flops` both are kept to."""
     max_flops: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the multiply-accumulates that may be left."""
     speedup: Annotated[float, Field(gt=1)] | None = None
@@ -64,7 +64,9 @@ class PruneChannels(Pass):
 
     @model_validator(mode="after")
     def _require_one_budget(self) -> PruneChannels:
-        one_of(self, BUDGETS)
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if given != ["max_params", "max_flops"]:
+            one_of(self, BUDGETS, ", or max_params and max_flops")
         return self
 
     @property
@@ -143,21 +145,20 @@ class PruneChannels(Pass):
         way = f"put {self.kind} before the pass that makes it sparse, or set compensate: false"
         return [f"{self.kind}: {sparse[0]} is sparse, and compensation would fill its zeros; {way}"]
 
-    def cost(self, facts: ModelFacts) -> float:
-        """Return what the budget limits: weights, or multiply-accumulates, which stand for unmeasured time."""
-        return sum(layer.n_weights for layer in facts.distinct_layers()) if self.max_params is not None else facts.macs
-
-    @property
-    def share(self) -> float:
-        """Return the share of the cost that may be left."""
-        return next(b for b in (self.max_params, self.max_flops, self.speedup and 1 / self.speedup) if b is not None)
+    def _list_limits(self) -> list[tuple[str, float]]:
+        """Return of each budget its name and the share that may be left of what it limits."""
+        shares = (("max_params", self.max_params), ("max_flops", self.max_flops), ("speedup", self.speedup))
+        given = [(name, share) for name, share in shares if share is not None]
+        return [(name, 1 / share if name == "speedup" else share) for name, share in given]
 
     def _find_ratio(self, facts: ModelFacts, taken: list[Prunable]) -> float | None:
         """Find the least ratio, alike for all, that meets the budget: for the forecast; a run chooses the widths."""
 
         def holds(ratio: float) -> bool:
-            units = {group.name: self._count_kept(group, ratio) for group in taken}
-            return self.cost(shrunk(facts, taken, units)) <= self.share * self.cost(facts)
+            after = shrunk(facts, taken, {group.name: self._count_kept(group, ratio) for group in taken})
+            return all(
+                count_cost(name, after) <= share * count_cost(name, facts) for name, share in self._list_limits()
+            )
 
         return least_ratio(holds)
 
@@ -171,9 +172,10 @@ class PruneChannels(Pass):
         return 1 if group.kind == "heads" else min(self.round_to, group.n_units)
 
     def _explain_out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
-        least = {group.name: self._find_minimum(group) for group in taken}
-        best = self.cost(shrunk(facts, taken, least)) / self.cost(facts)
-        field = next(name for name in BUDGETS if getattr(self, name) is not None)
+        least = shrunk(facts, taken, {group.name: self._find_minimum(group) for group in taken})
+        reached = {name: count_cost(name, least) / count_cost(name, facts) for name, _ in self._list_limits()}
+        field = next(name for name, share in self._list_limits() if reached[name] > share)
+        best = reached[field]
         reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
         return (
             f"{self.kind}: {field} {getattr(self, field):g} is out of reach: the best, with the least of every "
@@ -207,6 +209,11 @@ class PruneChannels(Pass):
             f"{after.macs / max(facts.macs, 1):.0%} of the multiply-accumulates stay"
         )
         return (Note("info", text),)
+
+
+def count_cost(budget: str, facts: ModelFacts) -> float:
+    """Return what a budget limits: weights, or multiply-accumulates, which stand for unmeasured time, too."""
+    return sum(layer.n_weights for layer in facts.distinct_layers()) if budget == "max_params" else facts.macs
 
 
 def _count_queries(group: Prunable) -> int:

@@ -21,7 +21,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.prune_channels import PruneChannels, count_kept_units
-from compress.prune.budget import Options, choose_widths, list_widths
+from compress.prune.budget import Limit, Options, choose_widths, list_widths
 from compress.prune.compensate import follow_data
 from compress.prune.configuration import fit_config
 from compress.prune.costs import AxisSize, Cost, macs_cost, parameters_cost
@@ -204,13 +204,15 @@ def _decide_widths(knobs: PruneChannels, given: Choosing) -> Choice:
     options = _make_options(knobs, given, groups)
     if knobs.speedup is not None:
         return _choose_fast_enough(knobs, given, groups, options)
-    cost = (
-        parameters_cost(given.module, given.dimensions)
-        if knobs.max_params is not None
-        else macs_cost(given.module, given.dimensions, given.sample)
-    )
-    budget = knobs.share * cost.at([dimension.n_units for dimension in given.dimensions])
-    return Choice(_spread(choose_widths(options, _merge_cost(cost, groups), budget), groups))
+    full = [dimension.n_units for dimension in given.dimensions]
+    limits = []
+    if knobs.max_params is not None:
+        cost = parameters_cost(given.module, given.dimensions)
+        limits.append(Limit(_merge_cost(cost, groups), knobs.max_params * cost.at(full)))
+    if knobs.max_flops is not None:
+        cost = macs_cost(given.module, given.dimensions, given.sample)
+        limits.append(Limit(_merge_cost(cost, groups), knobs.max_flops * cost.at(full)))
+    return Choice(_spread(choose_widths(options, limits), groups))
 
 
 Groups = list[list[int]]
@@ -273,7 +275,8 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
     best: tuple[float, float, tuple[int, ...]] | None = None
     for _ in range(TRIES):
         cost = latency_cost(whole_ms, layers, tables, full, scale)
-        widths = _spread(choose_widths(options, _merge_cost(cost, groups), whole_ms / goal), groups)
+        limit = Limit(_merge_cost(cost, groups), whole_ms / goal)
+        widths = _spread(choose_widths(options, [limit]), groups)
         before_ms, after_ms = time_all([given.module, _cut_copy(given, widths)])
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune.budget import Options, choose_widths, list_widths
+from compress.prune.budget import Limit, Options, choose_widths, list_widths
 from compress.prune.costs import AxisSize, Cost, Term, macs_cost, parameters_cost
 from compress.prune.coupling import find_coupling
 from compress.prune.latency import (
@@ -75,7 +75,7 @@ def test_widths_are_near_the_best_of_all_and_mostly_are_it() -> None:
     for seed in range(30):
         options, cost = random_problem(seed)
         budget = cost.at((8, 8, 8)) * 0.45
-        found = choose_widths(options, cost, budget)
+        found = choose_widths(options, [Limit(cost, budget)])
         assert cost.at(found) <= budget
         every = itertools.product((2, 4, 6, 8), repeat=3)
         best = min(damage_of(options, widths) for widths in every if cost.at(widths) <= budget)
@@ -94,25 +94,25 @@ def test_independent_dimensions_get_the_best_widths() -> None:
     budget = 0.5 * cost.at((64,) * 4)
     every = (w for w in itertools.product(widths, repeat=4) if cost.at(w) <= budget)
     best = min(damage_of(options, w) for w in every)
-    assert damage_of(options, choose_widths(options, cost, budget)) == pytest.approx(best, rel=0.02)
+    assert damage_of(options, choose_widths(options, [Limit(cost, budget)])) == pytest.approx(best, rel=0.02)
 
 
 def test_of_many_widths_those_near_the_choice_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     options = [Options(np.arange(1, 65), np.cumsum(rng.random(64))[::-1].copy()) for _ in range(4)]
     cost = Cost("units", (64,) * 4, tuple(Term((AxisSize(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
-    whole = damage_of(options, choose_widths(options, cost, 130))
+    whole = damage_of(options, choose_widths(options, [Limit(cost, 130)]))
     monkeypatch.setattr("compress.prune.budget.MOST_WIDTHS", 64)
-    assert damage_of(options, choose_widths(options, cost, 130)) == pytest.approx(whole, rel=0.02)
+    assert damage_of(options, choose_widths(options, [Limit(cost, 130)])) == pytest.approx(whole, rel=0.02)
 
 
 def test_a_wide_budget_leaves_everything_and_one_out_of_reach_says_the_best() -> None:
     options, cost = random_problem(0)
-    assert choose_widths(options, cost, cost.at((8, 8, 8))) == (8, 8, 8)
+    assert choose_widths(options, [Limit(cost, cost.at((8, 8, 8)))]) == (8, 8, 8)
     least = cost.at((2, 2, 2))
-    assert choose_widths(options, cost, least) == (2, 2, 2)
+    assert choose_widths(options, [Limit(cost, least)]) == (2, 2, 2)
     with pytest.raises(PassError, match=rf"cannot be met: the least that these widths reach is {least:.6g} of"):
-        choose_widths(options, cost, least - 1)
+        choose_widths(options, [Limit(cost, least - 1)])
 
 
 def test_allowed_widths_are_multiples_and_the_whole() -> None:
@@ -200,3 +200,18 @@ def test_predicted_time_is_the_whole_less_what_its_layers_save() -> None:
     assert scaled.at((4, 12)) == pytest.approx(1.5)
     assert measure_scale(2.0, 1.9, 0.1) == 2
     assert measure_scale(2.0, 2.0, 1.9) == 1
+
+
+def test_two_limits_hold_at_once_and_the_choice_is_near_the_best_of_all() -> None:
+    n_best, ratios = 0, []
+    for seed in range(20):
+        options, cost = random_problem(seed)
+        _, other = random_problem(seed + 100)
+        limits = [Limit(cost, cost.at((8, 8, 8)) * 0.5), Limit(other, other.at((8, 8, 8)) * 0.4)]
+        found = choose_widths(options, limits)
+        assert all(limit.holds(found) for limit in limits)
+        every = (w for w in itertools.product((2, 4, 6, 8), repeat=3) if all(limit.holds(w) for limit in limits))
+        ratios.append(damage_of(options, found) / min(damage_of(options, widths) for widths in every))
+        n_best += ratios[-1] < 1 + 1e-9
+    assert n_best >= 17
+    assert max(ratios) < 1.3

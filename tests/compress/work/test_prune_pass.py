@@ -121,7 +121,13 @@ def test_an_onnx_file_is_refused() -> None:
     assert "an ONNX file cannot be pruned" in plan.problems[0]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}])
+def test_two_budgets_are_both_met() -> None:
+    before, after = facts(), checked(max_params=0.6, max_flops=0.4, round_to=1).facts
+    assert after.n_bytes / before.n_bytes <= 0.6
+    assert 0.3 < after.macs / before.macs <= 0.4
+
+
+@pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_params": 0.5, "speedup": 2.0}])
 def test_one_budget_and_no_more(knobs: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match="give exactly one of ratio, max_params, max_flops, speedup"):
         PruneChannels(**knobs)
