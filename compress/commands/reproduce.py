@@ -13,9 +13,9 @@ from compress.commands.inspect import read_json
 from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.source import model_digest
-from compress.passes import Pass
 from compress.quantize.fastest import keep_choice
 from compress.recipe.load import load_recipe
+from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions, name_measured_file
 from compress.store.digests import FileDigests
@@ -86,15 +86,6 @@ def read_host(bundle: Path) -> dict[str, Any]:
     return {"folders": texts} | ({"recipe_folder": root} if Path(root).is_dir() else {})
 
 
-def repeat_training(recipe: Recipe, made: Mapping[str, int | Mapping[str, Any]]) -> Recipe:
-    """Let each pass that a clock ended make the optimizer steps that it made, at the rate that it found.
-
-    `made`: index of the pass -> its fields; of older bundles, its steps.
-    """
-    passes = tuple(_repeat_steps(pass_, made.get(str(number))) for number, pass_ in enumerate(recipe.passes))
-    return recipe.model_copy(update={"passes": passes})
-
-
 def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:
     """Let passes choose what measurements of time made them choose; `choices`: index of the pass -> its record.
 
@@ -129,13 +120,6 @@ def _recall_folders(host: Mapping[str, Any], overrides: Sequence[str]) -> Iterat
     for name, folder in host.get("folders", {}).items():
         if f"vars.{name}" not in given and Path(folder).is_absolute() and Path(folder).is_dir():
             yield f"vars.{name}={json.dumps(folder)}"
-
-
-def _repeat_steps(pass_: Pass, made: int | Mapping[str, Any] | None) -> Pass:
-    if made is None:
-        return pass_
-    fields = {"steps": made} if isinstance(made, int) else dict(made)
-    return pass_.model_copy(update={"epochs": None, "max_seconds": None, **fields})
 
 
 def check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -> None:

@@ -30,7 +30,7 @@ class Distill(LearningPass):
     of the pooled ones and the blocks' hidden states, else the squared error of the outputs.
     """
 
-    finds_rate: ClassVar[bool] = True
+    finds_settings: ClassVar[bool] = True
 
     kind: Literal["distill"] = "distill"
     sequences: Sequences | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.course import LOOKS, Course, Optimizer
+from compress.distill.course import LOOKS, Course, Optimizer, Precision
 from compress.facts import ModelFacts, Note
 from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import LayerPattern, Record
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from compress.models.load import TorchModel
 
 EPOCHS = 10.0
+AUTOMATIC = ("learning_rate", "optimizer", "precision", "augment", "ema_decay")
+"""What a pass that finds its settings may be left to find."""
+AVERAGED = 20
+"""A run's steps over those that `ema_decay: auto` averages."""
 TRIED = 0.1
 """Steps that are spent on finding a learning rate, as a part of those that follow."""
 NOMINAL_RATES: dict[Optimizer, float] = {"adamw": 5e-4, "sgd": 0.02}
@@ -66,8 +70,8 @@ class TrainingPass(Pass):
 
     stage: ClassVar[Stage] = "model"
     needs_train: ClassVar[bool] = True
-    finds_rate: ClassVar[bool] = False
-    """Whether it can find a learning rate by trials."""
+    finds_settings: ClassVar[bool] = False
+    """Whether it finds by itself what is left to `auto`."""
 
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Times that the training set is gone through; 10 unless `steps` is given."""
@@ -91,10 +95,12 @@ class TrainingPass(Pass):
     """Part of the steps over which the rate rises first."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """The largest norm of all gradients together; 0: any."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Of the products and convolutions; bfloat16 halves the time on processors that have it (AVX512-BF16, AMX)."""
-    augment: Augmentation = Augmentation()
-    """Random changes of images."""
+    precision: Precision | Literal["auto"] = "float32"
+    """Of the products and convolutions; bfloat16 halves the time on processors that have it (AVX512-BF16, AMX). auto:
+    bfloat16 on these, and on GPUs that have it."""
+    augment: Augmentation | Literal["auto"] = Augmentation()
+    """Random changes of images. auto: those under which the teacher goes on seeing the same class; none where there are
+    no classes of images."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Part of the training set that is not learned from; on it the best state is chosen. 0: the last state is kept."""
     evaluate_every: Annotated[int, Field(gt=0)] | None = None
@@ -107,9 +113,9 @@ class TrainingPass(Pass):
     """Let the model's own dropout work."""
     freeze_batchnorm: bool = False
     """Leave running means and variances as they are, and normalise by them."""
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = 0.0
     """Of the exponential moving average of the weights, which is judged and kept in their place (0.99: over about the
-    last hundred steps); 0: the weights as they are."""
+    last hundred steps); 0: the weights as they are; auto: over about a twentieth of the steps."""
     keep_zeros: bool = True
     """Weights of matrices and kernels that are exactly 0 stay so, as a sparse model's must."""
     seed: int | None = None
@@ -123,13 +129,19 @@ class TrainingPass(Pass):
 
     @model_validator(mode="after")
     def _check_auto(self) -> TrainingPass:
-        if "auto" in (self.optimizer, self.learning_rate) and not self.finds_rate:
-            raise ValueError("learning_rate and optimizer: auto is for distill; name them")
+        left = [name for name in AUTOMATIC if getattr(self, name) == "auto"]
+        if left and not self.finds_settings:
+            raise ValueError(f"{' and '.join(left)}: auto is for distill; say what it is to be")
         if self.optimizer == "auto" and self.learning_rate != "auto":
             raise ValueError("optimizer: auto is chosen by its rate; give learning_rate: auto as well, or name it")
         if self.learning_rate == "auto" and not self.held_out:
             raise ValueError("learning_rate: auto is judged on samples held out; give held_out more than 0")
         return self
+
+    @property
+    def changes(self) -> Augmentation:
+        """Return how images are changed; not at all as long as that is to be found."""
+        return Augmentation() if self.augment == "auto" else self.augment
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -141,10 +153,10 @@ class TrainingPass(Pass):
         """Return the rate; what stands for it as long as it is to be found."""
         return NOMINAL_RATES[self.optimizers[0]] if self.learning_rate == "auto" else self.learning_rate
 
-    def settle(self, optimizer: Optimizer, learning_rate: float, seconds: float) -> Self:
-        """Return the same pass with a rate that was found, in so many seconds of those that it may take."""
+    def settle(self, seconds: float, **found: object) -> Self:
+        """Return the same pass with values that were found, in so many seconds of those that it may take."""
         left = None if self.max_seconds is None else max(self.max_seconds - seconds, 1.0)
-        return self.model_copy(update={"optimizer": optimizer, "learning_rate": learning_rate, "max_seconds": left})
+        return self.model_copy(update={**found, "max_seconds": left})
 
     def shorten(self, share: float) -> TrainingPass:
         """Return the pass with this share of its epochs or steps, of its seconds, and between its evaluations."""
@@ -162,6 +174,8 @@ class TrainingPass(Pass):
         shared = {name: getattr(self, name) for name in _SHARED}
         return Course(
             **shared,
+            precision="float32" if self.precision == "auto" else self.precision,
+            ema_decay=max(1 - AVERAGED / steps, 0.0) if self.ema_decay == "auto" else self.ema_decay,
             optimizer=self.optimizers[0],
             learning_rate=self.nominal_rate,
             steps=steps,
@@ -191,13 +205,13 @@ class TrainingPass(Pass):
         """Return what is wrong with the settings for such a model."""
         if why := facts.explain_no_module():
             return [f"{self.kind}: trains a torch model, and {why}"]
-        if self.augment.any and find_task(facts.task).preprocess != "image":
+        if self.changes.any and find_task(facts.task).preprocess != "image":
             return [f"{self.kind}: augment is for images, and the task is {facts.task}; leave it out"]
         return [
             f"{self.kind}: augment: the input {spec.name} {list(spec.shape)} has neither 1 nor 3 channels, by which "
             "they are told from height and width; leave augment out"
             for spec in facts.inputs[:1]
-            if self.augment.any and len(spec.shape) == 4 and not {1, 3} & {spec.shape[1], spec.shape[3]}
+            if self.changes.any and len(spec.shape) == 4 and not {1, 3} & {spec.shape[1], spec.shape[3]}
         ]
 
 
@@ -208,13 +222,11 @@ _SHARED = (
     "momentum",
     "schedule",
     "clip",
-    "precision",
     "held_out",
     "patience",
     "max_seconds",
     "dropout",
     "freeze_batchnorm",
-    "ema_decay",
 )
 """Knobs that the course takes as they are."""
 
@@ -353,15 +365,15 @@ class LearningPass(TrainingPass):
             problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
         if facts.detections is not None:
             problems += _head_problems(self.kind, terms, facts.detections)
-        if self.augment.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
+        if self.changes.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
             problems.append(
                 f"{self.kind}: augment changes images, and labels of pixels would stay: leave one of them out"
             )
-        if self.augment.mixup and self.attention is not None:
+        if self.changes.mixup and self.attention is not None:
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
             )
-        if self.teacher_cache is True and (self.augment.any or not terms.outputs_alone or not self._find_width(facts)):
+        if self.teacher_cache is True and (self.changes.any or not terms.outputs_alone or not self._find_width(facts)):
             problems.append(
                 f"{self.kind}: teacher_cache: only one vector a sample can be kept, and only without augment, hidden "
                 "and attention; leave it at auto"
@@ -398,7 +410,7 @@ class LearningPass(TrainingPass):
 
     def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time."""
-        if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.augment.any:
+        if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.changes.any:
             return 0
         n_bytes, course = 4 * n_samples * self._find_width(facts), self.course(n_samples, 0)
         again = course.steps * course.samples > n_samples

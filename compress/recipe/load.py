@@ -127,6 +127,10 @@ def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
     wanted = recipe.validate_
     parts = {("gates", i): replace(wanted, gates=(gate,), metrics=()) for i, gate in enumerate(wanted.gates)}
     parts |= {("metrics", i): replace(wanted, gates=(), metrics=(name,)) for i, name in enumerate(wanted.metrics)}
+    paths: dict[tuple[str, int], Path] = {part: ("validate", *part) for part in parts}
+    for i, gate in enumerate(recipe.goal_gates):
+        written: Path = ("goal",) if isinstance(root.find(("goal",)).value, str) else ("goal", i)
+        parts["goal", i], paths["goal", i] = replace(wanted, gates=(gate,), metrics=()), written
     try:
         find_task(recipe.model.task).check_postprocess(recipe.postprocess)
     except UsageError as error:
@@ -134,7 +138,7 @@ def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
             place: Path = ("postprocess", problem.partition(":")[0].partition(".")[2])
             findings.add(root.find(place).place, place, problem.partition(": ")[2])
     for part, judgement in parts.items():
-        path: Path = ("validate", *part)
+        path = paths[part]
         try:
             check_gates(judgement, recipe.model.task, has_labels=True, postprocess=recipe.postprocess)
         except UsageError as error:

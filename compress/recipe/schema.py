@@ -10,7 +10,7 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
 
 from compress.formats.targets import TargetName
 from compress.passes import KINDS, Pass
@@ -24,9 +24,10 @@ from compress.recipe.exports import (
     GraphExport,
     OnnxExport,
 )
+from compress.recipe.goal import read_goals, split_goal
 from compress.recipe.search import Search
 from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
-from runtime.bundle.format import Judgement, Postprocess
+from runtime.bundle.format import Gate, Judgement, Postprocess
 from runtime.metrics import is_own
 
 if TYPE_CHECKING:
@@ -169,8 +170,29 @@ class Recipe(Record):
     """Bounds that the plan must keep to."""
     search: Search | None = None
     """Values that may be others, and what is looked for among them: `compress sweep` tries them."""
+    goal: str | tuple[str, ...] = ()
+    """What is to be reached, in words: `size >= 6x, latency_p50 >= 3.5x, top1 drop <= 0.013`. `compress sweep` chooses
+    the passes and their numbers; those that stand in `passes` are tried first."""
     _root: Path = PrivateAttr(default_factory=Path)
     _wording: Wording = PrivateAttr(default_factory=Wording)
+
+    @field_validator("goal")
+    @classmethod
+    def _read_goal(cls, goal: str | tuple[str, ...]) -> tuple[str, ...]:
+        terms = tuple(split_goal(goal)) if isinstance(goal, str) else goal
+        read_goals(terms)
+        return terms
+
+    @model_validator(mode="after")
+    def _refuse_two_searches(self) -> Recipe:
+        if self.goal and self.search is not None:
+            raise ValueError("goal makes a search of its own, and search is given; leave one of them out")
+        return self
+
+    @property
+    def goal_gates(self) -> tuple[Gate, ...]:
+        """Return the gates that the goal's terms stand for."""
+        return read_goals(tuple(self.goal))
 
     @property
     def root(self) -> Path:

@@ -25,6 +25,7 @@ from compress.prune.depth import Skipping, shorten
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
+from compress.work.settle_changes import settle_changes
 from compress.work.settle_rate import settle_rate
 from compress.work.training import (
     batches_of,
@@ -45,6 +46,7 @@ def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
     """Train `loaded.module` in place. PassError: no training set, no teacher, other outputs than its, a broken loss."""
     trainset, teacher = _prepare_training(knobs, loaded, context)
     student = loaded.module
+    knobs, changes = settle_changes(knobs, loaded, teacher, trainset, context)
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
         fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
@@ -54,7 +56,7 @@ def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
         knobs, rate = settle_rate(knobs, pupil, lessons, around, context)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
     student.requires_grad_(False)
-    return rate.add_to(_make_result(loaded, log, goal.notes))
+    return changes.add_to(rate.add_to(_make_result(loaded, log, goal.notes)))
 
 
 def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:

@@ -1,4 +1,7 @@
-"""`learning_rate: auto`: short courses with the pass's own loss, from where it begins, choose rate and optimizer."""
+"""`learning_rate: auto`: short courses with the pass's own loss, from where it begins, choose rate and optimizer.
+
+And `ema_decay: auto`, which follows from how many steps there is time for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from compress.distill.train import Around, Lessons, try_course
 from compress.distill.try_rates import Arm, Trial, choose_arm, count_units
 from compress.errors import PassError
 from compress.facts import Note
-from compress.passes.training import TRIED, TrainingPass
+from compress.passes.training import AVERAGED, TRIED, TrainingPass
 from compress.work.settled import Settled, keep, recall
 
 FILE = "rates.json"
@@ -32,11 +35,15 @@ Pass = TypeVar("Pass", bound=TrainingPass)
 
 @dataclass(frozen=True)
 class Tried:
-    """The trials, `seconds` in all; `chosen`: None where the course is too short to try anything."""
+    """The trials, `seconds` in all; `chosen`: None where there was nothing to try, or the course is too short for it.
+
+    `steps`: that the course is foreseen to make.
+    """
 
     chosen: Arm | None
     trials: tuple[Trial, ...]
     seconds: float
+    steps: int
 
 
 def settle_rate(
@@ -47,18 +54,22 @@ def settle_rate(
     `pupil` is trained in place by each trial and put back. What was tried is kept in `context.work`. PassError where
     the loss broke in every trial.
     """
-    if knobs.learning_rate != "auto":
+    if "auto" not in (knobs.learning_rate, knobs.ema_decay):
         return knobs, Settled()
     tried = _recall_trials(context)
     if tried is None:
         tried = _try_rates(knobs, pupil, lessons, around, context.seed)
         keep(context, FILE, asdict(tried))
     arm = tried.chosen or Arm(knobs.optimizers[0], knobs.nominal_rate)
-    settled = knobs.settle(arm.optimizer, arm.learning_rate, tried.seconds)
+    found = asdict(arm) if knobs.learning_rate == "auto" else {}
+    found |= {"ema_decay": round(max(1 - AVERAGED / tried.steps, 0), 5)} if knobs.ema_decay == "auto" else {}
+    settled = knobs.settle(tried.seconds, **found)
+    if knobs.learning_rate != "auto":
+        return settled, Settled(found)
     note = _describe(knobs.kind, arm, tried.trials)
     context.log(note.text)
     losses = {f"{trial.arm}, {trial.steps} steps": trial.loss for trial in tried.trials if math.isfinite(trial.loss)}
-    return settled, Settled(asdict(arm), (note,), {f"{knobs.kind}: loss after trials": losses} if losses else {})
+    return settled, Settled(found, (note,), {f"{knobs.kind}: loss after trials": losses} if losses else {})
 
 
 def _describe(kind: str, arm: Arm, trials: Sequence[Trial]) -> Note:
@@ -78,12 +89,12 @@ def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: 
         around.log(f"{around.name}: {arm}, {steps} steps: held out {loss:.4g}")
         return loss
 
-    steps = _foresee_steps(course, lambda n: attempt(Arm(knobs.optimizers[0], knobs.nominal_rate), n))
-    unit = int(TRIED * steps / count_units(knobs.optimizers))
+    steps = max(_foresee_steps(course, lambda n: attempt(Arm(knobs.optimizers[0], knobs.nominal_rate), n)), 1)
+    unit = int(TRIED * steps / count_units(knobs.optimizers)) if knobs.learning_rate == "auto" else 0
     chosen, trials = choose_arm(attempt, knobs.optimizers, unit) if unit >= LEAST_STEPS else (None, [])
     if trials and chosen is None:
         raise PassError(f"{knobs.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
-    return Tried(chosen, tuple(trials), time.monotonic() - begun)
+    return Tried(chosen, tuple(trials), time.monotonic() - begun, steps)
 
 
 def _shorten(course: Course, arm: Arm, steps: int) -> Course:
@@ -123,4 +134,4 @@ def _recall_trials(context: PassContext) -> Tried | None:
     if record is None:
         return None
     trials = tuple(Trial(Arm(**trial["arm"]), trial["steps"], trial["loss"]) for trial in record["trials"])
-    return Tried(record["chosen"] and Arm(**record["chosen"]), trials, record["seconds"])
+    return Tried(record["chosen"] and Arm(**record["chosen"]), trials, record["seconds"], record["steps"])

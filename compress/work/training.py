@@ -105,7 +105,8 @@ def teacher_module(kind: str, context: TrainingContext, student: TorchModel) -> 
 
 def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: TorchModel) -> BatchOf:
     """Return a function that makes batches: samples as the model reads them, images changed at random."""
-    augment = Augment(knobs.augment.flip, knobs.augment.crop, knobs.augment.mixup)
+    changes = knobs.changes
+    augment = Augment(changes.flip, changes.crop, changes.mixup)
     return batch_maker(trainset, loaded.parameters, augment, find_torch_task(loaded.task).task.generates)
 
 

@@ -13,12 +13,13 @@ from makers import MEASURED, apply, bundle_bytes, changed, cli, plan, write_reci
 from typer.testing import CliRunner
 
 from compress.cli import app
-from compress.commands.reproduce import render_reproduction, repeat_training, reproduce
+from compress.commands.reproduce import render_reproduction, reproduce
 from compress.context import PassResult
 from compress.errors import PlanError
 from compress.execution.lock import list_clocked
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
+from compress.recipe.repeat import repeat_training
 from compress.store.cache import ResultCache
 from runtime.bundle.format import read_manifest
 

@@ -1,0 +1,113 @@
+"""`augment: auto` and `precision: auto`: what the teacher goes on recognising, and what the device computes fast.
+
+An image changed at random is a lesson only while the teacher still knows what it sees: a digit that is mirrored is none.
+So each change is tried on the teacher alone, and kept where it gives nearly all images the class that it gave before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.context import PassContext, TrainSet
+from compress.distill.lessons import is_channels_first, shift_images
+from compress.facts import Note
+from compress.models.load import TorchModel
+from compress.passes.training import Augmentation, TrainingPass
+from compress.quantize.outputs import first_output
+from compress.tasks import find_torch_task
+from compress.work.settled import Settled
+from runtime.measure.environment import cpu_info
+
+SAME_CLASS = 0.9
+"""Of the images, that a change must leave the class that the teacher gave them."""
+TRIED_IMAGES = 512
+BATCH = 64
+SHIFTED = (8, 16, 32)
+"""A shift is by so small a part of the shorter side: the largest of them that the teacher bears."""
+BLENDED = 1.0
+"""Beta's alpha where images are blended; what a blend is, the teacher says."""
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Of processors that multiply in bfloat16."""
+Pass = TypeVar("Pass", bound=TrainingPass)
+Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+
+def settle_changes(
+    knobs: Pass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, context: PassContext
+) -> tuple[Pass, Settled]:
+    """Return the pass with the changes of images and the precision that were left to it; else as it is."""
+    found: dict[str, Any] = {}
+    if knobs.augment == "auto":
+        found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
+    if knobs.precision == "auto":
+        found["precision"] = "bfloat16" if computes_bfloat16(context.device) else "float32"
+    if not found:
+        return knobs, Settled()
+    note = Note("info", f"{knobs.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
+    context.log(note.text)
+    fields = {key: v.model_dump() if isinstance(v, Augmentation) else v for key, v in found.items()}
+    return knobs.settle(0.0, **found), Settled(fields, (note,))
+
+
+def computes_bfloat16(device: str) -> bool:
+    """Return whether the device ("cpu" or "cuda:n") multiplies in bfloat16 faster than in float32."""
+    if device.startswith("cuda"):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(BFLOAT16_FLAGS & set(cpu_info()[1]))
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Augmentation):
+        return str(value)
+    parts = [*(["flip"] if value.flip else []), *([f"crop {value.crop}"] if value.crop else [])]
+    return " ".join([*parts, *([f"mixup {value.mixup:g}"] if value.mixup else [])]) or "none"
+
+
+def _find_changes(loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, seed: int) -> Augmentation:
+    """Return the changes that leave nearly all images their class; none where the task has no classes of images."""
+    task = find_torch_task(loaded.task)
+    feeds = trainset.feeds(np.arange(min(TRIED_IMAGES, trainset.n)))
+    images = next(iter(feeds.values()))
+    if task.loss != "classes" or len(feeds) != 1 or images.ndim != 4 or not {1, 3} & {images.shape[1], images.shape[3]}:
+        return Augmentation()
+    (name,) = feeds
+
+    def give_classes(changed: np.ndarray) -> np.ndarray:
+        return _find_classes(teacher, {loaded.parameters.get(name, name): changed})
+
+    before = give_classes(images)
+
+    def bears(change: Change) -> bool:
+        after = give_classes(change(images, np.random.default_rng(seed)))
+        return float((after == before).mean()) >= SAME_CLASS
+
+    side = min(images.shape[2:] if is_channels_first(images.shape) else images.shape[1:3])
+    shifts = [side // part for part in SHIFTED if side // part > 0]
+    crop = next((n for n in shifts if bears(partial(_shift, n))), 0)
+    return Augmentation(flip=bears(_mirror_all), crop=crop, mixup=BLENDED)
+
+
+def _shift(padding: int, images: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    return shift_images(images, padding, random)
+
+
+def _mirror_all(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    return np.flip(images, axis=-1 if is_channels_first(images.shape) else -2)
+
+
+def _find_classes(teacher: nn.Module, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return int64 [n], the class that the teacher gives each image."""
+    (name, images), found = next(iter(feeds.items())), []
+    device = next((p.device for p in teacher.parameters()), torch.device("cpu"))
+    with torch.no_grad():
+        for start in range(0, len(images), BATCH):
+            batch = torch.from_numpy(np.ascontiguousarray(images[start : start + BATCH])).to(device)
+            logits: Tensor = first_output(teacher(**{name: batch}))
+            found.append(logits.argmax(-1).cpu().numpy())
+    return np.concatenate(found)
