@@ -140,7 +140,12 @@ def sweep(
 
             n_jobs = jobs if jobs is not None else 0 if ray else 1
             silent = quiet or as_json
-            study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
+            if loaded.goal:
+                from compress.search.pursue import pursue
+
+                study = pursue(loaded, out, cache, budget_s=seconds or 3600, jobs=n_jobs, ray=ray, quiet=silent)
+            else:
+                study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
             page = _add_front(study)
         if as_json:
             print_json(study.to_dict())

@@ -172,8 +172,7 @@ class PruneChannels(Pass):
         return 1 if group.kind == "heads" else min(self.round_to, group.n_units)
 
     def _explain_out_of_reach(self, facts: ModelFacts, taken: list[Prunable]) -> str:
-        least = shrunk(facts, taken, {group.name: self._find_minimum(group) for group in taken})
-        reached = {name: count_cost(name, least) / count_cost(name, facts) for name, _ in self._list_limits()}
+        reached = {name: self.least_share(facts, taken, name) for name, _ in self._list_limits()}
         field = next(name for name, share in self._list_limits() if reached[name] > share)
         best = reached[field]
         reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
@@ -181,6 +180,11 @@ class PruneChannels(Pass):
             f"{self.kind}: {field} {getattr(self, field):g} is out of reach: the best, with the least of every "
             f"dimension left, is {reach}; ask for less, or allow more dimensions"
         )
+
+    def least_share(self, facts: ModelFacts, taken: Sequence[Prunable], budget: str = "max_flops") -> float:
+        """Return the least share that can be left of what a budget limits; `taken`: the groups that may be cut."""
+        least = shrunk(facts, taken, {group.name: self._find_minimum(group) for group in taken})
+        return count_cost(budget, least) / count_cost(budget, facts)
 
     def _decide_layers(
         self, facts: ModelFacts, taken: list[Prunable], units: dict[str, int]

@@ -9,7 +9,9 @@ from difflib import get_close_matches
 from runtime.bundle.format import Gate
 from runtime.metrics import MEASURED, METRICS, is_own
 
-TERM = re.compile(r"(?P<metric>\S+)(?:\s+(?P<word>[a-z]+))?\s*(?P<sign>>=|<=)\s*(?P<number>[0-9.eE+-]+)\s*(?P<unit>\S*)")
+TERM = re.compile(
+    r"(?P<metric>\S+)(?:\s+(?P<word>[a-z]+))?\s*(?P<sign>>=|<=)\s*(?P<number>[0-9.eE+-]+)\s*(?P<unit>\S*)"
+)
 FORMS = "size >= 6x, size <= 2MB, latency_p50 >= 3.5x, latency_p50 <= 2ms, top1 drop <= 0.01, top1 >= 0.9"
 WORSE = {True: "drop", False: "rise"}
 """How a metric gets worse, by whether higher is better."""

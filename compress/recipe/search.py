@@ -76,7 +76,7 @@ class Racing(Record):
 
     rungs: Annotated[int, Field(ge=2, le=6)] = 3
     """How often points are tried, the last time in full, on which alone the verdict rests."""
-    factor: Annotated[int, Field(ge=2, le=10)] = 3
+    factor: Annotated[int, Field(ge=2, le=32)] = 3
     """One of so many goes on to the next rung, where it gets so many times as much."""
     shorten: tuple[Literal["training", "evaluation", "calibration"], ...] = ("training", "evaluation")
     """What a rung before the last has less of: the training of passes that learn, and samples. Passes whose training,

@@ -14,8 +14,9 @@ class Order:
     """What a process is told to do: `do` "build" or "judge" the bundle at `out`.
 
     "start": only what comes before the first pass that times something, so that the cache has it, and no bundle.
-    `recipe`: the file with the explicit recipe, of which `share` is done. `seconds`: what is left of the budget; a
-    build that is foreseen to take longer is not begun. `notes`: of the build, for the report.
+    `recipe`: the file with the explicit recipe, of which `share` is done. `seconds`: what is left of the budget.
+    `refuse`: a build that is foreseen to take longer, or to leave a file far from a gate, is not begun. `notes`: of the
+    build, for the report.
     """
 
     do: Literal["start", "build", "judge"]
@@ -26,6 +27,7 @@ class Order:
     racing: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
     notes: tuple[str, ...] = ()
+    refuse: bool = True
 
 
 @dataclass(frozen=True)

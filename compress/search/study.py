@@ -1,7 +1,8 @@
 """A study on disk: its trials, the front, the best bundle and the recipe that makes it without searching.
 
     study.json        the summary: goals, front, best, every trial's outcome
-    search.yaml       the recipe that is searched
+    goal.yaml         of a study of a goal: the recipe that says it
+    search.yaml       the recipe that is searched; of a goal's study it grows
     recipe.yaml       the explicit recipe of the best trial so far
     best              a link to its bundle
     bundles/0007/     the bundles of the front; those of other trials are removed
@@ -13,6 +14,7 @@ goes on from its records.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -30,8 +32,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from compress.errors import OutputError, PlaceError
+from compress.recipe.load import load_recipe
 from compress.recipe.pinned import pin_recipe
-from compress.recipe.points import SearchSpace, format_point
+from compress.recipe.points import SearchSpace, format_point, open_space
+from compress.recipe.repeat import repeat_training
+from compress.recipe.schema import Recipe
 from compress.recipe.search import Search
 from compress.search.outcome import find_best, find_front, find_nearest, rank
 from compress.search.trials import GoalValue, Run, Trial, read_trials, write_json, write_trial
@@ -43,6 +48,7 @@ from runtime.report.report import finite
 
 FORMAT_VERSION = 1
 SUMMARY, SEARCHED, FOUND, BEST, LOG, LOCK = "study.json", "search.yaml", "recipe.yaml", "best", "workers.log", "lock"
+ASKED = "goal.yaml"
 BUNDLES, RECIPES, REPORTS, TRIALS, WORK = "bundles", "recipes", "reports", "trials", "work"
 MOST_ROWS = 12
 STOPS = re.compile(r"^  trials: \d+$", re.MULTILINE)
@@ -134,12 +140,25 @@ class Study:
         write_json(self.folder / SUMMARY, self.to_dict())
         nearest = self.nearest
         if nearest is not None:
-            write_whole(self.folder / FOUND, (self.folder / RECIPES / f"{name_trial(nearest)}.yaml").read_bytes())
+            write_whole(self.folder / FOUND, self._describe_found(nearest))
             self._link_best(nearest)
         kept = {name_trial(trial) for trial in [*self.front, *([nearest] if nearest else [])]}
         for bundle in (self.folder / BUNDLES).glob("[0-9]*"):
             if bundle.name not in kept:
                 shutil.rmtree(bundle, ignore_errors=True)
+
+    def _describe_found(self, trial: Trial) -> bytes:
+        """Return the recipe of a trial, with what its bundle says that training found out by itself."""
+        file = self.folder / RECIPES / f"{name_trial(trial)}.yaml"
+        lock = self.folder / BUNDLES / name_trial(trial) / "lock.json"
+        settled = json.loads(lock.read_bytes()).get("training", {}) if lock.exists() else {}
+        return pin_recipe(repeat_training(load_recipe(file), settled)).encode() if settled else file.read_bytes()
+
+    def extend(self, space: SearchSpace) -> None:
+        """Search in a space that has all points of the one before."""
+        with blame(self.folder):
+            write_whole(self.folder / SEARCHED, pin_recipe(space.recipe).encode())
+        self.space = space
 
     def _link_best(self, trial: Trial) -> None:
         link, draft, target = self.folder / BEST, self.folder / f".{BEST}", f"{BUNDLES}/{name_trial(trial)}"
@@ -219,8 +238,10 @@ def _format_gates(run: Run) -> str:
 
 
 @contextmanager
-def open_study(folder: Path, space: SearchSpace) -> Iterator[Study]:
+def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) -> Iterator[Study]:
     """Make the folder of a study, or go on with the one that is there; it is held while the context is open.
+
+    `asked`: the recipe whose goal is sought; the space that has grown for it then takes the place of the one given.
 
     Raises PlaceError where another process works on it, it is of another recipe, or the folder holds something else.
     """
@@ -237,7 +258,9 @@ def open_study(folder: Path, space: SearchSpace) -> Iterator[Study]:
             raise PlaceError(
                 f"{folder}: another process works on this study; wait for it, or choose another --out"
             ) from error
-        _settle_recipe(folder, space)
+        _settle_recipe(folder, *((SEARCHED, space.recipe) if asked is None else (ASKED, asked)))
+        if asked is not None and (folder / SEARCHED).exists():
+            space = open_space(load_recipe(folder / SEARCHED))
         shutil.rmtree(folder / WORK, ignore_errors=True)  # what a killed run left
         (folder / WORK).mkdir()
         study = Study(folder, space, _forget_untried(folder / TRIALS))
@@ -261,19 +284,18 @@ def _forget_untried(folder: Path) -> list[Trial]:
 
 
 def _check_folder(folder: Path) -> None:
-    if folder.is_dir() and os.listdir(folder) and not (folder / SEARCHED).exists() and not (folder / LOCK).exists():
+    if folder.is_dir() and os.listdir(folder) and not any((folder / name).exists() for name in (SEARCHED, ASKED, LOCK)):
         raise PlaceError(f"{folder}: holds other things than a study; choose another --out or empty it")
     if folder.exists() and not folder.is_dir():
         raise PlaceError(f"{folder}: a file; --out names the study's folder")
 
 
-def _settle_recipe(folder: Path, space: SearchSpace) -> None:
-    """Write the searched recipe, or compare it with the one whose trials are there."""
-    text = pin_recipe(space.recipe)
-    file = folder / SEARCHED
-    if not file.exists():
+def _settle_recipe(folder: Path, name: str, recipe: Recipe) -> None:
+    """Write the recipe that is searched, or compare it with the one whose trials are there."""
+    text, file = pin_recipe(recipe), folder / name
+    if not file.exists() and not (folder / SEARCHED).exists():
         write_whole(file, text.encode())
-    elif STOPS.sub("", file.read_text()) != STOPS.sub("", text):
+    elif not file.exists() or STOPS.sub("", file.read_text()) != STOPS.sub("", text):
         raise PlaceError(
             f"{folder}: a study of another recipe, or of other values of it ({file} is what it searches); choose "
             "another --out, or give the recipe as it was"
@@ -282,9 +304,6 @@ def _settle_recipe(folder: Path, space: SearchSpace) -> None:
 
 def read_study(folder: Path) -> Study:
     """Read a study from its folder, for a look at it. Raises OutputError where there is none."""
-    from compress.recipe.load import load_recipe
-    from compress.recipe.points import open_space
-
     file = folder / SEARCHED
     if not file.exists():
         raise OutputError(f"{folder}: no study lies there; `compress sweep RECIPE --out {folder}` makes one")

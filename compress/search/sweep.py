@@ -61,8 +61,9 @@ class Prior:
 
 
 @dataclass
-class _Sweep:
-    """A study at work."""
+class Sweep:
+    """A study at work. `refuses`: what is foreseen to be far from a gate, or to outlast the budget, is not
+    begun."""
 
     study: Study
     workers: Workers
@@ -71,6 +72,7 @@ class _Sweep:
     most: int
     prior: Prior
     log: Callable[[str], None]
+    refuses: bool = True
 
     @property
     def space(self) -> SearchSpace:
@@ -215,6 +217,7 @@ class _Sweep:
             self.shares[rung],
             racing.model_dump(mode="json") if racing else {},
             left,
+            refuse=self.refuses,
         )
 
     def work_of(self, trial: Trial) -> Path:
@@ -308,19 +311,27 @@ def sweep(
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
     space = open_space(recipe)
-    with open_study(Path(out), space) as study:
-        with start_workers(jobs, ray, study.folder / LOG) as workers:
-            most = space.search.trials if trials is None else trials
-            work = _Sweep(study, workers, cache, deadline, most, prior, _say_nothing if quiet else _print_line)
-            try:
-                study.ended = work.run()
-            except BaseException as error:
-                study.ended = f"stopped: {error or type(error).__name__}; the same command goes on"
-                with suppress(CompressError, OSError):
-                    study.write()
-                raise
-        study.write()
+    most = space.search.trials if trials is None else trials
+    with open_study(Path(out), space) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+        work = Sweep(study, workers, cache, deadline, most, prior, choose_log(quiet))
+        finish_study(study, work.run)
     return study
+
+
+def finish_study(study: Study, run: Callable[[], str]) -> None:
+    """Do the work of a study, which returns why it ended, and write that down, whatever comes of it."""
+    try:
+        study.ended = run()
+    except BaseException as error:
+        study.ended = f"stopped: {error or type(error).__name__}; the same command goes on"
+        with suppress(CompressError, OSError):
+            study.write()
+        raise
+    study.write()
+
+
+def choose_log(quiet: bool) -> Callable[[str], None]:
+    return _say_nothing if quiet else _print_line
 
 
 def _say_nothing(text: str) -> None:

@@ -58,9 +58,9 @@ def _build(order: Order) -> Answer:
         "memory_bytes": float(plan.forecast.memory_bytes),
     }
     sizes = foresee_sizes(plan.before.n_bytes, plan.after.n_bytes)
-    if why := explain_foreseen_miss(recipe.validate_.gates, sizes):
+    if order.refuse and (why := explain_foreseen_miss(recipe.validate_.gates, sizes)):
         return Answer("refused", why, foreseen=foreseen)
-    if order.seconds is not None and plan.forecast.seconds > order.seconds:
+    if order.refuse and order.seconds is not None and plan.forecast.seconds > order.seconds:
         return Answer("late", f"about {plan.forecast.seconds:.0f} s, and {order.seconds:.0f} are left")
     if order.do == "start":
         with temporary_folder() as folder:

@@ -1,6 +1,6 @@
 """`augment: auto` and `precision: auto`: what the teacher goes on recognising, and what the device computes fast.
 
-An image changed at random is a lesson only while the teacher still knows what it sees: a digit that is mirrored is none.
+An image changed at random teaches only while the teacher still knows what it sees: a mirrored digit does not.
 So each change is tried on the teacher alone, and kept where it gives nearly all images the class that it gave before.
 """
 

@@ -1,0 +1,228 @@
+"""Which chains of passes may reach a goal: formats alone, and smaller structures that are trained and then rounded.
+
+Passes are plain mappings here, as `search.space` has them. Nothing is tuned to a model: a chain is offered where the
+passes' own checks take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.facts import ModelFacts
+from compress.formats.targets import TARGETS, Target
+from compress.passes import KINDS, Pass
+from compress.passes.depth import evenly_spaced, without_blocks
+from compress.passes.prune_channels import PruneChannels, count_cost
+
+Passes = list[dict[str, Any]]
+FEWER_BITS = (8, 4, 3, 2)
+GROUP = 32
+"""Inputs that share a scale in few bits: what every target has kernels for."""
+DEPTHS = (2 / 3, 1 / 3, 1.0, 0.0)
+"""How much of the work that goes is taken out as whole blocks, the rest as channels: the most hopeful first."""
+MOST_EPOCHS = 100.0
+"""Of a training that its time ends."""
+LEAST_SMALLER = 1.1
+"""What a format must make of the model's size to be worth a look."""
+LEAST_GAIN = 1.02
+"""What a cut must gain to be made."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What chains are made for. `facts`: of the float model, with what can be cut where a torch module can be."""
+
+    facts: ModelFacts
+    target: Target
+    has_calibration: bool
+    has_train: bool
+
+    def explain_misfit(self, passes: Passes) -> str:
+        """Return why the model cannot take these passes; "" where it can."""
+        facts = self.facts
+        for given in passes:
+            pass_ = make_pass(given)
+            if pass_.needs_calibration and not self.has_calibration:
+                return f"{pass_.kind} needs data.calibration"
+            if pass_.needs_train and not self.has_train:
+                return f"{pass_.kind} needs data.train"
+            plan = pass_.check(facts, self.target)
+            if plan.problems:
+                return plan.problems[0]
+            facts = plan.facts
+        return ""
+
+    def facts_after(self, passes: Passes) -> ModelFacts:
+        """Return the model's facts once passes that fit have done their work."""
+        facts = self.facts
+        for given in passes:
+            facts = make_pass(given).check(facts, self.target).facts
+        return facts
+
+
+def make_pass(given: Mapping[str, Any]) -> Pass:
+    return KINDS[given["kind"]].model_validate(dict(given))
+
+
+def list_formats(ground: Ground) -> dict[str, Passes]:
+    """Return the formats that the model and the target take and that make it smaller, by name: nothing is trained."""
+    rounding = "gptq" if ground.has_calibration else "rtn"
+    found: dict[str, Passes] = {
+        "int8": [{"kind": "int8"}],
+        "int8-smooth": [{"kind": "smoothquant"}, {"kind": "int8"}],
+        "int8-equalized": [{"kind": "equalize"}, {"kind": "int8"}],
+        "int8-dynamic": [{"kind": "int8", "mode": "dynamic"}],
+    }
+    for bits in FEWER_BITS:
+        weights = {"kind": rounding, "bits": bits, "group_size": GROUP, "indivisible": "fit"}
+        found[f"w{bits}"] = [weights]
+        found[f"w{bits}-tables"] = [weights | {"embeddings": "W8", "lm_head": "W8"}]
+    fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
+    return {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= LEAST_SMALLER}
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A smaller model of the same kind: `keep` of the blocks (None: all), and shares that may be left of what remains."""
+
+    keep: int | None = None
+    max_params: float | None = None
+    max_flops: float | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [(self.keep, "blocks"), (self.max_params, "params"), (self.max_flops, "flops")]
+        return "-".join(f"{word}{round(100 * n) if isinstance(n, float) else n}" for n, word in parts if n is not None)
+
+    def passes(self) -> Passes:
+        shares = {"max_params": self.max_params, "max_flops": self.max_flops}
+        given = {name: share for name, share in shares.items() if share is not None}
+        return [
+            *([{"kind": "prune_layers", "keep": self.keep}] if self.keep is not None else []),
+            *([{"kind": "prune_channels", **given}] if given else []),
+        ]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """How many times smaller and faster a model must become, beyond what its format gives; 1 or less: not at all."""
+
+    size: float
+    speed: float
+
+    @property
+    def any(self) -> bool:
+        return self.size > LEAST_GAIN or self.speed > LEAST_GAIN
+
+
+def design(ground: Ground, needs: Needs, depth: float, gain: float) -> Structure | None:
+    """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
+
+    `depth`: the part of the work to go that goes as whole blocks. `gain`: the power of the multiply-accumulates by
+    which time falls where channels go (1: as they do).
+    """
+    facts = ground.facts
+    keep, macs, weights = _choose_blocks(facts, needs.speed**-depth) if depth else (None, 1.0, 1.0)
+    share = 1 / (needs.size * weights)
+    rest = needs.speed * macs
+    flops = rest ** (-1 / gain) if rest > LEAST_GAIN else None
+    params = share if share < 1 / LEAST_GAIN else None
+    found = Structure(keep, _round(params), _round(flops))
+    return None if found == Structure() or ground.explain_misfit(found.passes()) else found
+
+
+def _round(share: float | None) -> float | None:
+    return None if share is None else max(round(share, 3), 0.001)
+
+
+def _choose_blocks(facts: ModelFacts, share: float) -> tuple[int | None, float, float]:
+    """Return the most blocks whose work is at most this share, and the shares of work and weights that then stay.
+
+    None of the number, and whole shares, where no block can go or all may stay.
+    """
+    blocks = facts.removable or ()
+    for keep in range(len(blocks) - 1, 0, -1):
+        stay = evenly_spaced(len(blocks), keep)
+        after = without_blocks(facts, [block.name for n, block in enumerate(blocks) if n not in stay])
+        macs, weights = after.macs / max(facts.macs, 1), _count_weights(after) / _count_weights(facts)
+        if macs <= share or keep == 1:
+            return keep, macs, weights
+    return None, 1.0, 1.0
+
+
+def _count_weights(facts: ModelFacts) -> float:
+    return count_cost("max_params", facts)
+
+
+def list_structures(ground: Ground, needs: Needs, gain: float) -> list[Structure]:
+    """Return structures that are foreseen to meet the needs, each once, the most hopeful first."""
+    designed = (design(ground, needs, depth, gain) for depth in DEPTHS)
+    return list(dict.fromkeys(found for found in designed if found is not None))
+
+
+def find_smallest(ground: Ground) -> Passes:
+    """Return the passes that leave the least of the model's structure that can be left; [] where nothing can go."""
+    found: Passes = []
+    if len(ground.facts.removable or ()) > 1 and not ground.explain_misfit(Structure(keep=1).passes()):
+        found = Structure(keep=1).passes()
+    left = Ground(ground.facts_after(found), ground.target, ground.has_calibration, ground.has_train)
+    if left.facts.prunable:
+        probe = PruneChannels(max_flops=0.5)
+        types = {layer.name: layer.type for layer in left.facts.layers}
+        share = probe.least_share(left.facts, [g for g in left.facts.prunable if probe.takes(g, types)])
+        cut = [{"kind": "prune_channels", "max_flops": min(share * 1.001, 0.999)}]
+        found = found if left.explain_misfit(cut) else [*found, *cut]
+    return found
+
+
+def train(seconds: float) -> dict[str, Any]:
+    """Return the pass that teaches a smaller model what the float model gives, in so many seconds.
+
+    All else it finds by itself.
+    """
+    return {
+        "kind": "distill",
+        "epochs": MOST_EPOCHS,
+        "learning_rate": "auto",
+        "optimizer": "auto",
+        "precision": "auto",
+        "augment": "auto",
+        "ema_decay": "auto",
+        "max_seconds": round(seconds, 1),
+    }
+
+
+def train_rounded(format_passes: Passes, seconds: float) -> Passes:
+    """Return the passes that train the model with its numbers rounded as a format rounds them; [] where none does."""
+    kinds = {given["kind"]: given for given in format_passes}
+    if "int8" in kinds and kinds["int8"].get("mode") != "dynamic":
+        return [{"kind": "qat", "scheme": "W8A8", "epochs": MOST_EPOCHS, "max_seconds": round(seconds, 1)}]
+    weights = next((given for given in format_passes if "bits" in given), None)
+    if weights is None:
+        return []
+    kept = {key: value for key, value in weights.items() if key != "kind"}
+    return [{"kind": "qat", **kept, "epochs": MOST_EPOCHS, "max_seconds": round(seconds, 1)}]
+
+
+def foresee_size(ground: Ground, passes: Passes) -> float:
+    """Return how many times smaller the weights become."""
+    return ground.facts.n_bytes / max(ground.facts_after(passes).n_bytes, 1)
+
+
+def find_least_bytes(ground: Ground, formats: Mapping[str, Passes]) -> tuple[float, Passes]:
+    """Return the fewest bytes of weights that are foreseen, and the chain that leaves them."""
+    structure = find_smallest(ground) if ground.has_train else []
+    chains: list[Passes] = [[*cut, *passes] for cut in ([], structure) for passes in formats.values()]
+    sized = [(ground.facts_after(chain).n_bytes, chain) for chain in chains if not ground.explain_misfit(chain)]
+    return min(sized, key=lambda pair: pair[0], default=(ground.facts.n_bytes, []))
+
+
+def probes() -> tuple[Pass, ...]:
+    """Return passes that ask for all that a plan can find out of a model's structure."""
+    return (PruneChannels(ratio=0.5), make_pass({"kind": "prune_layers", "drop": 0.5}))
+
+
+def ground_of(facts: ModelFacts, target: str, sets: Sequence[str]) -> Ground:
+    return Ground(facts, TARGETS[target], "calibration" in sets, "train" in sets)

@@ -1,0 +1,526 @@
+"""Reach a recipe's goal: which chain of passes, with which numbers, in the time there is.
+
+Cheap evidence first. Formats alone are foreseen (sizes from the plan, times measured on models made like them), and the
+most hopeful are judged. What they leave to be gained is cut out of the structure, in several mixtures of whole blocks
+and channels; these race with a little training each. The winner, its sizes set right by what was measured, is trained
+with all the time that is left. Each of these is a trial of one study, in a space of chains that grows, so that a run
+that is stopped goes on, and the best so far is on disk at every moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CompressError, PlanError
+from compress.planning.inputs import read_inputs
+from compress.planning.make_plan import make_plan
+from compress.planning.timing import explain_untimed
+from compress.recipe.goal import SIZE, SIZE_RATIO, is_better_higher, list_directions
+from compress.recipe.network import restrict_network
+from compress.recipe.points import SearchSpace, open_space
+from compress.recipe.schema import Recipe
+from compress.recipe.search import Racing, Search, Space
+from compress.search.chains import (
+    Ground,
+    Needs,
+    Passes,
+    Structure,
+    find_least_bytes,
+    find_smallest,
+    foresee_size,
+    ground_of,
+    list_formats,
+    list_structures,
+    probes,
+    train,
+    train_rounded,
+)
+from compress.search.study import LOG, REPORTS, Study, name_trial, open_study
+from compress.search.sweep import NO_TIME, OutOfTime, Prior, Sweep, choose_log, finish_study
+from compress.search.trials import Run, Trial, write_json
+from compress.search.workers import start_workers
+from runtime.bundle.format import Gate
+from runtime.metrics import MEASURED
+
+EVIDENCE = "evidence.json"
+"""In the study's folder: what was found out before and between the trials."""
+GIVEN = "given"
+"""The chain that stands in the recipe."""
+REACHED = "the goal is reached"
+SHORT, FULL = 0, 1
+"""The rungs: a little training, all of it."""
+MOST_FORMATS = 3
+"""Formats that are judged in full."""
+MOST_RACING = 6
+RACE = 0.3
+"""Part of the time left that the race may take."""
+TASTE = 0.035
+"""Part of the time left that each structure is trained for in the race; never less than `LEAST_TASTE_S`."""
+LEAST_TASTE_S = 20.0
+CUT_S, JUDGING_S = 40.0, 60.0
+"""What cutting a structure takes, and building and judging a format, before anything was measured."""
+ROOM = {"size": 1.02, "speed": 1.06}
+"""By how much structures are made to pass the goal: a file is foreseen better than a time."""
+GAIN = 0.65
+"""The power of the multiply-accumulates by which time falls where channels go, before anything was measured."""
+GAINS = (0.25, 1.2)
+SLACK = 0.04
+"""How far a structure may be beyond what is asked for and still be taken as it is."""
+OVERHEAD, SPARE_S = 1.25, 15.0
+"""Times what judging took in the study so far, and seconds: what is left for it behind the last training."""
+
+
+Shares = dict[str, Any]
+"""A `Structure`, as JSON values."""
+
+
+@dataclass
+class Evidence:
+    """What a study of a goal found out, as it is kept on disk.
+
+    `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
+    `raced`: chain -> the structure that is trained a little; `chosen`: the same of those that are trained in full, with
+    their sizes set right. `gain`: as in `design`. `planned_s`: of the full training, as it was planned for the race.
+    """
+
+    sizes: dict[str, float] = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
+    base: str = ""
+    raced: dict[str, Shares] = field(default_factory=dict)
+    chosen: dict[str, Shares] = field(default_factory=dict)
+    gain: float = GAIN
+    planned_s: float = 0.0
+
+    @classmethod
+    def read(cls, file: Path) -> Evidence:
+        return cls(**json.loads(file.read_text())) if file.exists() else cls()
+
+
+def pursue(
+    recipe: Recipe,
+    out: Path | str,
+    cache: Path | None = None,
+    *,
+    budget_s: float,
+    jobs: int = 1,
+    ray: str | None = None,
+    quiet: bool = False,
+) -> Study:
+    """Find passes with which the recipe reaches its `goal`; see `compress.search.sweep.sweep` for what is on disk.
+
+    Ends as soon as a bundle holds all gates, or the budget (seconds) is used up. Raises what `sweep` raises, and
+    PlanError for a goal that no passes reach, with the nearest that they do.
+    """
+    deadline = time.monotonic() + budget_s
+    log = choose_log(quiet)
+    restrict_network(recipe)
+    bare = _without_goal(recipe)
+    ground = look(recipe, cache)
+    formats = _list_formats(recipe, ground)
+    refuse_unreachable(recipe, ground, formats)
+    first = _make_space(bare, recipe.goal_gates, formats, 16)
+    with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+        sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
+        work = Pursuit(sweep, bare, recipe.goal_gates, ground, formats)
+        finish_study(study, work.run)
+    return study
+
+
+def look(recipe: Recipe, cache: Path | None) -> Ground:
+    """Return what chains are made for: the model's facts with all that can be cut, and which sets there are."""
+    asked = recipe.model_copy(update={"passes": probes(), "goal": ()})
+    inputs = read_inputs(asked, cache)
+    if inputs.problems:
+        raise PlanError(list(inputs.problems))
+    return ground_of(inputs.facts, recipe.target, list(inputs.data))
+
+
+def _without_goal(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"goal": (), "passes": ()})
+
+
+def _list_formats(recipe: Recipe, ground: Ground) -> dict[str, Passes]:
+    """Return the chains without a cut: that of the recipe, if it has one, and each format alone."""
+    given = [pass_.model_dump(mode="json") for pass_ in recipe.passes]
+    formats = list_formats(ground)
+    if not formats and not given:
+        raise PlanError(f"goal: no format for {ground.target.name} takes this model; name passes, or another target")
+    return ({GIVEN: given} if given else {}) | formats
+
+
+def refuse_unreachable(recipe: Recipe, ground: Ground, formats: Mapping[str, Passes]) -> None:
+    """Raise PlanError for a goal on size that no passes reach, and for one on time where nothing can be timed."""
+    problems = []
+    for gate in recipe.goal_gates or ():
+        problems += _find_size_problem(gate, ground, formats)
+        if gate.metric in MEASURED and MEASURED[gate.metric].speed and (why := explain_untimed(recipe, layers=False)):
+            problems.append(f"goal: {gate.metric} cannot be measured: {why}; choose a target that runs here")
+    if problems:
+        raise PlanError(problems)
+
+
+def _find_size_problem(gate: Gate, ground: Ground, formats: Mapping[str, Passes]) -> list[str]:
+    if gate.metric not in (SIZE, SIZE_RATIO):
+        return []
+    before = ground.facts.n_bytes
+    least, chain = find_least_bytes(ground, formats)
+    most = before / gate.min if gate.metric == SIZE_RATIO and gate.min else gate.max if gate.max else math.inf
+    if least <= most:
+        return []
+    how = ", ".join(str(given["kind"]) for given in chain) or "nothing"
+    wanted = f"size >= {gate.min:g}x" if gate.metric == SIZE_RATIO else f"size <= {most:g} bytes"
+    reach = f"{before / least:.3g}x" if gate.metric == SIZE_RATIO else f"{least:g} bytes"
+    way = "" if ground.has_train else "; with data.train the structure could be cut, too"
+    return [f"goal: {wanted} is out of reach: the least that passes leave of the weights is {reach} ({how}){way}"]
+
+
+def _make_space(recipe: Recipe, gates: tuple[Gate, ...], chains: Mapping[str, Passes], factor: int) -> SearchSpace:
+    """Return the recipe as one that searches among chains for what the gates bound."""
+    search = Search(
+        space={"passes": Space(choice=dict(chains))},
+        goals=list_directions(gates),
+        constraints=gates,
+        racing=Racing(rungs=2, factor=min(max(factor, 2), 32), shorten=("training",)),
+    )
+    return open_space(recipe.model_copy(update={"search": search}).at_root(recipe.root))
+
+
+@dataclass
+class Pursuit:
+    """A study of a goal at work. `recipe`: without passes and goal. `formats`: the chains without a cut."""
+
+    sweep: Sweep
+    recipe: Recipe
+    gates: tuple[Gate, ...]
+    ground: Ground
+    formats: Mapping[str, Passes]
+
+    def __post_init__(self) -> None:
+        self.file = self.study.folder / EVIDENCE
+        self.known = Evidence.read(self.file)
+
+    @property
+    def study(self) -> Study:
+        return self.sweep.study
+
+    def run(self) -> str:
+        """Try chains until one reaches the goal; return why there is no further one."""
+        try:
+            return self.try_formats() or self.try_trained()
+        except OutOfTime as error:
+            return str(error)
+
+    # Formats alone
+
+    def try_formats(self) -> str:
+        """Judge the most hopeful formats; return why that is enough, "" where it is not."""
+        if not self.known.sizes:
+            self.foresee_formats()
+        for name in self.order_formats()[:MOST_FORMATS]:
+            run = self.try_chain(name, FULL)
+            if run is not None and run.holds:
+                return REACHED
+            if run is not None and (why := self.explain_quality_out_of_reach(name)):
+                return why
+            if run is not None and not self.find_quality_miss(run):
+                break
+        self.known.base = self.choose_base()
+        self.keep()
+        return "" if self.known.base else "no format could be judged"
+
+    def foresee_formats(self) -> None:
+        """Foresee size and speed of each format alone; raise PlanError where no structure would be fast enough."""
+        speeds: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
+        for name, passes in self.formats.items():
+            self.known.sizes[name] = foresee_size(self.ground, passes)
+            last = json.dumps(passes[-1], sort_keys=True)
+            self.known.speeds[name] = speeds[last] = speeds.get(last) or self.foresee_speed(passes)
+            self.sweep.log(
+                f"{name}: {self.known.sizes[name]:.2f}x smaller, {self.known.speeds[name]:.2f}x as fast, foreseen"
+            )
+            self.sweep.check_time()
+        self.refuse_too_fast()
+        self.keep()
+
+    def foresee_speed(self, passes: Passes) -> float:
+        """Return how many times faster the passes are foreseen to make the model; 1 where that cannot be told."""
+        if not self.asks_speed:
+            return 1.0
+        recipe = self.space_of({"tried": passes}).recipe_at({"passes": "tried"})
+        try:
+            plan = make_plan(recipe, self.sweep.cache, log=_say_nothing)
+        except CompressError as error:
+            self.sweep.log(f"not foreseen: {error}")
+            return 1.0
+        return plan.latency.speedup if plan.latency is not None else 1.0
+
+    @property
+    def asks_speed(self) -> bool:
+        return any(_is_speed(gate.metric) for gate in self.gates)
+
+    @property
+    def asks_size(self) -> bool:
+        return any(gate.metric in (SIZE, SIZE_RATIO) for gate in self.gates)
+
+    def refuse_too_fast(self) -> None:
+        """Raise PlanError for a speed that even the smallest structure does not come near."""
+        wanted = max((gate.min_speedup or 0 for gate in self.gates if _is_speed(gate.metric)), default=0)
+        name = max(self.known.speeds, key=self.known.speeds.__getitem__)
+        best = self.known.speeds[name]
+        if best >= wanted:
+            return
+        smallest = find_smallest(self.ground) if self.ground.has_train else []
+        if smallest:
+            best = max(best, self.foresee_speed([*smallest, *self.formats[name]]))
+        if best < wanted:
+            how = "the smallest structure" if smallest else "the fastest format"
+            raise PlanError(
+                f"goal: {wanted:g}x as fast is out of reach: {how} that passes leave here, in {name}, is {best:.3g}x"
+            )
+
+    def order_formats(self) -> list[str]:
+        """Return the formats from the most hopeful on: the least that is foreseen to be missing, then most bits."""
+
+        def miss(name: str) -> tuple[float, float]:
+            size, speed = self.known.sizes[name], self.known.speeds[name]
+            short = 0.0
+            for gate in self.gates:
+                ratio = size if gate.metric in (SIZE, SIZE_RATIO) else speed if _is_speed(gate.metric) else None
+                wanted = self.read_wanted(gate)
+                if ratio is not None and wanted is not None:
+                    short += max(math.log(wanted / ratio), 0.0)
+            return round(short, 1), size
+
+        return sorted(self.formats, key=lambda name: (name != GIVEN, *miss(name)))
+
+    def read_wanted(self, gate: Gate) -> float | None:
+        """Return how many times better than the float model a gate asks for; None where only a judgement tells."""
+        if gate.metric == SIZE and gate.max:
+            return self.ground.facts.n_bytes / gate.max
+        return gate.min if gate.metric == SIZE_RATIO else gate.min_speedup
+
+    def explain_quality_out_of_reach(self, name: str) -> str:
+        """Return which bound the float model itself does not keep to by its whole interval; "" where none."""
+        side = self.report_of(name)["baseline"]
+        for gate in self.gates:
+            value = side["metrics"].get(gate.metric)
+            low, high = side["intervals"].get(gate.metric) or (value, value)
+            if gate.min is not None and gate.metric not in MEASURED and high is not None and high < gate.min:
+                return f"{gate.metric} >= {gate.min:g} is out of reach: the float model itself has {value:.4g}"
+            if gate.max is not None and gate.metric not in MEASURED and low is not None and low > gate.max:
+                return f"{gate.metric} <= {gate.max:g} is out of reach: the float model itself has {value:.4g}"
+        return ""
+
+    def choose_base(self) -> str:
+        """Return the judged format that structures are to end in: quality first, then what is missing of the rest."""
+        names = [name for name in self.formats if name != GIVEN] or list(self.formats)
+        judged = [(name, run) for name in names if (run := self.run_of(name, FULL)) and run.state == "judged"]
+        ranked = sorted(judged, key=lambda pair: (self.find_quality_miss(pair[1]), self.find_measured_miss(pair[1])))
+        return ranked[0][0] if ranked else ""
+
+    # Structures that are trained
+
+    def try_trained(self) -> str:
+        """Race structures, then train the best with the time that is left; return why there is no further one."""
+        if why := self.explain_untrained():
+            return why
+        needs = self.read_needs(self.known.base)
+        if not needs.any:
+            return self.train_whole()
+        self.race(needs)
+        for name in self.rank_structures():
+            run = self.train_in_full(self.set_right(name))
+            if run is not None and run.holds:
+                return REACHED
+        return "every structure was trained" if self.known.chosen else "no structure that was cut could be judged"
+
+    def explain_untrained(self) -> str:
+        """Return why nothing can be trained; "" where it can."""
+        if not self.ground.has_train:
+            return "the formats alone do not reach the goal, and without data.train nothing can be trained"
+        misfit = self.ground.explain_misfit([train(1.0)])
+        return f"the formats alone do not reach the goal, and {misfit}" if misfit else ""
+
+    def read_needs(self, name: str) -> Needs:
+        """Return what a judged chain lacks of the goal's size and speed, with some room."""
+        factors = {"size": 0.0, "speed": 0.0}
+        for gate in self.report_of(name)["gates"]:
+            kind = "size" if gate["metric"] in (SIZE, SIZE_RATIO) else "speed" if _is_speed(gate["metric"]) else ""
+            if kind and gate["value"]:
+                rule, limit = gate["rule"].partition(",")[0].split(" ")
+                ratio = float(limit) / gate["value"] if rule.startswith("min") else gate["value"] / float(limit)
+                factors[kind] = max(factors[kind], ratio * ROOM[kind])
+        return Needs(factors["size"], factors["speed"])
+
+    def train_whole(self) -> str:
+        """Train the whole model in the format that falls short of quality alone."""
+        name = f"{self.known.base}-trained"
+        passes = train_rounded(self.formats[self.known.base], self.time_to_train())
+        if not passes or self.ground.explain_misfit(passes):
+            return f"{self.known.base} falls short of quality alone, and nothing trains in it"
+        run = self.try_chain(name, FULL, passes)
+        return REACHED if run is not None and run.holds else f"{name} was trained"
+
+    def race(self, needs: Needs) -> None:
+        """Train each structure a little, one after another: what one teaches of times, the next one is made by."""
+        taste, n = self.plan_race()
+        for name in list(self.known.raced):
+            self.try_structure(name, taste)
+        while len(self.known.raced) < n and not self.known.chosen:
+            depths = {shares["keep"] for shares in self.known.raced.values()}
+            found = list_structures(self.ground, needs, self.known.gain)
+            structure = next((each for each in found if each.keep not in depths), None)
+            if structure is None:
+                break
+            self.known.raced[structure.name] = asdict(structure)
+            self.keep()
+            self.try_structure(structure.name, taste)
+
+    def plan_race(self) -> tuple[float, int]:
+        """Return the seconds of training for each structure, and how many structures there is time for."""
+        left = self.seconds_left()
+        taste = max(TASTE * left, LEAST_TASTE_S)
+        each = taste + OVERHEAD * self.judging_s() + CUT_S
+        return taste, min(max(int(RACE * left / each), 1), MOST_RACING)
+
+    def try_structure(self, name: str, taste: float) -> None:
+        """Train a structure a little and judge it, unless that is done; learn from it how time follows work."""
+        structure = Structure(**self.known.raced[name])
+        if not self.known.planned_s:
+            self.known.planned_s = max(self.seconds_left() * (1 - RACE), taste)
+            self.keep()
+        factor = max(round(self.known.planned_s / taste), 2)
+        chain = self.chain_of(structure, self.known.planned_s)
+        run = self.try_chain(name, SHORT, chain, factor)
+        if run is not None and run.state == "judged":
+            self.learn_gain(name, structure)
+
+    def chain_of(self, structure: Structure, seconds: float) -> Passes:
+        return [*structure.passes(), train(seconds), *self.formats[self.known.base]]
+
+    def learn_gain(self, name: str, structure: Structure) -> None:
+        """Note by which power of the multiply-accumulates this structure's channels made it faster."""
+        reached = self.read_needs(self.known.base).speed / max(self.read_needs(name).speed, 1e-9)
+        depth = Structure(keep=structure.keep).passes()
+        macs = self.ground.facts_after(depth).macs / max(self.ground.facts.macs, 1)
+        if structure.max_flops is None or not self.asks_speed:
+            return
+        gain = math.log(max(reached * macs, 1.001)) / math.log(1 / structure.max_flops)
+        self.known.gain = min(max(gain, GAINS[0]), GAINS[1])
+        self.keep()
+
+    def rank_structures(self) -> list[str]:
+        """Return the structures that were judged with a little training, the best quality first."""
+        judged = [(n, run) for n in self.known.raced if (run := self.run_of(n, SHORT)) and run.state == "judged"]
+        return [name for name, _ in sorted(judged, key=lambda pair: self.rank_key(pair[1]))]
+
+    def rank_key(self, run: Run) -> tuple[float, ...]:
+        """Return what a run is ranked by: by how much quality falls short, then quality itself."""
+        goals = [(metric, goal) for metric, goal in run.goals.items() if metric not in MEASURED]
+        return self.find_quality_miss(run), *(-g.value if is_better_higher(metric) else g.value for metric, g in goals)
+
+    def set_right(self, name: str) -> Structure:
+        """Return the structure that was raced, its shares changed so that size and speed are what the goal asks for."""
+        left, raced = self.read_needs(name), Structure(**self.known.raced[name])  # 1: just so
+        flops, params = raced.max_flops, raced.max_params
+        if self.asks_speed and not 1 - SLACK <= left.speed <= 1:
+            flops = _limit((flops or 1.0) * left.speed ** (-1 / self.known.gain))
+        if self.asks_size and not 1 - SLACK <= left.size <= 1:
+            params = _limit((params or 1.0) / left.size)
+        better = replace(raced, max_flops=flops, max_params=params)
+        return raced if self.ground.explain_misfit(better.passes()) else better
+
+    def train_in_full(self, structure: Structure) -> Run | None:
+        """Train a structure with the time that is left, and judge it in full."""
+        name = f"{structure.name}-trained"
+        if name not in self.known.chosen:
+            self.known.chosen[name] = asdict(structure)
+            self.keep()
+        chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
+        return self.try_chain(name, FULL, chain)
+
+    def time_to_train(self) -> float:
+        """Return the seconds that training may take, so that what follows it has its time. Raises OutOfTime."""
+        left = self.seconds_left() - OVERHEAD * self.judging_s() - CUT_S - SPARE_S
+        if left < LEAST_TASTE_S:
+            raise OutOfTime(NO_TIME)
+        return left
+
+    def seconds_left(self) -> float:
+        assert self.sweep.deadline is not None
+        return max(self.sweep.deadline - time.monotonic(), 0.0)
+
+    def judging_s(self) -> float:
+        """Return what building and judging a format alone took."""
+        return max(
+            (t.full.seconds for t in self.study.trials if t.full is not None and self.is_format(t)), default=60.0
+        )
+
+    def is_format(self, trial: Trial) -> bool:
+        return trial.point["passes"] in self.formats
+
+    # One trial
+
+    def try_chain(self, name: str, rung: int, passes: Passes | None = None, factor: int = 0) -> Run | None:
+        """Build and judge the chain of that name on a rung, unless that is done; return its run, None without one."""
+        self.sweep.check_time()
+        if passes is not None and name not in self.chains:
+            self.study.extend(self.space_of({**self.chains, name: passes}, factor))
+        trial = next((t for t in self.study.trials if t.point["passes"] == name), None)
+        if trial is None:
+            number = max((t.number for t in self.study.trials), default=-1) + 1
+            trial = Trial(number, number, {"passes": name})
+            self.study.record(trial)
+        if trial.run_at(rung) is None:
+            self.sweep.try_all([trial], rung)
+        return self.study.find(trial.number).run_at(rung)
+
+    @property
+    def chains(self) -> dict[str, Passes]:
+        """Return the chains of the study's space so far."""
+        choice = self.study.space.search.space["passes"].options
+        return {name: [dict(given) for given in passes] for name, passes in choice.items()}
+
+    def space_of(self, chains: Mapping[str, Passes], factor: int = 0) -> SearchSpace:
+        racing = self.study.space.search.racing
+        return _make_space(self.recipe, self.gates, chains, factor or (racing.factor if racing else 2))
+
+    def run_of(self, name: str, rung: int) -> Run | None:
+        trial = next((t for t in self.study.trials if t.point["passes"] == name), None)
+        return None if trial is None else trial.run_at(rung)
+
+    def report_of(self, name: str) -> Any:
+        """Return the last report of a chain that was judged, as JSON values."""
+        trial = next(t for t in self.study.trials if t.point["passes"] == name)
+        files = [f"{name_trial(trial)}.json", f"{name_trial(trial)}.{SHORT}.json"]
+        file = next(f for each in files if (f := self.study.folder / REPORTS / each).exists())
+        return json.loads(file.read_text())
+
+    def find_quality_miss(self, run: Run) -> float:
+        """Return by how much the gates on quality are missed by their values."""
+        return sum(gate.short for gate in run.gates if gate.metric not in MEASURED)
+
+    def find_measured_miss(self, run: Run) -> float:
+        return sum(gate.short for gate in run.gates if gate.metric in MEASURED)
+
+    def keep(self) -> None:
+        write_json(self.file, asdict(self.known))
+
+
+def _limit(share: float) -> float | None:
+    """Return a share that may be left; None where all may stay."""
+    return None if share >= 1 - SLACK / 2 else max(round(share, 3), 0.001)
+
+
+def _is_speed(metric: str) -> bool:
+    return metric in MEASURED and MEASURED[metric].speed and metric != "load_time"
+
+
+def _say_nothing(text: str) -> None:
+    pass
