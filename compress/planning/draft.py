@@ -1,0 +1,368 @@
+"""Draft a recipe from a model and data: everything that can be found is found, and what cannot is named by its flag."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from compress.data.columns import USUAL_NAMES, resolve_roles
+from compress.data.find_sets import DataGiven, check_set, divide_set, find_splits, read_set, take_calibration
+from compress.data.samples import n_rows, open_source
+from compress.data.table import Table
+from compress.errors import CompressError, PlanError, RecipeError, SourceError
+from compress.formats.targets import TARGETS
+from compress.models.find_task import find_task_of_folder
+from compress.models.meta import open_on_meta
+from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate
+from compress.planning.inputs import Inputs, read_inputs
+from compress.planning.validation import class_problems
+from compress.recipe.exports import CHECKPOINT_TARGET
+from compress.recipe.places import suggest
+from compress.recipe.schema import Recipe
+from compress.specs import MODEL_SOURCES, ModelSpec
+from compress.store.paths import resolve_path
+from compress.tasks import TORCH_TASKS, TorchTask
+from compress.tasks.generic import GENERIC
+from runtime.bundle.engine import ENGINES
+from runtime.errors import RuntimeFailure
+from runtime.tasks import find_task
+
+SETS = ("calibration", "train", "evaluation")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe without `passes` and `validate`, as a mapping that can be written as YAML and read by `load_recipe`.
+
+    `reasons`: dotted key -> what says its value, for comments. `inputs`: what is known of model and data; None
+    without data, of which `recipe` then has none. `n_samples`: of each set.
+    """
+
+    recipe: dict[str, Any]
+    reasons: dict[str, str] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    n_samples: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """Return the task's name."""
+        return str(self.recipe["model"]["task"])
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the evaluation set has labels."""
+        return self.inputs is not None and self.inputs.data["evaluation"].has_labels
+
+    def make_recipe(self, root: Path, **parts: Any) -> Recipe:
+        """Return the typed recipe that stands in `root`, with `parts` (passes, validate, ...) on top."""
+        return make_recipe({**self.recipe, **parts}, root)
+
+
+def draft_recipe(
+    source: str,
+    *,
+    task: str | None = None,
+    weights: str | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+    data: DataGiven | None = None,
+    calibration: DataGiven | None = None,
+    train: DataGiven | None = None,
+    evaluation: DataGiven | None = None,
+    target: str = "onnxruntime-cpu",
+    name: str | None = None,
+    root: Path | None = None,
+) -> Draft:
+    """Draft a recipe without passes and gates for the model `source` and data, each a path, a hub id or a source.
+
+    The recipe has: `version`, `name` (default: of the source), `model`, `preprocess` where it is given (that of a model
+    with a processor or tokenizer is read from its files, also by the recipe), `data`, `target`, and `export` where the
+    target reads something else than ONNX. Paths stay as they were given; a relative one is sought in the working
+    directory, then in `root`, the folder that the recipe is to stand in.
+
+    The task is the given one; that of the class in the model's config.json; else the first of the table `TORCH_TASKS`
+    whose outputs and samples are those of this model and this data; of an ONNX file without data "generic".
+
+    `data` is one source for all sets. Its own splits are used: train to train on, validation (else test) to evaluate
+    on. Without them the set is divided by the recipe's seed into disjoint parts: a fifth, at most 5000 samples, to
+    evaluate on, the rest to train on. `calibration`, `train` and `evaluation` take the place of what `data` would give.
+    Calibration that is not given is the first 512 samples of the training set: never what is evaluated on. Each set
+    names its columns, by the usual names of the task's roles or where only one column can be meant.
+
+    Nothing is trained or computed, and no weights are read. Raises RecipeError, SourceError and PlanError, which name
+    the flag (--task, --weights, --preprocess, --data, ...) that says what could not be found.
+    """
+    root = Path() if root is None else root
+    if task is not None and task not in TORCH_TASKS:
+        raise RecipeError(f"--task {task}: unknown task{suggest(task, TORCH_TASKS)}")
+    if target not in TARGETS:
+        raise RecipeError(f"--target {target}: unknown target{suggest(target, TARGETS)}")
+    found = find_model_source(source, root)
+    given = {"calibration": calibration, "train": train, "evaluation": evaluation}
+    sets = _gather_sets(data, {name: spec for name, spec in given.items() if spec is not None}, root)
+    model = {"source": found} | ({} if weights is None else {"weights": weights})
+    base: dict[str, Any] = {"version": 1, "name": name or name_recipe(found), "model": model}
+    if preprocess is not None:
+        base["preprocess"] = dict(preprocess)
+    made = _find_task(base, task, sets, root)
+    made = replace(made, recipe={**made.recipe, "target": target, **_list_exports(target)})
+    return made if made.inputs is None else _divide_data(made, sets, root)
+
+
+def find_model_source(text: str, root: Path) -> str:
+    """Return the source of a path, hub id or module:factory, its kind before it. SourceError."""
+    kinds = [example.partition(":")[0] for example in MODEL_SOURCES]
+    if re.match(rf"({'|'.join(kinds)}):.", text):
+        return text
+    try:
+        path = resolve_path(root, text)
+    except SourceError as error:
+        if re.fullmatch(r"[\w./-]+:\w+", text):
+            return f"python:{text}"
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text) and Path(text).suffix != ".onnx":
+            return f"hf:{text}"
+        raise SourceError(f"{error}; a model is {', '.join(MODEL_SOURCES)}") from error
+    if path.is_dir():
+        graphs = sorted(path.glob("*.onnx"))
+        if (path / "config.json").is_file() and (not graphs or any(path.glob("*.safetensors"))):
+            return f"dir:{text}"
+        if len(graphs) == 1:
+            return f"onnx:{Path(text) / graphs[0].name}"
+        many = f"; it has {', '.join(g.name for g in graphs)}: name one" if graphs else ""
+        raise SourceError(f"{text}: holds neither config.json nor one .onnx file, so it is no model's folder{many}")
+    if path.suffix == ".onnx":
+        return f"onnx:{text}"
+    way = f"name its factory: {text}:FACTORY" if path.suffix == ".py" else "weights alone are no model: name the "
+    way += "" if path.suffix == ".py" else "factory that builds it, FILE.py:FACTORY, and give these with --weights"
+    raise SourceError(f"{text}: a model is {', '.join(MODEL_SOURCES)}; {way}")
+
+
+def name_recipe(source: str) -> str:
+    """Return a recipe's name, made of a model's source."""
+    kind, _, rest = source.partition(":")
+    last = rest.rpartition(":")[2] if kind == "python" else Path(rest).resolve().name if kind == "dir" else rest
+    stem = Path(last).stem if kind == "onnx" else last.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "model"
+
+
+def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:
+    """Return the typed recipe of a mapping, standing in `root`. RecipeError."""
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(mapping), strict=True)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise RecipeError([f"--{p}" if p.startswith("preprocess") else p for p in problems]) from error
+    return recipe.at_root(root.absolute())
+
+
+def _list_exports(target: str) -> dict[str, Any]:
+    """Return the recipe's `export`, where the target gets something else than the ONNX file of every recipe."""
+    reads = TARGETS[target].reads
+    if reads == "checkpoint":
+        return {"export": [{"kind": reads} | ({"target": target} if target != CHECKPOINT_TARGET else {})]}
+    if reads == "gguf" or target in ENGINES:
+        return {"export": [{"kind": reads if reads == "gguf" else target}]}
+    return {}
+
+
+def _gather_sets(data: DataGiven | None, given: Mapping[str, DataGiven], root: Path) -> dict[str, dict[str, Any]]:
+    """Return the sets by name, "data" being one that is still to be divided. RecipeError for data without a use."""
+    sets = {}
+    for name, text in given.items():
+        spec = read_set(text, root, f"--{name}")
+        splits = find_splits(spec, root)
+        wanted = ("validation", "test", "train") if name == "evaluation" else ("train", "validation", "test")
+        sets[name] = next((splits[split] for split in wanted if split in splits), spec)
+    if data is None:
+        return sets
+    if {"train", "evaluation"} <= sets.keys():
+        raise RecipeError("--data is where --train and --evaluation are found; give it, or both of them")
+    spec = read_set(data, root, "--data")
+    splits = find_splits(spec, root)
+    evaluated = splits.get("validation") or splits.get("test")
+    if evaluated is not None and "train" in splits:
+        return {"train": splits["train"], "evaluation": evaluated} | sets
+    whole = next(iter(splits.values()), spec)
+    if "evaluation" in sets:
+        return {"train": whole} | sets
+    return {"evaluation" if "train" in sets else "data": whole} | sets
+
+
+def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dict[str, Any]], root: Path) -> Draft:
+    """Return the draft with its task, and what is known of the model with it; its sets are yet to be divided."""
+    spec = next((sets[name] for name in ("data", "evaluation", "calibration", "train") if name in sets), None)
+    if task is not None:
+        return _try_task(base, task, spec, root, "given")
+    source = base["model"]["source"]
+    located = locate(make_model_spec(base, GENERIC.name), root)
+    folder = located.folder or (located.onnx.parent if located.onnx is not None else None)
+    if folder is not None and (named := find_task_of_folder(folder)) is not None:
+        return _try_task(base, named[0], spec, root, f"found in {named[1]}")
+    if located.kind == "huggingface":
+        known = ", ".join(name for name, other in TORCH_TASKS.items() if other.outputs)
+        raise RecipeError(
+            f"{source}: its config.json names no class of a task that is known here; give --task: {known}"
+        )
+    if spec is None:
+        if located.onnx is None:
+            raise RecipeError(f"{source}: a factory does not say what its model reads; give --data, and --task")
+        return _try_task(base, GENERIC.name, None, root, "no data that would tell another")
+    return _find_fitting_task(base, spec, root)
+
+
+def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: Path) -> Draft:
+    """Return the draft of the first task whose samples and outputs are these. RecipeError where none is."""
+    source, failures = base["model"]["source"], []
+    for name, candidate in TORCH_TASKS.items():
+        if candidate.task.generates or candidate.task.encodes or not candidate.task.columns:
+            continue  # made from Hugging Face folders alone, or tried last
+        if not _has_samples(name, spec, root):
+            continue
+        try:
+            made = _try_task(base, name, spec, root, "the first whose samples and outputs these are")
+        except (CompressError, RuntimeFailure) as error:
+            if any(problem.startswith("--preprocess") for problem in error.problems):
+                raise
+            failures.append(f"{name}: {error.problems[0]}")
+            continue
+        assert made.inputs is not None
+        if problems := class_problems(name, made.inputs.facts.outputs):
+            failures.append(f"{name}: {problems[0]}")
+        elif _takes_any_outputs(candidate) and not made.has_labels:
+            failures.append(f"{name}: any outputs fit it, and there are no labels that would tell")
+        else:
+            return made
+    try:
+        return _try_task(base, GENERIC.name, spec, root, "inputs by their names")
+    except (CompressError, RuntimeFailure) as error:
+        failures.append(f"{GENERIC.name}: {error.problems[0]}")
+    raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *failures])
+
+
+def _takes_any_outputs(task: TorchTask) -> bool:
+    return task.any_outputs or not all(task.outputs.values())
+
+
+def _has_samples(task: str, spec: Mapping[str, Any], root: Path) -> bool:
+    try:
+        typed = check_set(spec, "--data")
+        return bool(resolve_roles(typed, open_source(typed, root, task), task, ()))
+    except SourceError:
+        return False
+
+
+def make_model_spec(base: Mapping[str, Any], task: str) -> ModelSpec:
+    """Return where the model comes from. RecipeError."""
+    try:
+        return ModelSpec.model_validate({**base["model"], "task": task}, strict=False)
+    except ValidationError as error:
+        raise RecipeError([f"model: {e['msg']}" for e in error.errors()]) from error
+
+
+def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None, root: Path, reason: str) -> Draft:
+    """Return the draft with this task, checked against the model's files and the set. Errors as `draft_recipe`."""
+    model = make_model_spec(base, task)
+    recipe = {**base, "model": {**base["model"], "task": task}}
+    recipe = {key: recipe[key] for key in ("version", "name", "model", "preprocess") if key in recipe}
+    reasons = {"model.task": reason}
+    if spec is None:
+        declared = make_recipe(recipe, root).preprocess
+        resolve_preprocess(model, declared, root)
+        return Draft(recipe, reasons)
+    typed = check_set(spec, "--data")
+    table = open_source(typed, root, task)
+    spec = _name_columns(spec, table, task)
+    if "preprocess" not in base and locate(model, root).folder is None and find_task(task).preprocess is not None:
+        spec = _take_ready_inputs(model, spec, table, task, root)
+        recipe["preprocess"] = {"kind": "tensor"}
+        reasons["preprocess"] = "the data holds the model's inputs ready"
+    inputs = read_inputs(make_recipe({**recipe, "data": {"evaluation": spec}}, root))
+    if inputs.problems:
+        raise PlanError(inputs.problems)
+    if "preprocess" not in recipe and inputs.preprocess.kind != "tensor":
+        reasons["preprocess"] = f"kind: {inputs.preprocess.kind}, read from the model's own files"
+    return Draft(recipe, reasons, inputs)
+
+
+def _name_columns(spec: Mapping[str, Any], table: Table, task: str) -> Mapping[str, Any]:
+    """Return the set with a column for what the task reads, where the usual names have none and one alone can be it."""
+    known = find_task(task)
+    if spec.get("columns") or not known.columns:
+        return spec
+    role = known.columns[0]
+    usual = {
+        name: USUAL_NAMES.get(name, (name,)) + TORCH_TASKS[task].usual_names.get(name, ()) for name in (role, "label")
+    }
+    if any(name in table.lengths for name in (*usual[role], *USUAL_NAMES["messages"])):
+        return spec
+    labels = [name for name in table.names if name in usual["label"]] or list(table.label_names)
+    others = [name for name in table.names if name not in labels]
+    if len(others) != 1:
+        return spec  # the error of resolve_roles lists the columns and says how to name one
+    return {**spec, "columns": {role: others[0], **({"label": labels[0]} if len(labels) == 1 else {})}}
+
+
+def _take_ready_inputs(
+    model: ModelSpec, spec: Mapping[str, Any], table: Table, task: str, root: Path
+) -> Mapping[str, Any]:
+    """Return the set with its array of floats as the model's one input. RecipeError where it holds no such array."""
+    import numpy as np
+
+    from compress.models.feeds import model_inputs
+
+    kind = find_task(task).preprocess
+    roles = resolve_roles(check_set(spec, "--data"), table, task, ())
+    role = next(name for name in roles if name != "label")
+    first = table.read(roles[role], np.array([0]))
+    names = model_inputs(open_on_meta(model, root))
+    if not isinstance(first, np.ndarray) or first.dtype.kind != "f" or len(names) != 1:
+        raise RecipeError(
+            f"--preprocess: {model.source} does not say how its inputs are made of samples; give it as in the model's "
+            f"training, such as --preprocess '{{kind: {kind}, ...}}'"
+        )
+    columns = {names[0]: roles[role]} | {name: column for name, column in roles.items() if name == "label"}
+    return {**spec, "columns": columns}
+
+
+def _divide_data(draft: Draft, sets: Mapping[str, dict[str, Any]], root: Path) -> Draft:
+    """Return the draft with its sets, and with what is known of the evaluation set."""
+    assert draft.inputs is not None
+    known, task = draft.inputs, draft.task
+    images = known.preprocess.kind == "image"
+    columns = known.recipe.data.declared["evaluation"].columns
+    named = {name: {**spec, "columns": {**columns, **spec.get("columns", {})}} for name, spec in sets.items()}
+    counts: dict[str, int] = {}
+
+    def complete(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """Name the columns of a set, and count its samples."""
+        typed = check_set({key: value for key, value in spec.items() if key != "columns" or value}, f"--{name}")
+        table = open_source(typed, root, task)
+        roles = resolve_roles(typed, table, task, known.names, images)
+        n = n_rows(table, roles) - typed.skip
+        counts[name] = n if typed.samples is None else min(n, typed.samples)
+        by_index = any(isinstance(column, int) for column in typed.columns.values())
+        return {**spec, "columns": dict(typed.columns) if by_index else roles}
+
+    full = {name: complete(name, spec) for name, spec in named.items()}
+    if "data" in full:
+        for name, spec in divide_set(full.pop("data"), counts.pop("data")).items():
+            full[name], counts[name] = spec, spec["samples"]
+            draft.reasons[f"data.{name}"] = "a part of one set, none of whose rows is in the other"
+    if "calibration" not in full and "train" in full:
+        full["calibration"] = take_calibration(full["train"], counts["train"])
+        counts["calibration"] = full["calibration"]["samples"]
+        draft.reasons["data.calibration"] = "of the training set"
+    data = {name: full[name] for name in SETS if name in full}
+    recipe = {**draft.recipe, "data": data}
+    order = ("version", "name", "model", "preprocess", "data", "target", "export")
+    recipe = {key: recipe[key] for key in order if key in recipe}
+    inputs = read_inputs(make_recipe(recipe, root))
+    if inputs.problems:
+        raise PlanError(inputs.problems)
+    return replace(draft, recipe=recipe, inputs=inputs, n_samples=counts)
