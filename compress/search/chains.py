@@ -120,11 +120,12 @@ class Needs:
 def design(ground: Ground, needs: Needs, depth: float, gain: float) -> Structure | None:
     """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
 
-    `depth`: the part of the work to go that goes as whole blocks. `gain`: the power of the multiply-accumulates by
+    `depth`: the part of the work to go (of the weights, where no time is to be gained) that goes as whole blocks. `gain`: the power of the multiply-accumulates by
     which time falls where channels go (1: as they do).
     """
-    facts = ground.facts
-    keep, macs, weights = _choose_blocks(facts, needs.speed**-depth) if depth else (None, 1.0, 1.0)
+    fast = needs.speed > LEAST_GAIN
+    blocks = _choose_blocks(ground.facts, (needs.speed if fast else needs.size) ** -depth, fast)
+    keep, macs, weights = blocks if depth and needs.any else (None, 1.0, 1.0)
     share = 1 / (needs.size * weights)
     rest = needs.speed * macs
     flops = rest ** (-1 / gain) if rest > LEAST_GAIN else None
@@ -137,8 +138,8 @@ def _round(share: float | None) -> float | None:
     return None if share is None else max(round(share, 3), 0.001)
 
 
-def _choose_blocks(facts: ModelFacts, share: float) -> tuple[int | None, float, float]:
-    """Return the most blocks whose work is at most this share, and the shares of work and weights that then stay.
+def _choose_blocks(facts: ModelFacts, share: float, by_work: bool) -> tuple[int | None, float, float]:
+    """Return the most blocks with which at most this share of work (or of weights) stays, and the shares of both.
 
     None of the number, and whole shares, where no block can go or all may stay.
     """
@@ -147,7 +148,7 @@ def _choose_blocks(facts: ModelFacts, share: float) -> tuple[int | None, float, 
         stay = evenly_spaced(len(blocks), keep)
         after = without_blocks(facts, [block.name for n, block in enumerate(blocks) if n not in stay])
         macs, weights = after.macs / max(facts.macs, 1), _count_weights(after) / _count_weights(facts)
-        if macs <= share or keep == 1:
+        if (macs if by_work else weights) <= share or keep == 1:
             return keep, macs, weights
     return None, 1.0, 1.0
 
@@ -192,6 +193,14 @@ def train(seconds: float) -> dict[str, Any]:
         "ema_decay": "auto",
         "max_seconds": round(seconds, 1),
     }
+
+
+def hold_format(passes: Passes) -> Passes:
+    """Return a format's passes behind a cut: what a gate misses was lost before, and float layers cannot mend it."""
+    return [
+        given | {"restore": {"max_layers": 0}} if "restore" in type(make_pass(given)).model_fields else given
+        for given in passes
+    ]
 
 
 def train_rounded(format_passes: Passes, seconds: float) -> Passes:

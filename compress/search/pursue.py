@@ -402,7 +402,7 @@ class Pursuit:
             self.learn_gain(name, structure)
 
     def chain_of(self, structure: Structure, seconds: float) -> Passes:
-        return [*structure.passes(), train(seconds), *self.formats[self.known.base]]
+        return [*structure.passes(), train(seconds), *hold_format(self.formats[self.known.base])]
 
     def learn_gain(self, name: str, structure: Structure) -> None:
         """Note by which power of the multiply-accumulates this structure's channels made it faster."""

@@ -1,0 +1,87 @@
+"""Chains that may reach a goal: formats that fit the model, structures whose sizes follow from what the goal asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from compress.facts import LayerFacts, ModelFacts, Prunable, Removable
+from compress.search.chains import (
+    DEPTHS,
+    Ground,
+    Needs,
+    Structure,
+    design,
+    find_least_bytes,
+    find_smallest,
+    ground_of,
+    list_formats,
+    list_structures,
+    train,
+)
+
+WIDTH, N_BLOCKS = 64, 8
+
+
+def ground(sets: tuple[str, ...] = ("calibration", "train", "evaluation")) -> Ground:
+    """A net of eight residual blocks, each with 64 channels inside that can go."""
+    layers, prunable, blocks = [], [], []
+    for n in range(N_BLOCKS):
+        first, second = f"blocks.{n}.up", f"blocks.{n}.down"
+        for name in (first, second):
+            layers.append(LayerFacts(name, "Conv2d", "Conv", f"{name}.weight", (WIDTH, WIDTH, 3, 3), 36_864 * 64))
+        prunable.append(Prunable(first, "channels", WIDTH, {first: 1}, {second: 1}))
+        blocks.append(Removable(f"blocks.{n}", (first, second), listed=True))
+    facts = ModelFacts(
+        "torch", "Net", "generic", (), (), tuple(layers), prunable=tuple(prunable), removable=tuple(blocks)
+    )
+    return ground_of(facts, "onnxruntime-cpu", sets)
+
+
+def test_formats_are_those_that_make_this_model_smaller_and_need_no_missing_data() -> None:
+    assert list(list_formats(ground())) == ["int8", "int8-equalized"]  # no matrix products: nothing in few bits
+    assert list_formats(ground(("evaluation",))) == {}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("size", "speed"), [(1.5, 2.0), (3.0, 1.2), (2.0, 0.5), (0.5, 3.0)])
+def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, speed: float) -> None:
+    given = ground()
+    found = design(given, Needs(size, speed), depth, 1.0)
+    assert found is not None
+    after = given.facts_after(found.passes())
+    assert after.n_bytes <= given.facts.n_bytes / size * 1.001
+    assert after.macs <= given.facts.macs / speed * 1.001
+
+
+def test_structures_mix_blocks_and_channels_differently_and_where_none_can_go_there_is_one() -> None:
+    found = list_structures(ground(), Needs(1.5, 3.0), 0.7)
+    assert len({each.keep for each in found}) == len(found) == 4
+    assert any(each.keep is None for each in found)
+    assert any(each.max_flops is None for each in found)
+    facts = ground().facts
+    whole = Ground(ModelFacts(**{**vars(facts), "removable": ()}), ground().target, True, True)
+    assert [each.keep for each in list_structures(whole, Needs(1.5, 3.0), 0.7)] == [None]
+
+
+def test_less_gain_from_channels_cuts_more_of_them() -> None:
+    slow, fast = (design(ground(), Needs(1.0, 2.0), 0.0, gain) for gain in (0.5, 1.0))
+    assert slow is not None and fast is not None and slow.max_flops is not None and fast.max_flops is not None
+    assert slow.max_flops == pytest.approx(fast.max_flops**2, rel=0.01)
+
+
+def test_needs_that_are_met_ask_for_nothing() -> None:
+    assert not Needs(1.0, 0.8).any
+    assert list_structures(ground(), Needs(0.9, 1.0), 0.7) == []
+
+
+def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
+    cut = find_smallest(ground())
+    assert [given["kind"] for given in cut] == ["prune_layers", "prune_channels"]
+    least, chain = find_least_bytes(ground(), list_formats(ground()))
+    assert least == pytest.approx(ground().facts.n_bytes / N_BLOCKS / 8 / 4, rel=0.02)  # a block, 8 of 64, 8 of 32 bits
+    assert [given["kind"] for given in chain][-1] == "int8"
+
+
+def test_a_name_says_the_structure_and_training_leaves_the_rest_to_be_found() -> None:
+    assert Structure(18, 0.55, 0.7).name == "blocks18-params55-flops70"
+    assert train(60.0)["learning_rate"] == "auto"

@@ -1,0 +1,116 @@
+"""A recipe that says a goal: formats, a race of structures and the winner's training are trials of one study."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from makers import changed, cli, image_recipe, write_recipe
+
+from compress.errors import PlanError
+from compress.execution.run import apply_recipe
+from compress.recipe.load import load_recipe
+from compress.recipe.schema import Recipe
+from compress.search.pursue import pursue
+from compress.search.study import Study
+from compress.search.workers import InThisProcess
+
+
+def asked(folder: Path, goal: str, **parts: Any) -> Recipe:
+    recipe = changed(image_recipe(folder), goal=goal, passes=[], **parts)
+    recipe["data"]["train"] = {"source": "npz:train.npz"}
+    recipe["validate"]["gates"] = []
+    return load_recipe(write_recipe(folder / "recipe.yaml", recipe))
+
+
+def reach(recipe: Recipe, folder: Path, budget_s: float = 600.0) -> Study:
+    return pursue(recipe, folder / "study", folder / "cache", budget_s=budget_s, jobs=0, quiet=True)
+
+
+def list_kinds(study: Study, name: str) -> list[str]:
+    return [given["kind"] for given in study.space.search.space["passes"].options[name]]
+
+
+@pytest.mark.slow
+def test_a_format_that_reaches_the_goal_alone_is_all_that_is_tried(tmp_path: Path) -> None:
+    study = reach(asked(tmp_path, "size >= 1.1x, agreement >= 0.2"), tmp_path)
+    assert study.ended == "the goal is reached"
+    assert study.exit_code == 0
+    assert [trial.point for trial in study.trials] == [{"passes": "w8"}]  # the most bits of those that reach it
+    found = load_recipe(tmp_path / "study/recipe.yaml")
+    assert [pass_.kind for pass_ in found.passes] == ["gptq"]
+    assert {gate.metric for gate in found.validate_.gates} == {"size_ratio", "agreement"}
+
+
+@pytest.mark.slow
+def test_what_formats_lack_is_cut_raced_trained_and_made_again_without_searching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.search.chains.MOST_EPOCHS", 3.0)
+    recipe = asked(tmp_path, "size >= 2.2x, agreement >= 0.05")
+    study = reach(recipe, tmp_path)
+    assert study.ended == "the goal is reached"
+    best = study.best
+    assert best is not None and best.point["passes"].endswith("-trained")
+    assert [run.share < 1 for trial in study.trials for run in trial.runs] == [False, True, False]
+    kinds = list_kinds(study, best.point["passes"])
+    assert kinds[0] == "prune_channels" and kinds[-2:] == ["distill", "int8"]
+    trained = load_recipe(tmp_path / "study/recipe.yaml").passes[-2]
+    settled = {name: getattr(trained, name) for name in ("learning_rate", "optimizer", "precision", "max_seconds")}
+    assert "auto" not in settled.values() and settled["max_seconds"] is None
+    again = apply_recipe(load_recipe(tmp_path / "study/recipe.yaml"), tmp_path / "again", tmp_path / "other", True)
+    assert again is not None and again.verdict == "pass"
+
+
+@pytest.mark.slow
+def test_a_killed_pursuit_goes_on_and_does_no_trial_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.search.chains.MOST_EPOCHS", 3.0)
+    recipe, judged = asked(tmp_path, "size >= 2.2x, agreement >= 0.05"), []
+    build = InThisProcess.build
+
+    def die_at_the_third(self: Any, orders: Any, deadline: Any) -> Any:
+        judged.append(orders[0].out)
+        if len(judged) == 3:
+            raise KeyboardInterrupt
+        return build(self, orders, deadline)
+
+    monkeypatch.setattr(InThisProcess, "build", die_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        reach(recipe, tmp_path)
+    kept = json.loads((tmp_path / "study/study.json").read_text())
+    assert kept["ended"].startswith("stopped") and len([t for t in kept["trials"] if t["runs"]]) == 2
+    study = reach(recipe, tmp_path)
+    assert study.ended == "the goal is reached"
+    assert [Path(out).name for out in judged] == ["0000", "0001", "0002", "0002"]
+
+
+@pytest.mark.parametrize(
+    ("goal", "rule"),
+    [
+        ("size >= 900x", r"size >= 900x is out of reach: the least that passes leave of the weights is [\d.]+x \(prune"),
+        ("size <= 100B", r"size <= 100 bytes is out of reach: the least .* is \d+ bytes"),
+    ],
+)
+def test_a_goal_out_of_reach_is_refused_before_any_work_with_the_nearest_that_is(
+    tmp_path: Path, goal: str, rule: str
+) -> None:
+    with pytest.raises(PlanError, match=rule):
+        reach(asked(tmp_path, goal), tmp_path)
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.slow
+def test_a_quality_that_the_float_model_has_not_is_said_after_the_first_judgement(tmp_path: Path) -> None:
+    recipe = asked(tmp_path, "size >= 2.2x, ece <= 0.0000001")
+    study = reach(recipe, tmp_path)
+    assert "out of reach: the float model itself has" in study.ended
+    assert len(study.trials) == 1
+
+
+def test_another_goal_does_not_go_on_with_a_study(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "recipe.yaml", {**changed(image_recipe(tmp_path)), "goal": "size >= 900x"})
+    result = cli(["sweep", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "study")], tmp_path)
+    assert result.returncode == 2
+    assert "out of reach" in result.stderr
