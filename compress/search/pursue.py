@@ -35,6 +35,7 @@ from compress.search.chains import (
     find_smallest,
     foresee_size,
     ground_of,
+    hold_format,
     list_formats,
     list_structures,
     probes,
