@@ -6,6 +6,8 @@ passes' own checks take it.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +19,19 @@ from compress.passes.depth import evenly_spaced, without_blocks
 from compress.passes.prune_channels import PruneChannels, count_cost
 
 Passes = list[dict[str, Any]]
-FEWER_BITS = (8, 4, 3, 2)
+FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
+"""By what the target reads: ONNX stores nothing in less than four bits."""
 GROUP = 32
 """Inputs that share a scale in few bits: what every target has kernels for."""
-DEPTHS = (2 / 3, 1 / 3, 1.0, 0.0)
-"""How much of the work that goes is taken out as whole blocks, the rest as channels: the most hopeful first."""
+DEPTHS = (1.0, 0.7, 0.4, 0.0)
+"""How much of the time that goes is taken out as whole blocks, the rest as channels: the surest first, as a block takes
+all of its time with it."""
 MOST_EPOCHS = 100.0
 """Of a training that its time ends."""
 LEAST_SMALLER = 1.1
 """What a format must make of the model's size to be worth a look."""
+ALIKE = 0.1
+"""Logarithm of two shares' ratio below which they are as good as the same."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
 
@@ -63,7 +69,7 @@ class Ground:
 
 
 def make_pass(given: Mapping[str, Any]) -> Pass:
-    return KINDS[given["kind"]].model_validate(dict(given))
+    return KINDS[given["kind"]].model_validate_json(json.dumps(given), strict=True)
 
 
 def list_formats(ground: Ground) -> dict[str, Passes]:
@@ -75,7 +81,7 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
         "int8-equalized": [{"kind": "equalize"}, {"kind": "int8"}],
         "int8-dynamic": [{"kind": "int8", "mode": "dynamic"}],
     }
-    for bits in FEWER_BITS:
+    for bits in FEWER_BITS[ground.target.reads]:
         weights = {"kind": rounding, "bits": bits, "group_size": GROUP, "indivisible": "fit"}
         found[f"w{bits}"] = [weights]
         found[f"w{bits}-tables"] = [weights | {"embeddings": "W8", "lm_head": "W8"}]
@@ -95,6 +101,11 @@ class Structure:
     def name(self) -> str:
         parts = [(self.keep, "blocks"), (self.max_params, "params"), (self.max_flops, "flops")]
         return "-".join(f"{word}{round(100 * n) if isinstance(n, float) else n}" for n, word in parts if n is not None)
+
+    def is_like(self, other: Structure) -> bool:
+        """Return whether both keep as many blocks and nearly the same shares."""
+        pairs = [(self.max_params or 1, other.max_params or 1), (self.max_flops or 1, other.max_flops or 1)]
+        return self.keep == other.keep and all(abs(math.log(a / b)) < ALIKE for a, b in pairs)
 
     def passes(self) -> Passes:
         shares = {"max_params": self.max_params, "max_flops": self.max_flops}
@@ -117,18 +128,27 @@ class Needs:
         return self.size > LEAST_GAIN or self.speed > LEAST_GAIN
 
 
-def design(ground: Ground, needs: Needs, depth: float, gain: float) -> Structure | None:
+@dataclass(frozen=True)
+class Yields:
+    """By which power of a share, as the plan counts it, what is measured falls: 1 where it falls as the share does.
+
+    `time_by_blocks`: of the multiply-accumulates, where whole blocks go; `time_by_channels`: where channels do;
+    `weights_by_blocks`: of the weights, since the blocks that go are not known before.
+    """
+
+    time_by_blocks: float = 1.0
+    time_by_channels: float = 0.65
+    weights_by_blocks: float = 1.0
+
+
+def design(ground: Ground, needs: Needs, depth: float, yields: Yields) -> Structure | None:
     """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
 
-    `depth`: the part of the work to go (of the weights, where no time is to be gained) that goes as whole blocks. `gain`: the power of the multiply-accumulates by
-    which time falls where channels go (1: as they do).
+    `depth`: the part of the time to go (of the weights, where no time is to be gained) that goes as whole blocks.
     """
-    fast = needs.speed > LEAST_GAIN
-    blocks = _choose_blocks(ground.facts, (needs.speed if fast else needs.size) ** -depth, fast)
-    keep, macs, weights = blocks if depth and needs.any else (None, 1.0, 1.0)
-    share = 1 / (needs.size * weights)
-    rest = needs.speed * macs
-    flops = rest ** (-1 / gain) if rest > LEAST_GAIN else None
+    keep, faster, smaller = _choose_blocks(ground.facts, needs, depth, yields) if depth else (None, 1.0, 1.0)
+    rest, share = needs.speed / faster, smaller / needs.size
+    flops = rest ** (-1 / yields.time_by_channels) if rest > LEAST_GAIN else None
     params = share if share < 1 / LEAST_GAIN else None
     found = Structure(keep, _round(params), _round(flops))
     return None if found == Structure() or ground.explain_misfit(found.passes()) else found
@@ -138,28 +158,41 @@ def _round(share: float | None) -> float | None:
     return None if share is None else max(round(share, 3), 0.001)
 
 
-def _choose_blocks(facts: ModelFacts, share: float, by_work: bool) -> tuple[int | None, float, float]:
-    """Return the most blocks with which at most this share of work (or of weights) stays, and the shares of both.
+def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields) -> tuple[int | None, float, float]:
+    """Return how many blocks stay so that those that go give their part of what is needed, and what that gives.
 
-    None of the number, and whole shares, where no block can go or all may stay.
+    That is: how many times faster and smaller. None, 1 and 1 where no block can go, or none has to.
     """
+    fast = needs.speed > LEAST_GAIN
+    wanted = (needs.speed if fast else needs.size) ** depth
     blocks = facts.removable or ()
+    if wanted <= LEAST_GAIN:
+        return None, 1.0, 1.0
     for keep in range(len(blocks) - 1, 0, -1):
-        stay = evenly_spaced(len(blocks), keep)
-        after = without_blocks(facts, [block.name for n, block in enumerate(blocks) if n not in stay])
-        macs, weights = after.macs / max(facts.macs, 1), _count_weights(after) / _count_weights(facts)
-        if (macs if by_work else weights) <= share or keep == 1:
-            return keep, macs, weights
+        macs, weights = count_left(facts, keep)
+        faster, smaller = macs**-yields.time_by_blocks, weights**-yields.weights_by_blocks
+        if (faster if fast else smaller) >= wanted or keep == 1:
+            return keep, faster, smaller
     return None, 1.0, 1.0
+
+
+def count_left(facts: ModelFacts, keep: int | None) -> tuple[float, float]:
+    """Return the shares of multiply-accumulates and weights that are left with so many blocks, evenly spaced."""
+    blocks = facts.removable or ()
+    if keep is None:
+        return 1.0, 1.0
+    stay = evenly_spaced(len(blocks), keep)
+    after = without_blocks(facts, [block.name for n, block in enumerate(blocks) if n not in stay])
+    return after.macs / max(facts.macs, 1), _count_weights(after) / _count_weights(facts)
 
 
 def _count_weights(facts: ModelFacts) -> float:
     return count_cost("max_params", facts)
 
 
-def list_structures(ground: Ground, needs: Needs, gain: float) -> list[Structure]:
+def list_structures(ground: Ground, needs: Needs, yields: Yields) -> list[Structure]:
     """Return structures that are foreseen to meet the needs, each once, the most hopeful first."""
-    designed = (design(ground, needs, depth, gain) for depth in DEPTHS)
+    designed = (design(ground, needs, depth, yields) for depth in DEPTHS)
     return list(dict.fromkeys(found for found in designed if found is not None))
 
 

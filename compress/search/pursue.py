@@ -31,6 +31,8 @@ from compress.search.chains import (
     Needs,
     Passes,
     Structure,
+    Yields,
+    count_left,
     find_least_bytes,
     find_smallest,
     foresee_size,
@@ -68,9 +70,10 @@ CUT_S, JUDGING_S = 40.0, 60.0
 """What cutting a structure takes, and building and judging a format, before anything was measured."""
 ROOM = {"size": 1.02, "speed": 1.06}
 """By how much structures are made to pass the goal: a file is foreseen better than a time."""
-GAIN = 0.65
-"""The power of the multiply-accumulates by which time falls where channels go, before anything was measured."""
-GAINS = (0.25, 1.2)
+YIELDS = (0.2, 1.5)
+"""Between these a measured yield is believed."""
+FAR = 1.1
+"""How many times less than what is needed a structure may give and still be compared with the others."""
 SLACK = 0.04
 """How far a structure may be beyond what is asked for and still be taken as it is."""
 OVERHEAD, SPARE_S = 1.25, 15.0
@@ -87,7 +90,7 @@ class Evidence:
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
     `raced`: chain -> the structure that is trained a little; `chosen`: the same of those that are trained in full, with
-    their sizes set right. `gain`: as in `design`. `planned_s`: of the full training, as it was planned for the race.
+    their sizes set right. `yields`: what the race taught. `planned_s`: of the full training, as it was planned for the race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
@@ -95,12 +98,15 @@ class Evidence:
     base: str = ""
     raced: dict[str, Shares] = field(default_factory=dict)
     chosen: dict[str, Shares] = field(default_factory=dict)
-    gain: float = GAIN
+    yields: Yields = field(default_factory=Yields)
     planned_s: float = 0.0
 
     @classmethod
     def read(cls, file: Path) -> Evidence:
-        return cls(**json.loads(file.read_text())) if file.exists() else cls()
+        if not file.exists():
+            return cls()
+        data = json.loads(file.read_text())
+        return cls(**{**data, "yields": Yields(**data["yields"])})
 
 
 def pursue(
@@ -374,9 +380,9 @@ class Pursuit:
         for name in list(self.known.raced):
             self.try_structure(name, taste)
         while len(self.known.raced) < n and not self.known.chosen:
-            depths = {shares["keep"] for shares in self.known.raced.values()}
-            found = list_structures(self.ground, needs, self.known.gain)
-            structure = next((each for each in found if each.keep not in depths), None)
+            raced = [Structure(**shares) for shares in self.known.raced.values()]
+            found = list_structures(self.ground, needs, self.known.yields)
+            structure = next((s for s in found if not any(s.is_like(other) for other in raced)), None)
             if structure is None:
                 break
             self.known.raced[structure.name] = asdict(structure)
@@ -400,26 +406,39 @@ class Pursuit:
         chain = self.chain_of(structure, self.known.planned_s)
         run = self.try_chain(name, SHORT, chain, factor)
         if run is not None and run.state == "judged":
-            self.learn_gain(name, structure)
+            self.learn_yields(name, structure)
 
     def chain_of(self, structure: Structure, seconds: float) -> Passes:
         return [*structure.passes(), train(seconds), *hold_format(self.formats[self.known.base])]
 
-    def learn_gain(self, name: str, structure: Structure) -> None:
-        """Note by which power of the multiply-accumulates this structure's channels made it faster."""
-        reached = self.read_needs(self.known.base).speed / max(self.read_needs(name).speed, 1e-9)
-        depth = Structure(keep=structure.keep).passes()
-        macs = self.ground.facts_after(depth).macs / max(self.ground.facts.macs, 1)
-        if structure.max_flops is None or not self.asks_speed:
-            return
-        gain = math.log(max(reached * macs, 1.001)) / math.log(1 / structure.max_flops)
-        self.known.gain = min(max(gain, GAINS[0]), GAINS[1])
+    def learn_yields(self, name: str, structure: Structure) -> None:
+        """Note how time and weights followed what was cut of this structure."""
+        base, left = self.read_needs(self.known.base), self.read_needs(name)
+        macs, weights = count_left(self.ground.facts, structure.keep)
+        by_blocks, by_channels = math.log(1 / macs), math.log(1 / (structure.max_flops or 1))
+        yields, found = self.known.yields, dict[str, float]()
+        if self.asks_size and structure.keep is not None:
+            smaller = math.log(base.size / left.size * (structure.max_params or 1))
+            found["weights_by_blocks"] = smaller / math.log(1 / weights)
+        if self.asks_speed and by_blocks > 2 * by_channels:
+            faster = math.log(base.speed / left.speed) - yields.time_by_channels * by_channels
+            found["time_by_blocks"] = faster / by_blocks
+        elif self.asks_speed and by_channels:
+            faster = math.log(base.speed / left.speed) - yields.time_by_blocks * by_blocks
+            found["time_by_channels"] = faster / by_channels
+        low, high = YIELDS
+        self.known.yields = replace(yields, **{key: min(max(n, low), high) for key, n in found.items()})
         self.keep()
 
     def rank_structures(self) -> list[str]:
-        """Return the structures that were judged with a little training, the best quality first."""
-        judged = [(n, run) for n in self.known.raced if (run := self.run_of(n, SHORT)) and run.state == "judged"]
-        return [name for name, _ in sorted(judged, key=lambda pair: self.rank_key(pair[1]))]
+        """Return the structures that were judged with a little training, the best quality first.
+
+        Without those that are far larger or slower than what is needed, whose quality says little, unless all are.
+        """
+        judged = {n: run for n in self.known.raced if (run := self.run_of(n, SHORT)) and run.state == "judged"}
+        left = {name: self.read_needs(name) for name in judged}
+        near = [name for name in judged if max(left[name].size, left[name].speed) <= FAR]
+        return sorted(near or judged, key=lambda name: self.rank_key(judged[name]))
 
     def rank_key(self, run: Run) -> tuple[float, ...]:
         """Return what a run is ranked by: by how much quality falls short, then quality itself."""
@@ -431,7 +450,7 @@ class Pursuit:
         left, raced = self.read_needs(name), Structure(**self.known.raced[name])  # 1: just so
         flops, params = raced.max_flops, raced.max_params
         if self.asks_speed and not 1 - SLACK <= left.speed <= 1:
-            flops = _limit((flops or 1.0) * left.speed ** (-1 / self.known.gain))
+            flops = _limit((flops or 1.0) * left.speed ** (-1 / self.known.yields.time_by_channels))
         if self.asks_size and not 1 - SLACK <= left.size <= 1:
             params = _limit((params or 1.0) / left.size)
         better = replace(raced, max_flops=flops, max_params=params)

@@ -10,6 +10,7 @@ from compress.search.chains import (
     Ground,
     Needs,
     Structure,
+    Yields,
     design,
     find_least_bytes,
     find_smallest,
@@ -46,7 +47,7 @@ def test_formats_are_those_that_make_this_model_smaller_and_need_no_missing_data
 @pytest.mark.parametrize(("size", "speed"), [(1.5, 2.0), (3.0, 1.2), (2.0, 0.5), (0.5, 3.0)])
 def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, speed: float) -> None:
     given = ground()
-    found = design(given, Needs(size, speed), depth, 1.0)
+    found = design(given, Needs(size, speed), depth, Yields(1, 1, 1))
     assert found is not None
     after = given.facts_after(found.passes())
     assert after.n_bytes <= given.facts.n_bytes / size * 1.001
@@ -54,24 +55,24 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
 
 
 def test_structures_mix_blocks_and_channels_differently_and_where_none_can_go_there_is_one() -> None:
-    found = list_structures(ground(), Needs(1.5, 3.0), 0.7)
+    found = list_structures(ground(), Needs(1.5, 3.0), Yields())
     assert len({each.keep for each in found}) == len(found) == 4
     assert any(each.keep is None for each in found)
     assert any(each.max_flops is None for each in found)
     facts = ground().facts
     whole = Ground(ModelFacts(**{**vars(facts), "removable": ()}), ground().target, True, True)
-    assert [each.keep for each in list_structures(whole, Needs(1.5, 3.0), 0.7)] == [None]
+    assert [each.keep for each in list_structures(whole, Needs(1.5, 3.0), Yields())] == [None]
 
 
 def test_less_gain_from_channels_cuts_more_of_them() -> None:
-    slow, fast = (design(ground(), Needs(1.0, 2.0), 0.0, gain) for gain in (0.5, 1.0))
+    slow, fast = (design(ground(), Needs(1.0, 2.0), 0.0, Yields(time_by_channels=gain)) for gain in (0.5, 1.0))
     assert slow is not None and fast is not None and slow.max_flops is not None and fast.max_flops is not None
     assert slow.max_flops == pytest.approx(fast.max_flops**2, rel=0.01)
 
 
 def test_needs_that_are_met_ask_for_nothing() -> None:
     assert not Needs(1.0, 0.8).any
-    assert list_structures(ground(), Needs(0.9, 1.0), 0.7) == []
+    assert list_structures(ground(), Needs(0.9, 1.0), Yields()) == []
 
 
 def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
