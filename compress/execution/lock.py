@@ -83,11 +83,10 @@ def _describe_data(inputs: Inputs, name: str, samples: Samples, texts: Mapping[P
 
 
 def list_clocked(recipe: Recipe, results: Sequence[PassResult[object]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (index of a pass, its fields) for training: what it settled, and the steps that a clock left it."""
+    """Yield (index of a pass, its fields): what it settled, and of training the steps that a clock left it."""
     for number, (config, result) in enumerate(zip(recipe.passes, results, strict=True)):
         steps = result.measured.get(config.kind, {}).get("steps")
-        if steps is not None:
-            clocked = getattr(config, "max_seconds", None) is not None
-            fields = ({"steps": int(steps)} if clocked else {}) | dict(result.settled)
-            if fields:
-                yield str(number), fields
+        clocked = steps is not None and getattr(config, "max_seconds", None) is not None
+        fields = ({"steps": int(steps or 0)} if clocked else {}) | dict(result.settled)
+        if fields:
+            yield str(number), fields

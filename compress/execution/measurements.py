@@ -31,6 +31,7 @@ from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
 from compress.store.run_log import Journal
+from compress.work.contexts import Form, TimeModules
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import model_size
@@ -43,13 +44,12 @@ from runtime.report.passes import PassModel
 
 ROUNDS, WARMUP = 400, 10
 TIMING_BUDGET_S = 30.0
-TimeModules = Callable[[Sequence[nn.Module]], list[float]]
 
 
 def module_timer(recipe: Recipe, loaded: TorchModel, batches: Batches) -> TimeModules | None:
-    """Return a function: modules with the inputs of `loaded` -> milliseconds of a call, made in turn.
+    """Return a function: modules with the inputs of `loaded`, and the form of their graphs -> milliseconds of a call.
 
-    A call reads one sample, or as many as the model's inputs fix.
+    Calls are made in turn. One reads a sample, or as many as the model's inputs fix.
 
     The first's is its median; each other's is that times the median of the rounds' own ratios to the first. Other work
     that slows some rounds down then falls on both; on a busy machine ratios of medians of 5 were seen where 1.5 is so.
@@ -65,12 +65,13 @@ def module_timer(recipe: Recipe, loaded: TorchModel, batches: Batches) -> TimeMo
     sample = {key: np.ascontiguousarray(values[:size]) for key, values in example.items()}
     threads, seed = recipe.validate_.benchmark.threads, recipe.seed
 
-    def time_modules(modules: Sequence[nn.Module]) -> list[float]:
+    def time_modules(modules: Sequence[nn.Module], form: Form) -> list[float]:
         with temporary_folder() as folder, ExitStack() as held:
             sessions = []
             for number, module in enumerate(modules):
                 path = folder / f"{number}.onnx"
-                save_graph(float_graph(export_float(replace(loaded, module=module), example, recipe.opset)), path)
+                graph = float_graph(export_float(replace(loaded, module=module), example, recipe.opset))
+                save_graph(form(graph), path)
                 sessions.append(find_backend(name).open(path, threads, {}))
                 held.callback(sessions[-1].close)
             feeds = [[sample]] * len(sessions)

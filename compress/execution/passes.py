@@ -23,7 +23,7 @@ from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, r
 from compress.execution.in_files import float_model_in_files
 from compress.execution.measurements import module_timer
 from compress.execution.quality import shortfall_finder
-from compress.export.onnx import save_graph, with_integers, with_rounded_layers
+from compress.export.onnx import finish, save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
 from compress.export.refill import refill
 from compress.facts import Note
@@ -35,7 +35,8 @@ from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
-from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
+from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_stopwatch
+from compress.quantize.latency import round_all_roughly
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.store.cache import ResultCache, cache_key, find_measured_file
@@ -269,6 +270,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     samples = run.sets.get("calibration", run.sets["evaluation"])
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
+        lambda graph: finish(round_all_roughly(graph), flavour_of(recipe))[0],
         recipe.validate_.benchmark.threads,
         partial(find_measured_file, run.cache.root),
     )

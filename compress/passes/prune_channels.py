@@ -15,7 +15,9 @@ from compress.passes.base import Pass, Stage
 from compress.specs import LayerPattern, one_of
 
 Kind = Literal["channels", "neurons", "heads", "width"]
-BUDGETS = ("ratio", "max_params", "max_flops", "speedup")
+BUDGETS = ("ratio", "widths", "max_params", "max_flops", "speedup")
+TOGETHER = (["max_params", "max_flops"], ["max_params", "speedup"])
+"""Budgets of which two may be kept to at once."""
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
 Units = Mapping[str, int]
 """Dimension -> how many of its units stay."""
@@ -26,7 +28,7 @@ STEPS = 200
 class PruneChannels(Pass):
     """Remove what is coupled, as a whole: the model that is left is a smaller one of the same kind, without masks.
 
-    `ratio`, `speedup`, or one or both of `max_params` and `max_flops` say how much goes.
+    `ratio`, `widths`, or `max_params` with or without `max_flops` or `speedup`, or one of these two, say how much goes.
     """
 
     stage: ClassVar[Stage] = "model"
@@ -42,7 +44,13 @@ class PruneChannels(Pass):
     max_flops: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of the multiply-accumulates that may be left."""
     speedup: Annotated[float, Field(gt=1)] | None = None
-    """How many times faster the float model is to be, on the target; widths are chosen by measured layer times."""
+    """How many times faster the model is to be, on the target; widths are chosen by measured layer times. With
+    `max_params` both are kept to."""
+    timed_in: Literal["float32", "int8"] = "float32"
+    """With `speedup`: the numbers in which model and layers are timed. int8, where the pass `int8` follows: which
+    widths are fast is another question there."""
+    widths: dict[str, Annotated[int, Field(ge=1)]] | None = None
+    """How many units of each dimension stay, by the layer that names it; others stay whole. What a budget chose."""
     dimensions: tuple[Kind, ...] = ("channels", "neurons", "heads")
     """What may go: channels of convolutions, neurons of feed-forward layers, attention heads (of grouped queries, a
     key-value head with its queries), and the width of what blocks add to."""
@@ -65,8 +73,10 @@ class PruneChannels(Pass):
     @model_validator(mode="after")
     def _require_one_budget(self) -> PruneChannels:
         given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if given != ["max_params", "max_flops"]:
-            one_of(self, BUDGETS, ", or max_params and max_flops")
+        if given not in TOGETHER:
+            one_of(self, BUDGETS, ", or max_params and one of max_flops and speedup")
+        if self.timed_in != "float32" and self.speedup is None:
+            raise ValueError("timed_in says what a speedup is measured in; give speedup, or leave it out")
         return self
 
     @property
@@ -84,7 +94,9 @@ class PruneChannels(Pass):
             problems.append(f"{self.kind}: nothing is left to prune (of this model {found} could be; see dimensions)")
         if problems:
             return PassPlan(facts, problems=tuple(problems))
-        ratio = self.ratio if self.ratio is not None else self._find_ratio(facts, taken)
+        if problems := self._find_width_problems(taken):
+            return PassPlan(facts, problems=tuple(problems))
+        ratio = 0.0 if self.widths is not None else self.ratio or self._find_ratio(facts, taken)
         if ratio is None:
             return PassPlan(facts, problems=(self._explain_out_of_reach(facts, taken),))
         units = {group.name: self._count_kept(group, ratio) for group in taken}  # as `plan_units` gives them
@@ -105,7 +117,7 @@ class PruneChannels(Pass):
         """Return how many units of each group that is cut are to stay; under a budget, about."""
         types = {layer.name: layer.type for layer in facts.layers}
         taken = [group for group in facts.prunable or () if self.takes(group, types)]
-        ratio = self.ratio if self.ratio is not None else self._find_ratio(facts, taken)
+        ratio = 0.0 if self.widths is not None else self.ratio or self._find_ratio(facts, taken)
         return {} if ratio is None else {group.name: self._count_kept(group, ratio) for group in taken}
 
     def takes(self, group: Prunable, types: Mapping[str, str]) -> bool:
@@ -113,6 +125,16 @@ class PruneChannels(Pass):
         among = any(matches(p, name, types[name]) for p in self.targets for name in group.writers)
         ignored = any(matches(p, name, types[name]) for p in self.ignore for name in group.writers)
         return group.kind in self.dimensions and not ignored and (among or not self.targets)
+
+    def _find_width_problems(self, taken: Sequence[Prunable]) -> list[str]:
+        units = {group.name: group.n_units for group in taken}
+        return [
+            f"{self.kind}: widths: {name}: "
+            + (f"has {units[name]} units, not {width}" if name in units else "names no dimension that can be cut")
+            + f"; there are {', '.join(f'{key} of {n}' for key, n in list(units.items())[:4])}"
+            for name, width in (self.widths or {}).items()
+            if width > units.get(name, 0)
+        ]
 
     def _explain_too_few_heads(self, group: Prunable) -> str:
         """Explain that the ratio removes less than one whole group of query heads and their key-value head."""
@@ -164,6 +186,8 @@ class PruneChannels(Pass):
 
     def _count_kept(self, group: Prunable, ratio: float) -> int:
         """Count the units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""
+        if self.widths is not None:
+            return self.widths.get(group.name, group.n_units)
         units = count_kept_units(group.n_units, group.kind, ratio, self.round_to)
         return units if self.ratio is not None else max(units, self._find_minimum(group))
 
@@ -189,7 +213,7 @@ class PruneChannels(Pass):
     def _decide_layers(
         self, facts: ModelFacts, taken: list[Prunable], units: dict[str, int]
     ) -> tuple[LayerDecision, ...]:
-        about = "expected: " if self.ratio is None else ""
+        about = "expected: " if self.ratio is None and self.widths is None else ""
         said = {
             name: (group, f"{about}{units[group.name]} of {group.n_units} {group.kind} stay")
             for group in taken
@@ -207,7 +231,7 @@ class PruneChannels(Pass):
         return tuple(decisions)
 
     def _make_notes(self, facts: ModelFacts, after: ModelFacts) -> tuple[Note, ...]:
-        how = "" if self.ratio is not None else "about "
+        how = "" if self.ratio is not None or self.widths is not None else "about "
         text = (
             f"{self.kind}: {how}{after.n_bytes / facts.n_bytes:.0%} of the weights and "
             f"{after.macs / max(facts.macs, 1):.0%} of the multiply-accumulates stay"

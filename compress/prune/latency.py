@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
@@ -131,15 +132,33 @@ def _find_layer_shape(layer: Any, places: tuple[int, ...], into: AxisSize) -> La
     )
 
 
-def measure(
-    wanted: Sequence[Wanted], backend: str, threads: int, rounds: int = 60, budget_s: float = 20.0, seed: int = 0
-) -> list[LatencyTable]:
+def keep_form(model: ir.Model) -> ir.Model:
+    """Return a graph as it is: layers are timed in float."""
+    return model
+
+
+@dataclass(frozen=True)
+class Stand:
+    """What layers are timed on. `form`: writes a float graph in the numbers that they are timed in.
+
+    `rounds` of each, `budget_s` seconds for each layer at most.
+    """
+
+    backend: str
+    threads: int
+    form: Callable[[ir.Model], ir.Model] = keep_form
+    rounds: int = 60
+    budget_s: float = 20.0
+    seed: int = 0
+
+
+def measure(wanted: Sequence[Wanted], stand: Stand) -> list[LatencyTable]:
     """Return one table for each different layer; its sizes are timed in turn with each other, and the medians kept.
 
-    `budget_s`: seconds for each layer, at most. Raises what the backend raises.
+    Raises what the backend raises.
     """
     distinct = dict.fromkeys((case.shape, case.outs, case.ins) for case in wanted)
-    return [_measure_table(*case, backend, threads, rounds, budget_s, seed) for case in distinct]
+    return [_measure_table(*case, stand) for case in distinct]
 
 
 def latency_cost(
@@ -193,30 +212,21 @@ def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]]
     return lambda sizes: scale * (table.at(sizes) - full)
 
 
-def _measure_table(
-    shape: LayerShape,
-    outs: tuple[int, ...],
-    ins: tuple[int, ...],
-    backend: str,
-    threads: int,
-    rounds: int,
-    budget_s: float,
-    seed: int,
-) -> LatencyTable:
+def _measure_table(shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], stand: Stand) -> LatencyTable:
     sessions: list[Session] = []
     feeds, links = [], []
     with temporary_folder() as folder, ExitStack() as stack:
         for number, (n_out, n_in) in enumerate((o, i) for o in outs for i in ins):
             model, n_links = chain(shape, n_out, n_in)
             path = folder / f"{number}.onnx"
-            onnx.save(model, path)
-            session = find_backend(backend).open(path, threads, {})
+            ir.save(stand.form(ir.from_proto(model)), path)
+            session = find_backend(stand.backend).open(path, stand.threads, {})
             stack.callback(session.close)
             sessions.append(session)
             size = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
-            feeds.append([{"x": np.random.default_rng(seed).standard_normal(size).astype(np.float32)}])
+            feeds.append([{"x": np.random.default_rng(stand.seed).standard_normal(size).astype(np.float32)}])
             links.append(n_links)
-        seconds = np.median(time_rounds(sessions, feeds, rounds, 3, seed, budget_s), axis=1)
+        seconds = np.median(time_rounds(sessions, feeds, stand.rounds, 3, stand.seed, stand.budget_s), axis=1)
     ms = (1000 * seconds / (2 * np.array(links))).reshape(len(outs), len(ins))
     return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in ms))
 

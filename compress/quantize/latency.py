@@ -26,7 +26,7 @@ from onnx import TensorProto, helper, numpy_helper
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import IN_MEMORY, Feeds, open_session, tap, weight_bytes
 from compress.quantize.int8 import with_integer_layers
-from compress.quantize.placement import ACTIVATIONS, Kind, after_activation
+from compress.quantize.placement import ACTIVATIONS, after_activation, decide_kind
 from compress.quantize.qdq import placement_of
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState, Range
@@ -220,11 +220,15 @@ def time_layer(call: LayerCall, stopwatch: Stopwatch, dynamic: bool = False) -> 
 
 
 def _float_and_int8(model: ir.Model, dynamic: bool) -> tuple[GraphState, GraphState]:
+    return GraphState(model), round_all_roughly(model, dynamic)
+
+
+def round_all_roughly(model: ir.Model, dynamic: bool = False) -> GraphState:
+    """Return the graph with all its layers in eight bits, as far as speed goes."""
     layers = find_layers(model)
-    kind: Kind = "all" if layers[0].op == "Conv" else "inputs"
-    names = [layer.name for layer in layers]
-    state = with_integer_layers(GraphState(model), names, kind, False, dynamic, round_roughly)
-    return GraphState(model), pretend_ranges(state)
+    names = [layer.name for layer in layers if layer.op != "Gather"]
+    state = with_integer_layers(GraphState(model), names, decide_kind(layers), False, dynamic, round_roughly)
+    return pretend_ranges(state)
 
 
 def pretend_ranges(state: GraphState) -> GraphState:

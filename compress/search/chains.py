@@ -91,25 +91,34 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
 
 @dataclass(frozen=True)
 class Structure:
-    """A smaller model of the same kind: `keep` of the blocks (None: all), and shares that may be left of what remains."""
+    """A smaller model of the same kind: fewer blocks, then fewer channels, neurons and heads in those that stay.
+
+    `keep`: blocks that stay; None: all. `max_params`: the share of what is then left that may stay; None: any.
+    `speedup`: how many times faster that is to become, measured in the numbers `timed_in`; None: no faster.
+    """
 
     keep: int | None = None
     max_params: float | None = None
-    max_flops: float | None = None
+    speedup: float | None = None
+    timed_in: str = "float32"
 
     @property
     def name(self) -> str:
-        parts = [(self.keep, "blocks"), (self.max_params, "params"), (self.max_flops, "flops")]
-        return "-".join(f"{word}{round(100 * n) if isinstance(n, float) else n}" for n, word in parts if n is not None)
+        parts = [
+            "" if self.keep is None else f"blocks{self.keep}",
+            "" if self.max_params is None else f"params{100 * self.max_params:.0f}",
+            "" if self.speedup is None else f"faster{100 * self.speedup:.0f}",
+        ]
+        return "-".join(filter(None, parts))
 
     def is_like(self, other: Structure) -> bool:
-        """Return whether both keep as many blocks and nearly the same shares."""
-        pairs = [(self.max_params or 1, other.max_params or 1), (self.max_flops or 1, other.max_flops or 1)]
+        """Return whether both keep as many blocks and nearly the same of the rest."""
+        pairs = [(self.max_params or 1, other.max_params or 1), (self.speedup or 1, other.speedup or 1)]
         return self.keep == other.keep and all(abs(math.log(a / b)) < ALIKE for a, b in pairs)
 
     def passes(self) -> Passes:
-        shares = {"max_params": self.max_params, "max_flops": self.max_flops}
-        given = {name: share for name, share in shares.items() if share is not None}
+        given: dict[str, Any] = {} if self.max_params is None else {"max_params": self.max_params}
+        given |= {} if self.speedup is None else {"speedup": self.speedup, "timed_in": self.timed_in}
         return [
             *([{"kind": "prune_layers", "keep": self.keep}] if self.keep is not None else []),
             *([{"kind": "prune_channels", **given}] if given else []),
@@ -132,30 +141,26 @@ class Needs:
 class Yields:
     """By which power of a share, as the plan counts it, what is measured falls: 1 where it falls as the share does.
 
-    `time_by_blocks`: of the multiply-accumulates, where whole blocks go; `time_by_channels`: where channels do;
-    `weights_by_blocks`: of the weights, since the blocks that go are not known before.
+    `time_by_blocks`: of the multiply-accumulates, where whole blocks go; `time_by_channels`: of the time that their
+    pass measures; `weights_by_blocks`: of the weights, since the blocks that go are not known before.
     """
 
     time_by_blocks: float = 1.0
-    time_by_channels: float = 0.65
+    time_by_channels: float = 1.0
     weights_by_blocks: float = 1.0
 
 
-def design(ground: Ground, needs: Needs, depth: float, yields: Yields) -> Structure | None:
+def design(ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in: str = "float32") -> Structure | None:
     """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
 
     `depth`: the part of the time to go (of the weights, where no time is to be gained) that goes as whole blocks.
     """
     keep, faster, smaller = _choose_blocks(ground.facts, needs, depth, yields) if depth else (None, 1.0, 1.0)
     rest, share = needs.speed / faster, smaller / needs.size
-    flops = rest ** (-1 / yields.time_by_channels) if rest > LEAST_GAIN else None
-    params = share if share < 1 / LEAST_GAIN else None
-    found = Structure(keep, _round(params), _round(flops))
-    return None if found == Structure() or ground.explain_misfit(found.passes()) else found
-
-
-def _round(share: float | None) -> float | None:
-    return None if share is None else max(round(share, 3), 0.001)
+    speedup = round(rest ** (1 / yields.time_by_channels), 3) if rest > LEAST_GAIN else None
+    params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
+    found = Structure(keep, params, speedup, timed_in)
+    return None if not found.passes() or ground.explain_misfit(found.passes()) else found
 
 
 def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields) -> tuple[int | None, float, float]:
@@ -190,9 +195,9 @@ def _count_weights(facts: ModelFacts) -> float:
     return count_cost("max_params", facts)
 
 
-def list_structures(ground: Ground, needs: Needs, yields: Yields) -> list[Structure]:
+def list_structures(ground: Ground, needs: Needs, yields: Yields, timed_in: str = "float32") -> list[Structure]:
     """Return structures that are foreseen to meet the needs, each once, the most hopeful first."""
-    designed = (design(ground, needs, depth, yields) for depth in DEPTHS)
+    designed = (design(ground, needs, depth, yields, timed_in) for depth in DEPTHS)
     return list(dict.fromkeys(found for found in designed if found is not None))
 
 
@@ -226,6 +231,12 @@ def train(seconds: float) -> dict[str, Any]:
         "ema_decay": "auto",
         "max_seconds": round(seconds, 1),
     }
+
+
+def find_numbers(passes: Passes) -> str:
+    """Return the numbers in which a format's layers compute, as `prune_channels` times them."""
+    static = any(given["kind"] == "int8" and given.get("mode") != "dynamic" for given in passes)
+    return "int8" if static else "float32"
 
 
 def hold_format(passes: Passes) -> Passes:

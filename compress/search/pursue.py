@@ -27,6 +27,7 @@ from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Racing, Search, Space
 from compress.search.chains import (
+    LEAST_GAIN,
     Ground,
     Needs,
     Passes,
@@ -34,6 +35,7 @@ from compress.search.chains import (
     Yields,
     count_left,
     find_least_bytes,
+    find_numbers,
     find_smallest,
     foresee_size,
     ground_of,
@@ -90,7 +92,7 @@ class Evidence:
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
     `raced`: chain -> the structure that is trained a little; `chosen`: the same of those that are trained in full, with
-    their sizes set right. `yields`: what the race taught. `planned_s`: of the full training, as it was planned for the race.
+    their sizes set right. `yields`: what the race taught. `planned_s`: of the full training, as planned for the race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
@@ -381,7 +383,8 @@ class Pursuit:
             self.try_structure(name, taste)
         while len(self.known.raced) < n and not self.known.chosen:
             raced = [Structure(**shares) for shares in self.known.raced.values()]
-            found = list_structures(self.ground, needs, self.known.yields)
+            numbers = find_numbers(self.formats[self.known.base])
+            found = list_structures(self.ground, needs, self.known.yields, numbers)
             structure = next((s for s in found if not any(s.is_like(other) for other in raced)), None)
             if structure is None:
                 break
@@ -415,7 +418,7 @@ class Pursuit:
         """Note how time and weights followed what was cut of this structure."""
         base, left = self.read_needs(self.known.base), self.read_needs(name)
         macs, weights = count_left(self.ground.facts, structure.keep)
-        by_blocks, by_channels = math.log(1 / macs), math.log(1 / (structure.max_flops or 1))
+        by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
         yields, found = self.known.yields, dict[str, float]()
         if self.asks_size and structure.keep is not None:
             smaller = math.log(base.size / left.size * (structure.max_params or 1))
@@ -448,12 +451,14 @@ class Pursuit:
     def set_right(self, name: str) -> Structure:
         """Return the structure that was raced, its shares changed so that size and speed are what the goal asks for."""
         left, raced = self.read_needs(name), Structure(**self.known.raced[name])  # 1: just so
-        flops, params = raced.max_flops, raced.max_params
+        speedup, params = raced.speedup, raced.max_params
         if self.asks_speed and not 1 - SLACK <= left.speed <= 1:
-            flops = _limit((flops or 1.0) * left.speed ** (-1 / self.known.yields.time_by_channels))
+            wanted = (speedup or 1.0) * left.speed ** (1 / self.known.yields.time_by_channels)
+            speedup = round(wanted, 3) if wanted > LEAST_GAIN else None
         if self.asks_size and not 1 - SLACK <= left.size <= 1:
-            params = _limit((params or 1.0) / left.size)
-        better = replace(raced, max_flops=flops, max_params=params)
+            share = (params or 1.0) / left.size
+            params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
+        better = replace(raced, speedup=speedup, max_params=params)
         return raced if self.ground.explain_misfit(better.passes()) else better
 
     def train_in_full(self, structure: Structure) -> Run | None:
@@ -531,11 +536,6 @@ class Pursuit:
 
     def keep(self) -> None:
         write_json(self.file, asdict(self.known))
-
-
-def _limit(share: float) -> float | None:
-    """Return a share that may be left; None where all may stay."""
-    return None if share >= 1 - SLACK / 2 else max(round(share, 3), 0.001)
 
 
 def _is_speed(metric: str) -> bool:

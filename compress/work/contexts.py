@@ -12,19 +12,26 @@ from torch import nn
 from compress.context import Feeds, PassContext, TrainSet
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
+from compress.prune.latency import keep_form
 from compress.quantize.latency import Stopwatch
+
+Form = Callable[[ir.Model], ir.Model]
+TimeModules = Callable[[Sequence[nn.Module], Form], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Timing:
     """How a pass measures speed on the target.
 
-    `time_modules`: exports torch modules that take the model's inputs and times them against each other: milliseconds
-    of each (median, one sample); None where the target does not run here. `threads`: of what is timed. `file_of`: the
-    file, there or not, that keeps what was measured on this machine for a key of JSON values; None: nothing is kept.
+    `time_modules`: exports torch modules that take the model's inputs, writes their graphs as a form says, and times
+    them against each other: milliseconds of each (median, one sample); None where the target does not run here.
+    `in_int8`: the form of graphs whose layers are in eight bits, as the target gets them. `threads`: of what is timed.
+    `file_of`: the file, there or not, that keeps what was measured on this machine for a key of JSON values; None:
+    nothing is kept.
     """
 
-    time_modules: Callable[[Sequence[nn.Module]], Sequence[float]] | None = None
+    time_modules: TimeModules | None = None
+    in_int8: Form = keep_form
     threads: int = 1
     file_of: Callable[[Sequence[object]], Path] | None = None
 

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -31,9 +32,11 @@ from compress.prune.dimensions import Coupling, Dimension
 from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.latency import (
     LatencyTable,
+    Stand,
     Wanted,
     find_wanted_layers,
     from_json,
+    keep_form,
     latency_cost,
     measure,
     measure_scale,
@@ -44,7 +47,7 @@ from compress.prune.shrink import ShrinkResult, remove_all, renumber_dimension, 
 from compress.prune.surgery import differs_from_masked, remove
 from compress.store.durable import seal, unseal
 from compress.tasks import find_torch_task
-from compress.work.contexts import ModelContext
+from compress.work.contexts import Form, ModelContext
 from compress.work.prune_batches import pruning_batches
 from runtime.bundle.files import write_whole
 from runtime.measure.environment import cpu_info
@@ -94,8 +97,9 @@ def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: Mode
     follow_data(module, batches)
     loaded = replace(loaded, module=module)
     notes = [*choice.notes, *_make_notes(knobs, record, built, module), *_follow_config(module, built)]
+    decisions = _make_decisions(module, types, coupling, record)
     return PassResult(
-        loaded, _make_decisions(module, types, coupling, record), tuple(notes), _collect_measurements(record)
+        loaded, decisions, tuple(notes), _collect_measurements(record), settled=_settle_widths(knobs, record)
     )
 
 
@@ -133,6 +137,14 @@ def _make_decisions(
         else LayerDecision(name, kind, "kept", coupling.kept.get(name, "as wide as it was") + unfitted.get(name, ""))
         for name, kind in types.items()
     )
+
+
+def _settle_widths(knobs: PruneChannels, record: ShrinkResult) -> dict[str, Any]:
+    """Return the widths that measured times chose, which make the same model anywhere; {} where none were measured."""
+    if knobs.speedup is None:
+        return {}
+    cut = {d.name: len(d.kept) for d in record.dimensions if len(d.kept) < d.n_units}
+    return {"widths": cut, "timed_in": "float32"} | dict.fromkeys(("speedup", "max_params"))
 
 
 def _collect_measurements(record: ShrinkResult) -> dict[str, dict[str, float]]:
@@ -200,19 +212,26 @@ def _decide_widths(knobs: PruneChannels, given: Choosing) -> Choice:
                 for dimension in given.dimensions
             )
         )
+    if knobs.widths is not None:
+        return Choice(tuple(knobs.widths.get(dimension.name, dimension.n_units) for dimension in given.dimensions))
     groups = _group_dimensions(knobs, given)
     options = _make_options(knobs, given, groups)
     if knobs.speedup is not None:
         return _choose_fast_enough(knobs, given, groups, options)
     full = [dimension.n_units for dimension in given.dimensions]
-    limits = []
-    if knobs.max_params is not None:
-        cost = parameters_cost(given.module, given.dimensions)
-        limits.append(Limit(_merge_cost(cost, groups), knobs.max_params * cost.at(full)))
+    limits = _limit_params(knobs, given, groups)
     if knobs.max_flops is not None:
         cost = macs_cost(given.module, given.dimensions, given.sample)
         limits.append(Limit(_merge_cost(cost, groups), knobs.max_flops * cost.at(full)))
     return Choice(_spread(choose_widths(options, limits), groups))
+
+
+def _limit_params(knobs: PruneChannels, given: Choosing, groups: Groups) -> list[Limit]:
+    if knobs.max_params is None:
+        return []
+    cost = parameters_cost(given.module, given.dimensions)
+    whole = cost.at([dimension.n_units for dimension in given.dimensions])
+    return [Limit(_merge_cost(cost, groups), knobs.max_params * whole)]
 
 
 Groups = list[list[int]]
@@ -269,15 +288,17 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
     full = [dimension.n_units for dimension in given.dimensions]
     layers = find_wanted_layers(given.module, given.dimensions, _spread_widths(options, groups), given.sample)
-    tables = _measure_tables(layers, given.context)
-    (whole_ms,) = time_all([given.module])
+    form = given.context.timing.in_int8 if knobs.timed_in == "int8" else keep_form
+    tables = _measure_tables(layers, given.context, knobs.timed_in, form)
+    (whole_ms,) = time_all([given.module], form)
+    others = _limit_params(knobs, given, groups)
     scale, goal = 1.0, wanted_speedup
     best: tuple[float, float, tuple[int, ...]] | None = None
     for _ in range(TRIES):
         cost = latency_cost(whole_ms, layers, tables, full, scale)
         limit = Limit(_merge_cost(cost, groups), whole_ms / goal)
-        widths = _spread(choose_widths(options, [limit]), groups)
-        before_ms, after_ms = time_all([given.module, _cut_copy(given, widths)])
+        widths = _spread(choose_widths(options, [limit, *others]), groups)
+        before_ms, after_ms = time_all([given.module, _cut_copy(given, widths)], form)
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
         if reached >= wanted_speedup and (best is None or reached < best[0]):
@@ -292,7 +313,8 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
             f"{knobs.kind}: speedup {wanted_speedup:g} was not reached: the last of {TRIES} choices of widths is "
             f"{reached:.2f} times as fast; ask for less, or allow more dimensions"
         )
-    text = f"{knobs.kind}: {best[0]:.2f} times as fast as before, measured on {given.context.target.name}"
+    where = f"{given.context.target.name} in {knobs.timed_in}"
+    text = f"{knobs.kind}: {best[0]:.2f} times as fast as before, measured on {where}"
     return Choice(best[2], (Note("info", f"{text}; the layers' times foretold {best[1]:.2f}"),))
 
 
@@ -311,18 +333,18 @@ def _cut_copy(given: Choosing, widths: Sequence[int]) -> nn.Module:
     return smaller
 
 
-def _measure_tables(layers: Sequence[Wanted], context: ModelContext) -> list[LatencyTable]:
-    """Measure the layers' times, or read what an earlier run on this machine measured."""
-    backend, threads = context.target.name, context.timing.threads
+def _measure_tables(layers: Sequence[Wanted], context: ModelContext, numbers: str, form: Form) -> list[LatencyTable]:
+    """Measure the layers' times in these numbers, or read what an earlier run on this machine measured."""
+    stand = Stand(context.target.name, context.timing.threads, form, seed=context.seed)
     if context.timing.file_of is None:
-        return measure(layers, backend, threads, seed=context.seed)
+        return measure(layers, stand)
     shapes = [[layer.shape, layer.outs, layer.ins] for layer in layers]
-    path = context.timing.file_of(["latency", *cpu_info(), backend, threads, shapes])
+    path = context.timing.file_of(["latency", *cpu_info(), stand.backend, stand.threads, numbers, shapes])
     kept = unseal(path.read_bytes()) if path.is_file() else None
     if kept is not None:
         return from_json(kept["tables"])
-    context.log(f"measuring {len(layers)} layers at several widths")
-    tables = measure(layers, backend, threads, seed=context.seed)
+    context.log(f"measuring {len(layers)} layers at several widths, in {numbers}")
+    tables = measure(layers, stand)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, seal({"tables": to_json(tables)}))
     return tables

@@ -21,6 +21,7 @@ from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
+from compress.prune.latency import keep_form
 from compress.prune.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
@@ -188,7 +189,7 @@ def _measure_speed_without(
     assert context.timing.time_modules is not None
     smaller = copy.deepcopy(skipping.module)
     shorten(Skipping(smaller, skipping.blocks, sample), names, sample)
-    before_ms, after_ms = context.timing.time_modules([skipping.module, smaller])
+    before_ms, after_ms = context.timing.time_modules([skipping.module, smaller], keep_form)
     return before_ms / after_ms
 
 

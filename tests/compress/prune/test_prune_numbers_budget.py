@@ -19,6 +19,7 @@ from compress.prune.coupling import find_coupling
 from compress.prune.latency import (
     LatencyTable,
     LayerShape,
+    Stand,
     chain,
     find_wanted_layers,
     from_json,
@@ -176,7 +177,7 @@ def test_a_table_is_measured_interpolated_and_kept_as_json() -> None:
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions
     wanted = find_wanted_layers(module, dimensions, [[8], [12]], SAMPLE)
-    tables = measure(wanted, "onnxruntime-cpu", 1, rounds=2, budget_s=0.1)
+    tables = measure(wanted, Stand("onnxruntime-cpu", 1, rounds=2, budget_s=0.1))
     assert len(tables) == len(wanted)
     assert all(table.ms[-1][-1] > 0 for table in tables)
     assert from_json(json.loads(json.dumps(to_json(tables)))) == tables

@@ -326,7 +326,7 @@ def test_the_blocks_behind_move_up_and_are_named_anew() -> None:
 def test_a_speedup_takes_as_few_blocks_as_it_needs(choose: str) -> None:
     """Times that are told by the number of convolutions."""
 
-    def times(modules: Any) -> list[float]:
+    def times(modules: Any, form: Any) -> list[float]:
         return [sum(isinstance(part, nn.Conv2d) for part in module.modules()) for module in modules]
 
     net = conv_net()  # 19 convolutions, two in a block

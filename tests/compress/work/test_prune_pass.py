@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from compress.models.load import load_model
 from compress.passes import PruneChannels
 from compress.passes.prune_channels import count_kept_units, least_ratio, shrunk
 from compress.recipe.load import Recipe
+from compress.recipe.repeat import repeat_training
 from compress.specs import ModelSpec
 
 FAST = ["validate.gates=[]", "validate.benchmark.iterations=10", "data.evaluation.samples=200"]
@@ -121,15 +123,27 @@ def test_an_onnx_file_is_refused() -> None:
     assert "an ONNX file cannot be pruned" in plan.problems[0]
 
 
-def test_two_budgets_are_both_met() -> None:
-    before, after = facts(), checked(max_params=0.6, max_flops=0.4, round_to=1).facts
+@pytest.mark.parametrize("other", [{"max_flops": 0.4}, {"speedup": 2.5}])
+def test_two_budgets_are_both_met(other: dict[str, float]) -> None:
+    before, after = facts(), checked(max_params=0.6, **other, round_to=1).facts
     assert after.n_bytes / before.n_bytes <= 0.6
     assert 0.3 < after.macs / before.macs <= 0.4
 
 
-@pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_params": 0.5, "speedup": 2.0}])
+def test_given_widths_are_the_widths() -> None:
+    plan = checked(widths={"a": 5})
+    assert [layer.shape for layer in plan.facts.layers] == [(5, 3, 3, 3), (8, 5, 3, 3), (10, 32)]
+    assert plan.decisions[0].reason == "5 of 16 channels stay"
+    assert "widths: a: has 16 units, not 17; there are a of 16, b of 8" in checked(widths={"a": 17}).problems[0]
+    assert "widths: z: names no dimension that can be cut" in checked(widths={"z": 1}).problems[0]
+
+
+@pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_flops": 0.5, "speedup": 2.0}])
 def test_one_budget_and_no_more(knobs: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match="give exactly one of ratio, max_params, max_flops, speedup"):
+    with pytest.raises(
+        ValidationError,
+        match="give exactly one of ratio, widths, .*, or max_params and one of",
+    ):
         PruneChannels(**knobs)
 
 
@@ -212,9 +226,17 @@ def test_no_calibration_data_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_speedup_that_is_measured(tmp_path: Path) -> None:
     """The notes say what was measured and what was foretold; the figures are the machine's."""
-    recipe = recipe_with({"kind": "prune_channels", "speedup": 1.05, "round_to": 8})
+    timed = {"kind": "prune_channels", "speedup": 1.05, "max_params": 0.9, "timed_in": "int8", "round_to": 8}
+    recipe = recipe_with(timed)
     report = compress.apply(recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
     assert report is not None
+    settled = json.loads((tmp_path / "out/lock.json").read_text())["training"]
+    again = repeat_training(recipe, settled).passes[0]
+    assert isinstance(again, PruneChannels) and again.speedup is None
+    found = {r["layer"]: r["width"] for r in report.layers if r.get("width", 0) < r.get("width_before", 0)}
+    assert again.widths == found
     texts = [row["reason"] for row in report.layers if row["type"] == "note"]
-    assert any("times as fast as before, measured on onnxruntime-cpu" in text and "foretold" in text for text in texts)
+    assert any(
+        "times as fast as before, measured on onnxruntime-cpu in int8" in text and "foretold" in text for text in texts
+    )
     assert list((tmp_path / "cache/measured").glob("*.json"))
