@@ -481,6 +481,44 @@ def new(
 
 
 @app.command()
+def bench(
+    model: ModelGiven,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Rows and the best recipe; the same command goes on from it.")
+    ] = Path("bench"),
+    task: TaskName = None,
+    weights: WeightsFile = None,
+    preprocess: PreprocessText = None,
+    data: DataGiven = None,
+    calibration: CalibrationGiven = None,
+    evaluation: EvaluationGiven = None,
+    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="When to end, as in 90s or 5m.")] = "5m",
+    html: Annotated[bool, typer.Option("--html", help="Also write DIR/bench.html.")] = False,
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Measure every format on every backend that this machine has, in one table, and write the best one's recipe."""
+    with ending(as_json):
+        from compress.search.budget import read_seconds
+
+        seconds = read_seconds(budget)
+        with quiet_stdout(as_json):
+            from compress.commands.bench import bench_model, write_page
+            from compress.commands.bench_rows import render_table, to_dict
+            from compress.commands.new import Answers
+
+            said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation)
+            table = bench_model(said, out, seconds, cache, lambda text: typer.echo(text, err=True))
+            page = write_page(table, out) if html else None
+        if as_json:
+            print_json(to_dict(table))
+        else:
+            typer.echo(render_table(table))
+            if page is not None:
+                typer.echo(f"page: {page}")
+
+
+@app.command()
 def quantize(
     model: ModelGiven,
     scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")],
