@@ -29,6 +29,7 @@ from compress.errors import CompressError, OutputError, PlanError
 from compress.export.onnx import float_graph, write_graph
 from compress.formats.targets import TARGETS, Format
 from compress.planning.draft import Draft, list_exports
+from compress.planning.inputs import text_fill
 from compress.planning.latency import make_call, make_twins
 from compress.planning.synthetic import add_synthetic_set
 from compress.planning.timing import make_stopwatch
@@ -48,8 +49,8 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.environment import cpu_info, environment
 
 BUDGET_S = 300.0
-CALIBRATED, EVALUATED = 128, 512
-"""Samples at most: a table in minutes, no verdict."""
+FEWEST, MOST_CALIBRATED, MOST_EVALUATED, MACS = 64, 128, 512, 5e10
+"""Samples of a table in minutes, no verdict: as many as so many multiplications allow, between these bounds."""
 FORMATS: dict[Format, str] = {
     "int8-static": "INT8",
     "w4": "W4A16",
@@ -187,11 +188,14 @@ OURS = (FILE, "bench.log", "bench.html", "rows", "recipe.yaml", "synthetic.npz",
 
 
 def _take_fewer(draft: Draft) -> Draft:
-    """Return the draft with as many samples as a table in minutes needs."""
+    """Return the draft with as many samples as a table in minutes allows."""
+    assert draft.inputs is not None
     data = dict(draft.recipe["data"])
-    for name, most in (("calibration", CALIBRATED), ("evaluation", EVALUATED)):
-        if name in data and draft.n_samples[name] > most:
-            data[name] = {**data[name], "samples": most}
+    work = draft.inputs.facts.macs * text_fill(draft.inputs, "evaluation")
+    affordable = max(FEWEST, int(MACS / max(work, 1)))
+    for name, most in (("calibration", MOST_CALIBRATED), ("evaluation", MOST_EVALUATED)):
+        if name in data and draft.n_samples[name] > min(most, affordable):
+            data[name] = {**data[name], "samples": min(most, affordable)}
     data.pop("train", None)
     return replace(draft, recipe={**draft.recipe, "data": data})
 
@@ -384,7 +388,9 @@ def _write_winner(bench: Bench, table: BenchTable) -> str:
 
 
 def _remove_bundles(bench: Bench, table: BenchTable) -> None:
-    """Remove the bundles of rows that did not win."""
+    """Remove the bundles of rows that did not win; while rows are late all stay, to be timed together at the end."""
+    if any(row.state == "late" for row in table.rows):
+        return
     for row in table.rows:
         if row.name not in (table.fastest, table.smallest):
             shutil.rmtree(_row_folder(bench, row), ignore_errors=True)

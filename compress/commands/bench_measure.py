@@ -64,9 +64,11 @@ def measure_bundle(folder: Path, backend: str, gates: Sequence[Mapping[str, Any]
 
 
 def _choose_shown(evidence: Mapping[str, Evidence], judged: Judgement) -> dict[str, float]:
-    """Return the metrics that the bounds are of, then the first that compares with float32."""
+    """Return a metric against the labels where there are some, those of the bounds, the first against float32."""
+    labelled = [name for name in evidence if METRICS[name].against == "labels"]
     near = [name for name in evidence if METRICS[name].against == "baseline" and METRICS[name].ideal == 1.0]
-    names = dict.fromkeys([*(gate.metric for gate in judged.gates), *near])
+    gated = [gate.metric for gate in judged.gates]
+    names = dict.fromkeys([*(labelled[:1] if not set(gated) & set(labelled) else ()), *gated, *near])
     return {name: round(evidence[name].candidate.value, 6) for name in list(names)[:MOST_SHOWN] if name in evidence}
 
 
