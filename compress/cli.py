@@ -56,6 +56,30 @@ Baseline = Annotated[
         help="An earlier report.json, or its folder: exit code 3 where something is worse, beyond noise.",
     ),
 ]
+ModelGiven = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A folder, a hub id, an .onnx file, or module:factory or FILE.py:factory."),
+]
+TaskName = Annotated[
+    str | None, typer.Option("--task", help="What the model does; default: found from its files, or from the data.")
+]
+WeightsFile = Annotated[str | None, typer.Option("--weights", metavar="FILE", help="Of module:factory: .safetensors.")]
+PreprocessText = Annotated[
+    str | None,
+    typer.Option("--preprocess", metavar="YAML", help="As in '{kind: image, mean: [...]}'; default: the model's own."),
+]
+DataGiven = Annotated[
+    str | None,
+    typer.Option(
+        "--data", metavar="DATA", help="A file, folder or hub id for all sets; or '{source: ..., columns: ...}'."
+    ),
+]
+CalibrationGiven = Annotated[str | None, typer.Option("--calibration", metavar="DATA", help="In --data's place.")]
+TrainGiven = Annotated[str | None, typer.Option("--train", metavar="DATA", help="In --data's place.")]
+EvaluationGiven = Annotated[str | None, typer.Option("--evaluation", metavar="DATA", help="In --data's place.")]
+TargetName = Annotated[
+    str | None, typer.Option("--target", help="The runtime that the result is for; default: onnxruntime-cpu.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -434,20 +458,97 @@ def schema(out: Annotated[Path | None, typer.Option("--out", metavar="FILE", hel
 
 @app.command()
 def new(
-    task: Annotated[
-        str | None, typer.Option("--task", help="What the model does; images are sorted if not given.")
+    task: TaskName = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Put into a template; nothing is looked at: hf:, dir:, python: or onnx:..."),
     ] = None,
-    source: Annotated[str | None, typer.Option("--source", help="hf:..., dir:..., python:...:... or onnx:...")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="One that is there: its recipe works as it is written."),
+    ] = None,
+    weights: WeightsFile = None,
+    preprocess: PreprocessText = None,
+    data: DataGiven = None,
+    calibration: CalibrationGiven = None,
+    train: TrainGiven = None,
+    evaluation: EvaluationGiven = None,
+    target: TargetName = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
-    """Write a recipe to start from, with comments."""
+    """Write a recipe to start from, with comments: of a model and its data, or of a task; asks in a terminal."""
     with ending():
-        from compress.recipe.templates import starter, write_new
+        from compress.commands.new import Answers, can_ask, write_recipe
 
-        write_new(out, starter(task, source))
-        typer.echo(
-            f"{out}: written; see what it says with `compress check {out}`, what it does with `compress plan {out}`"
-        )
+        said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target)
+        ask = (lambda question, usual: typer.prompt(question, usual)) if can_ask() else None
+        typer.echo("\n".join(write_recipe(out, said, source, ask)))
+
+
+@app.command()
+def bench(
+    model: ModelGiven,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Rows and the best recipe; the same command goes on from it.")
+    ] = Path("bench"),
+    task: TaskName = None,
+    weights: WeightsFile = None,
+    preprocess: PreprocessText = None,
+    data: DataGiven = None,
+    calibration: CalibrationGiven = None,
+    evaluation: EvaluationGiven = None,
+    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="When to end, as in 90s or 5m.")] = "5m",
+    html: Annotated[bool, typer.Option("--html", help="Also write DIR/bench.html.")] = False,
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Measure every format on every backend that this machine has, in one table, and write the best one's recipe."""
+    with ending(as_json):
+        from compress.search.budget import read_seconds
+
+        seconds = read_seconds(budget)
+        with quiet_stdout(as_json):
+            from compress.commands.bench import bench_model, write_page
+            from compress.commands.bench_rows import render_table, to_dict
+            from compress.commands.new import Answers
+
+            said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation)
+            table = bench_model(said, out, seconds, cache, lambda text: typer.echo(text, err=True))
+            page = write_page(table, out) if html else None
+        if as_json:
+            print_json(to_dict(table))
+        else:
+            typer.echo(render_table(table))
+            if page is not None:
+                typer.echo(f"page: {page}")
+
+
+@app.command()
+def quantize(
+    model: ModelGiven,
+    scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its recipe goes to DIR.yaml.")],
+    task: TaskName = None,
+    weights: WeightsFile = None,
+    preprocess: PreprocessText = None,
+    data: DataGiven = None,
+    calibration: CalibrationGiven = None,
+    evaluation: EvaluationGiven = None,
+    target: TargetName = None,
+    as_json: AsJson = False,
+    cache: Cache = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+) -> None:
+    """Bring a model to a scheme by the passes that usually do, write the bundle and its recipe, and judge it."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.commands.new import Answers
+            from compress.commands.quantize import quantize_model
+
+            said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
+            report = quantize_model(said, scheme, out, cache, quiet or as_json)
+        if report is not None:
+            _show_report(report, as_json, out, new=True)
 
 
 @app.command()

@@ -43,7 +43,7 @@ def read_set(given: DataGiven, root: Path, flag: str) -> dict[str, Any]:
     Of a folder whose files are splits the source is the folder, of kind "files", which `find_splits` takes apart.
     RecipeError and SourceError name the flag.
     """
-    values = _parse_mapping(given, flag) if isinstance(given, str) and given.lstrip().startswith("{") else given
+    values = parse_mapping(given, flag) if isinstance(given, str) and given.lstrip().startswith("{") else given
     spec = {"source": values} if isinstance(values, str) else dict(values)
     source = spec.get("source")
     if not isinstance(source, str):
@@ -66,7 +66,8 @@ def check_set(spec: Mapping[str, Any], flag: str) -> DataSpec:
         raise RecipeError(found) from error
 
 
-def _parse_mapping(text: str, flag: str) -> Mapping[str, Any]:
+def parse_mapping(text: str, flag: str) -> Mapping[str, Any]:
+    """Return what a flag gives in YAML, such as {source: FILE, columns: {text: 1}}. RecipeError."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 

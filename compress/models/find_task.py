@@ -47,10 +47,15 @@ def _list_classes(table: Mapping[str, Any]) -> set[str]:
 def _refine(base: str, config: Mapping[str, Any]) -> str:
     """Return the task whose models share the class of `base`, where config.json says that the model is one of its.
 
-    As in transformers, one label is a number, whatever the problem's type.
+    As in transformers, one label is a number where nothing else is said.
     """
     labels = config.get("id2label")
     n_labels = len(labels) if isinstance(labels, dict) else config.get("num_labels")
-    problem = config.get("problem_type") or ("regression" if n_labels == 1 else "")
-    sharing = [name for name, task in TORCH_TASKS.items() if task.model_task == base and task.problem_type == problem]
-    return sharing[0] if problem and sharing else base
+    problem = config.get("problem_type")
+    sharing = {name: task for name, task in TORCH_TASKS.items() if task.model_task == base}
+    fits = [
+        n
+        for n, t in sharing.items()
+        if (t.problem_type == problem if problem else n_labels == 1 and t.loss == "numbers")
+    ]
+    return fits[0] if fits else base

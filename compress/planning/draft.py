@@ -111,7 +111,7 @@ def draft_recipe(
     if preprocess is not None:
         base["preprocess"] = dict(preprocess)
     made = _find_task(base, task, sets, root)
-    made = replace(made, recipe={**made.recipe, "target": target, **_list_exports(target)})
+    made = replace(made, recipe={**made.recipe, "target": target, **list_exports(target)})
     return made if made.inputs is None else _divide_data(made, sets, root)
 
 
@@ -161,7 +161,7 @@ def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:
     return recipe.at_root(root.absolute())
 
 
-def _list_exports(target: str) -> dict[str, Any]:
+def list_exports(target: str) -> dict[str, Any]:
     """Return the recipe's `export`, where the target gets something else than the ONNX file of every recipe."""
     reads = TARGETS[target].reads
     if reads == "checkpoint":

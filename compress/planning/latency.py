@@ -177,17 +177,25 @@ def make_call(inputs: Inputs) -> Feeds:
 
 
 def make_twins(
-    inputs: Inputs, cache: Path, machine: str, stopwatch: Stopwatch, feeds: Sequence[Feeds], log: Log
+    inputs: Inputs,
+    cache: Path,
+    machine: str,
+    stopwatch: Stopwatch,
+    feeds: Sequence[Feeds],
+    log: Log,
+    made: GraphState | None = None,
 ) -> tuple[GraphState, GraphState, tuple[str, ...], float]:
     """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold.
 
-    And the seconds that making the float graph took.
+    And the seconds that making the float graph took. `made`: that of an earlier call, for passes over graphs alone.
     """
     recipe, begun = inputs.recipe, time.perf_counter()
     source = locate(recipe.model, recipe.root)
     missing: list[str] = []
     facts, resized, loaded = inputs.facts, False, None
-    if source.onnx is not None:
+    if made is not None:
+        before = after = made
+    elif source.onnx is not None:
         before = after = GraphState(open_onnx(source.onnx).model)
         if inputs.facts.rebuilt:
             loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compress.errors import OutputError, RecipeError
 from compress.recipe.places import suggest
+from compress.recipe.variables import escape
 from compress.specs import MODEL_SOURCES
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import Starter
@@ -49,6 +52,60 @@ passes:
 {parts.gates}    - {{metric: {parts.speed}, min_speedup: 1.2}}
     - {{metric: size_ratio, min: 2}}
 """
+
+
+def format_draft(
+    recipe: Mapping[str, Any],
+    reasons: Mapping[str, str],
+    passes: Sequence[Mapping[str, Any]] = (),
+    gates: Sequence[Mapping[str, Any]] = (),
+    benchmark: Mapping[str, Any] | None = None,
+    head: Sequence[str] = (),
+) -> str:
+    """Return a drafted recipe with its passes and gates as YAML, one line for each set, pass and gate.
+
+    `reasons`: dotted key -> the comment behind its line. `head`: lines of comment above it.
+    """
+    parts = [*(f"# {line}" for line in head), "# yaml-language-server: $schema=./schema.json"]
+    for key, value in recipe.items():
+        if key == "preprocess" or not isinstance(value, (Mapping, list)):
+            parts.append(f"{key}: {_format_value(value)}{_format_reason(reasons, key)}")
+            continue
+        parts.append(f"{key}:")
+        if isinstance(value, list):
+            parts += [f"  - {_format_value(item)}" for item in value]
+        else:
+            parts += [f"  {k}: {_format_value(v)}{_format_reason(reasons, f'{key}.{k}')}" for k, v in value.items()]
+        if key == "model" and "preprocess" in reasons and "preprocess" not in recipe:
+            parts.append(f"# preprocess: {reasons['preprocess']}")
+    parts += ["passes:", *(f"  - {_format_value(values)}" for values in passes)] if passes else []
+    if gates or benchmark:
+        parts.append("validate:")
+    if gates:
+        parts.append("  gates:   # all must hold, with confidence; otherwise the exit code is 3")
+        parts += [f"    - {_format_value(gate)}" for gate in gates]
+    parts += [f"  benchmark: {_format_value(benchmark)}"] if benchmark else []
+    return "\n".join(parts) + "\n"
+
+
+def _format_reason(reasons: Mapping[str, str], key: str) -> str:
+    return f"   # {reasons[key]}" if key in reasons else ""
+
+
+def _format_value(value: Any) -> str:
+    """Return a value as YAML on one line: JSON, but for keys and words that need no quotes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_format_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_format_value, value)) + "]"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", value) and value.lower() not in WORDS_OF_YAML
+        return value if plain else json.dumps(escape(value), ensure_ascii=False)
+    return json.dumps(value)
+
+
+WORDS_OF_YAML = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+"""Which would read back as something else than text."""
 
 
 def write_new(file: Path, text: str, *, replace: bool = False) -> None:

@@ -1,0 +1,117 @@
+"""`compress new`: write a recipe to start from, of a model that is there, of answers, or of a task alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from compress.data.find_sets import parse_mapping
+from compress.errors import RecipeError
+from compress.formats.targets import TARGETS
+from compress.planning.draft import Draft, draft_recipe
+from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, usual_scheme
+from compress.recipe.templates import format_draft, starter, write_new
+from compress.tasks import TORCH_TASKS
+
+Ask = Callable[[str, str], str]
+"""Asks a question with a default, and returns the answer."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a user says of a recipe: `draft_recipe`'s arguments, as flags give them; None: not said."""
+
+    model: str | None = None
+    weights: str | None = None
+    task: str | None = None
+    preprocess: str | None = None
+    data: str | None = None
+    calibration: str | None = None
+    train: str | None = None
+    evaluation: str | None = None
+    target: str | None = None
+
+
+def write_recipe(out: Path, said: Answers, source: str | None = None, ask: Ask | None = None) -> list[str]:
+    """Write a recipe to `out`: of the model if one is given, else of the task; return lines for the user.
+
+    `source`: put into the template of a task, whatever it names. `ask`: asks for what was not said, where nothing was.
+    Raises RecipeError, SourceError, PlanError; OutputError and UsageError where `out` cannot be written.
+    """
+    if ask is not None and said == Answers() and source is None:
+        said = ask_for_answers(ask)
+    if said.model is None:
+        if extra := [name for name in ("weights", "data", "train", "evaluation", "calibration") if getattr(said, name)]:
+            raise RecipeError(f"--{extra[0]} is of a model that is there: give --model, too")
+        write_new(out, starter(said.task, source))
+        return [_tell_next(out)]
+    if source is not None:
+        raise RecipeError("--source is put into a template as it stands; give --model alone")
+    draft = make_draft(said, out.parent)
+    text, notes = format_working_recipe(draft)
+    write_new(out, text)
+    return [*(f"note: {note}" for note in notes), _tell_next(out)]
+
+
+def _tell_next(out: Path) -> str:
+    return f"{out}: written; see what it says with `compress check {out}`, what it does with `compress plan {out}`"
+
+
+def can_ask() -> bool:
+    """Return whether somebody sits at a terminal to be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def ask_for_answers(ask: Ask) -> Answers:
+    """Ask for model, weights, data and target; the task only where nothing tells it."""
+    model = ask("Model (a folder, hub id, .onnx file or module:factory; empty: a template to fill in)", "")
+    if not model:
+        return Answers(task=ask("Task", next(iter(TORCH_TASKS))))
+    said = Answers(model=model)
+    if ".py:" in model or model.startswith("python:"):
+        said = replace(said, weights=ask("Weights (a .safetensors file)", "") or None)
+    said = replace(said, data=ask("Data (a folder, file or hub id; empty: none yet)", "") or None)
+    try:
+        found = make_draft(said, Path()).task
+    except RecipeError as error:
+        if not any("--task" in problem for problem in error.problems):
+            raise
+        found = next(iter(TORCH_TASKS))
+    task = ask("Task", found)
+    return replace(said, task=task, target=ask(f"Target ({', '.join(TARGETS)})", next(iter(TARGETS))))
+
+
+def make_draft(said: Answers, root: Path) -> Draft:
+    """Draft the recipe of what was said, to stand in `root`. Errors as `draft_recipe`."""
+    assert said.model is not None
+    return draft_recipe(
+        said.model,
+        task=said.task,
+        weights=said.weights,
+        preprocess=None if said.preprocess is None else parse_mapping(said.preprocess, "--preprocess"),
+        data=said.data,
+        calibration=said.calibration,
+        train=said.train,
+        evaluation=said.evaluation,
+        target=said.target or next(iter(TARGETS)),
+        root=root,
+    )
+
+
+def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
+    """Return a drafted recipe with the passes and gates that are usual, as YAML, and notes for the user."""
+    target = str(draft.recipe["target"])
+    scheme = usual_scheme(target, draft.task)
+    if draft.inputs is None:
+        notes = ["no --data: the recipe has no sets yet; add data.evaluation, and data.calibration for its passes"]
+        on_graph = TARGETS[target].reads == "onnx" and scheme == "INT8"
+        chain = Chain(({"kind": "int8"} if on_graph else {"kind": "gptq", "scheme": scheme},))
+    else:
+        notes = []
+        has_data = "calibration" in draft.recipe["data"]
+        chain = choose_passes(scheme, target, draft.inputs.facts, has_data)
+    gates = choose_gates(draft.task, draft.inputs is None or draft.has_labels, speed="export" not in draft.recipe)
+    recipe = drop_unused_sets(draft.recipe, chain.passes)
+    return format_draft(recipe, draft.reasons, chain.passes, gates), [*notes, *chain.notes]

@@ -1,0 +1,56 @@
+"""`compress quantize`: a scheme's usual passes in one line, with the recipe that does the same."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from compress.commands.new import Answers, make_draft
+from compress.execution.run import apply_recipe
+from compress.formats.targets import TARGETS
+from compress.planning.synthetic import add_synthetic_set
+from compress.planning.usual import choose_gates, choose_passes, describe_passes, drop_unused_sets, find_scheme
+from compress.recipe.load import load_recipe
+from compress.recipe.templates import format_draft, write_new
+from runtime.errors import UsageError
+from runtime.report.report import Report
+
+WRITTEN = "Written by `compress quantize`"
+"""How a file begins that may be written again."""
+
+
+def quantize_model(
+    said: Answers, scheme: str, out: Path, cache: Path | None = None, quiet: bool = False
+) -> Report | None:
+    """Write the bundle of a model in a scheme to `out` and its recipe to `<out>.yaml`; return the report of judging it.
+
+    The gates are those of the task's quality, or nearness to the float model without labels. Without data there are
+    none, and only passes that need none: it is judged on random samples, which is said. None in a further process
+    of one launch. Errors as `draft_recipe`, `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file
+    of another's.
+    """
+    target = said.target or next(iter(TARGETS))
+    name = find_scheme(scheme, target)
+    file = out.with_name(out.name + ".yaml")
+    _refuse_foreign(file)
+    draft = make_draft(said, out.parent)
+    synthetic = draft.inputs is None
+    if synthetic:
+        draft = add_synthetic_set(draft, out.with_name(f"{out.name}.synthetic"), out.parent)
+    assert draft.inputs is not None
+    chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"])
+    told = [f"{name} by {describe_passes(chain.passes)}", *chain.notes]
+    told += ["judged on synthetic inputs: its size and times count, its quality does not"] if synthetic else []
+    gates = [] if synthetic else choose_gates(draft.task, draft.has_labels)
+    recipe = drop_unused_sets({**draft.recipe, "name": f"{draft.recipe['name']}-{name.lower()}"}, chain.passes)
+    head = [f"{WRITTEN}: {'; '.join(told)}."]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_new(file, format_draft(recipe, draft.reasons, chain.passes, gates, head=head), replace=True)
+    print(f"{'; '.join(told)}; recipe: {file}", file=sys.stderr)
+    return apply_recipe(load_recipe(file), out, cache, quiet)
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Raise UsageError for a file that is not one that this command wrote."""
+    if file.is_file() and not file.read_text(encoding="utf-8", errors="replace").startswith(f"# {WRITTEN}"):
+        raise UsageError(f"{file}: the recipe would be written there, and it is another file; give another --out")

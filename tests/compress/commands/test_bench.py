@@ -1,0 +1,220 @@
+"""`compress bench`: rows whatever becomes of them, the same command going on, winners by the rule that is stated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from makers import image_recipe
+from sample_projects import write_image_files
+from shortcuts import quick_run
+
+from compress.commands import bench as benching
+from compress.commands.bench import bench_model, write_page
+from compress.commands.bench_rows import BenchRow, BenchTable, list_cells, render_table, to_dict
+from compress.commands.new import Answers
+from compress.errors import OutputError
+from compress.recipe.load import load_recipe
+from compress.search.orders import Answer, Order
+from compress.search.workers import InThisProcess
+from runtime.backends import BACKENDS
+from runtime.measure.probe import Probe
+
+__all__ = ["quick_run"]
+Spoil = Callable[[Order], Answer | None]
+
+
+class Builders(InThisProcess):
+    """Builds in this process. `spoil`: answers in its place where it gives something; `built`: the recipes asked for."""
+
+    spoil: Spoil = staticmethod(lambda order: Answer("done", "pass"))
+    built: list[str] = []
+
+    def __init__(self, n: int, log: Path) -> None:
+        pass
+
+    def __enter__(self) -> Builders:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+        (order,) = orders
+        self.built.append(Path(order.recipe).parent.name)
+        answer = type(self).spoil(order)
+        return super().build(orders, None) if answer is not None and answer.reason == "pass" else [answer]
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One backend, two formats, short rounds, no processes."""
+    Builders.built.clear()
+    monkeypatch.setattr(benching, "BACKENDS", {"onnxruntime-cpu": BACKENDS["onnxruntime-cpu"]})
+    monkeypatch.setattr(benching, "FORMATS", {"int8-static": "INT8", "bfloat16": "BF16"})
+    monkeypatch.setattr(benching, "LocalProcesses", Builders)
+    for name in ("LATENCY_S", "THROUGHPUT_S"):
+        monkeypatch.setattr(f"compress.commands.bench_measure.{name}", 0.1)
+    monkeypatch.setattr("compress.commands.bench_measure.probe", lambda *args, **more: Probe((1.0,), (2.0**20,)))
+    monkeypatch.setattr("compress.commands.bench_measure._find_cause", lambda case: "casts")
+    monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: Answer("done", "pass")))
+    yield
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    image_recipe(folder)
+    (folder / "onnx").mkdir()
+    write_image_files(folder / "onnx")
+    return folder
+
+
+@pytest.fixture
+def said(place: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    monkeypatch.chdir(place)
+    return Answers("net.py:make", "net.safetensors", None, "{kind: image, channels: L}", "test.npz")
+
+
+def run(said: Answers, out: Path, budget_s: float = 100.0) -> BenchTable:
+    return bench_model(said, out, budget_s, out.parent / "cache", lambda text: None)
+
+
+def states(table: BenchTable) -> dict[str, str]:
+    return {row.format: row.state for row in table.rows}
+
+
+DONE = {"float32": "measured", "int8-static": "measured", "bfloat16": "not possible"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_run")
+def test_a_table_its_files_and_the_same_command_again(said: Answers, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    table = run(said, out)
+    assert states(table) == DONE
+    assert Builders.built == ["onnxruntime-cpu-float32", "onnxruntime-cpu-int8-static"]
+    plain, int8, refused = table.rows
+    assert plain.quality["top1"] == plain.quality["agreement"] == 1.0 and plain.keeps
+    assert int8.size_bytes is not None and plain.size_bytes is not None and int8.size_bytes < plain.size_bytes
+    assert int8.latency_ms and int8.throughput_per_s and int8.peak_memory_bytes == 2**20
+    assert "no bfloat16 CPU kernels" in refused.why
+    assert table.bounds == ("top1 max_drop 0.01",)
+    assert json.loads((out / "bench.json").read_text()) == to_dict(table)
+    winner = table.find(table.fastest)
+    assert winner is not None
+    assert tuple(pass_.kind for pass_ in load_recipe(out / "recipe.yaml").passes) == winner.passes
+    assert "not measured" in render_table(table) and "onnxruntime-cpu" in write_page(table, out).read_text()
+    again = run(said, out)
+    assert len(Builders.built) == 2 and again.rows == table.rows
+    other = replace(said, preprocess="{kind: image, channels: L, scale: 0.01}")
+    assert run(other, out).question != table.question and len(Builders.built) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_run")
+def test_what_fails_or_is_late_is_a_row_and_late_ones_are_tried_again(
+    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def spoil(order: Order) -> Answer | None:
+        return None if "int8" in order.out else Answer("failed", "the disk is full\nfurther lines")
+
+    monkeypatch.setattr(Builders, "spoil", staticmethod(spoil))
+    table = run(said, out)
+    assert states(table) == {**DONE, "float32": "failed", "int8-static": "late"}
+    assert table.rows[0].why == "the disk is full" and table.fastest == "" and table.recipe == ""
+    assert any("the same command goes on" in note for note in table.notes)
+    monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: Answer("done", "pass")))
+    assert states(run(said, out)) == {**DONE, "float32": "failed"}
+    assert states(run(said, tmp_path / "none", budget_s=1e-9)) == {**DONE, "float32": "late", "int8-static": "late"}
+
+
+def test_a_row_that_ends_the_process_twice_is_left(
+    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, spoiled = tmp_path / "out", Answer("failed", "no")
+    monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: spoiled))
+    monkeypatch.setattr(benching, "FORMATS", {})
+    table = run(said, out)
+
+    def write_begun(tries: int) -> None:
+        begun = BenchRow("onnxruntime-cpu", "float32", "begun", tries=tries)
+        (out / "bench.json").write_text(json.dumps(to_dict(replace(table, rows=(begun,)))))
+
+    write_begun(1)
+    assert run(said, out).rows[0].why == "no"
+    write_begun(2)
+    Builders.built.clear()
+    row = run(said, out).rows[0]
+    assert row.state == "failed" and "ended the process" in row.why and not Builders.built
+
+
+def test_an_interrupted_row_is_not_counted_as_a_crash(
+    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(order: Order) -> Answer | None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Builders, "spoil", staticmethod(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(said, tmp_path / "out")
+    assert json.loads((tmp_path / "out/bench.json").read_text())["rows"] == []
+
+
+@pytest.mark.slow
+def test_without_data_times_alone_are_known(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    table = run(Answers("onnx/model.onnx"), tmp_path / "out")
+    assert table.synthetic and states(table) == DONE and not Builders.built
+    int8 = table.rows[1]
+    assert int8.latency_ms and int8.quality == {} and int8.keeps is None
+    assert any("give --data" in note for note in table.notes)
+    recipe = load_recipe(tmp_path / "out/recipe.yaml")
+    assert recipe.data.evaluation is None and recipe.data.calibration is None
+
+
+def test_a_folder_of_somebody_else_is_left_alone(said: Answers, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds notes.txt, which is not of a bench"):
+        run(said, tmp_path)
+
+
+def row(format_: str, **known: Any) -> BenchRow:
+    usual: dict[str, Any] = {"size_bytes": 100, "latency_ms": 10.0, "speedup": 1.0, "keeps": True}
+    return BenchRow("onnxruntime-cpu", format_, "measured", **{**usual, **known})
+
+
+def make_table(*rows: BenchRow) -> BenchTable:
+    table = BenchTable("m", "generic", "q", False, ("sqnr_db min 25",), "latency_p50", "cpu", 1, rows)
+    return table.with_winners()
+
+
+def test_the_winner_is_the_fastest_that_keeps_the_bounds_and_the_smallest() -> None:
+    lossy = row("int8-static", latency_ms=2.0, size_bytes=20, keeps=False)
+    broken = row("float16", latency_ms=1.0, size_bytes=10, keeps=None, broken="outputs are NaN")
+    table = make_table(
+        row("float32"), lossy, broken, row("w8", latency_ms=8.0, size_bytes=60), row("w4", size_bytes=50)
+    )
+    assert (table.fastest, table.smallest) == ("onnxruntime-cpu-w8", "onnxruntime-cpu-w4")
+    text = render_table(table)
+    assert "keep sqnr_db min 25" in text and "loses too much" in text and "outputs are NaN" in text
+    assert "nothing that was measured is faster than float32" in render_table(make_table(row("float32"), lossy))
+
+
+def test_rows_timed_together_at_the_end_decide_among_themselves() -> None:
+    alone, first = row("w8", latency_ms=1.0), row("w4", latency_ms=3.0, final=True)
+    assert make_table(row("float32", latency_ms=4.0, final=True), first, alone).fastest == first.name
+
+
+def test_slower_rows_say_so() -> None:
+    slow = row("float16", speedup=0.5, speedup_interval=(0.4, 0.6), why="96 casts take 3 ms")
+    assert list_cells(slow)[-1] == "slower than float32: 96 casts take 3 ms"
+    assert list_cells(slow)[5] == "0.50x [0.40, 0.60]"
+    assert list_cells(row("w8", speedup=0.9))[-1] == "slower than float32"
+    assert list_cells(row("float32", speedup=0.9))[-1] == ""

@@ -1,0 +1,164 @@
+"""`compress new` and `compress quantize`: recipes that work as they are written, of a model, its data and answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from makers import image_recipe, text_folder, write_texts
+from sample_projects import write_image_files
+from shortcuts import quick_judge, quick_run
+from typer.testing import CliRunner
+
+from compress.cli import app
+from compress.commands.new import Answers, write_recipe
+from compress.commands.quantize import quantize_model
+from compress.errors import CompressError
+from compress.planning.draft import draft_recipe
+from compress.planning.make_plan import make_plan
+from compress.planning.usual import choose_gates, choose_passes, find_scheme
+from compress.recipe.load import load_recipe
+from runtime.errors import UsageError
+
+__all__ = ["quick_run"]
+IMAGES = "{kind: image, channels: L}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new")
+    image_recipe(folder)
+    text_folder(folder / "classifier", "classifier")
+    write_texts(folder / "texts.jsonl", 50)
+    (folder / "onnx").mkdir()
+    write_image_files(folder / "onnx")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _inside(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def test_the_recipe_of_a_model_works_as_it_is_written(place: Path, tmp_path: Path) -> None:
+    for number, flags in enumerate(
+        (
+            ["--model", "net.py:make", "--weights", "net.safetensors", "--data", "test.npz", "--preprocess", IMAGES],
+            ["--model", "classifier", "--data", "texts.jsonl"],
+            ["--model", "classifier", "--data", "texts.jsonl", "--target", "openvino"],
+        )
+    ):
+        out = tmp_path / f"{number}.yaml"
+        done = CliRunner().invoke(app, ["new", *flags, "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert CliRunner().invoke(app, ["check", str(out)]).exit_code == 0
+        recipe = load_recipe(out)
+        assert recipe.data.train is None  # nothing here learns from it
+        assert [gate.metric for gate in recipe.validate_.gates] == ["top1", "latency_p50", "size_ratio"]
+        assert make_plan(recipe.at_root(place), tmp_path / "cache").after.n_bytes < make_plan(recipe).before.n_bytes
+    assert "task: text-classification   # found in config.json: BertForSequenceClassification" in out.read_text()
+
+
+def test_without_data_the_recipe_says_what_is_missing(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["new", "--model", "classifier", "--out", str(tmp_path / "r.yaml")])
+    assert done.exit_code == 0 and "note: no --data: the recipe has no sets yet" in done.output
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "r.yaml")]).exit_code == 0
+
+
+def test_templates_are_still_written_and_flags_of_a_model_need_one(tmp_path: Path) -> None:
+    lines = write_recipe(tmp_path / "r.yaml", Answers(task="object-detection"), "onnx:a.onnx")
+    assert len(lines) == 1 and load_recipe(tmp_path / "r.yaml").model.source == "onnx:a.onnx"
+    with pytest.raises(CompressError, match="--data is of a model that is there: give --model"):
+        write_recipe(tmp_path / "s.yaml", Answers(data="texts.jsonl"))
+    with pytest.raises(CompressError, match="--source is put into a template"):
+        write_recipe(tmp_path / "s.yaml", Answers(model="classifier"), "dir:x")
+
+
+def asker(*answers: str) -> tuple[Callable[[str, str], str], list[tuple[str, str]]]:
+    """What answers in turn ("": the default), and what it was asked, with the defaults."""
+    asked: list[tuple[str, str]] = []
+    left = list(answers)
+
+    def ask(question: str, usual: str) -> str:
+        asked.append((question.partition(" ")[0], usual))
+        return left.pop(0) or usual
+
+    return ask, asked
+
+
+def test_a_terminal_is_asked_with_what_was_found_as_defaults(tmp_path: Path) -> None:
+    ask, asked = asker("classifier", "texts.jsonl", "", "openvino")
+    write_recipe(tmp_path / "r.yaml", Answers(), ask=ask)
+    assert asked == [("Model", ""), ("Data", ""), ("Task", "text-classification"), ("Target", "onnxruntime-cpu")]
+    assert load_recipe(tmp_path / "r.yaml").target == "openvino"
+    ask, asked = asker("", "")
+    write_recipe(tmp_path / "s.yaml", Answers(), ask=ask)
+    assert asked == [("Model", ""), ("Task", "image-classification")]
+
+
+def test_no_question_is_asked_without_a_terminal(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["new", "--out", str(tmp_path / "r.yaml")], input="")
+    assert done.exit_code == 0 and "Model" not in done.output
+
+
+def chain(scheme: str, target: str, has_data: bool = True, source: str = "classifier", **given: Any) -> list[str]:
+    made = draft_recipe(source, target=target, root=Path(), **given)
+    assert made.inputs is not None
+    passes = choose_passes(find_scheme(scheme, target), target, made.inputs.facts, has_data).passes
+    return [" ".join(str(values.get(key, "")) for key in ("kind", "scheme", "mode")).strip() for values in passes]
+
+
+def test_the_usual_chains() -> None:
+    texts = {"data": "texts.jsonl"}
+    net = {"data": "test.npz", "preprocess": {"kind": "image", "channels": "L"}, "weights": "net.safetensors"}
+    assert chain("w4a16", "onnxruntime-cpu", **texts) == ["gptq W4A16"]
+    assert chain("W4A16", "onnxruntime-cpu", False, **texts) == ["hqq W4A16"]
+    assert chain("W8A16", "onnxruntime-cpu", False, **texts) == ["rtn W8A16"]
+    assert chain("W8A8", "onnxruntime-cpu", **texts) == ["smoothquant", "int8"]
+    assert chain("INT8", "onnxruntime-cpu", source="net.py:make", **net) == ["smoothquant", "int8"]
+    assert chain("W8A8", "vllm", **texts) == ["smoothquant", "gptq W8A8"]
+    assert chain("W8A8", "vllm", False, **texts) == ["rtn W8A8"]
+    assert chain("int8-dynamic", "onnxruntime-cpu", **texts) == ["int8  dynamic"]
+    assert chain("FP16", "openvino", **texts) == ["autocast"]
+    assert chain("Q4_K", "llama.cpp", **texts) == ["gptq Q4_K"]
+    with pytest.raises(CompressError, match=r"int8 is measured on samples: give --data|smoothquant is measured on"):
+        chain("INT8", "onnxruntime-cpu", False, **texts)
+
+
+def test_an_unknown_scheme_lists_all_and_names_the_nearest() -> None:
+    with pytest.raises(CompressError) as caught:
+        find_scheme("W4B16", "onnxruntime-cpu")
+    assert "did you mean 'W4A16'" in str(caught.value) and "INT8_DYNAMIC" in str(caught.value)
+    assert caught.value.exit_code == 2
+    with pytest.raises(CompressError, match="unknown scheme"):
+        find_scheme("INT8_DYNAMIC", "vllm")  # of graphs alone
+
+
+def test_gates_fit_the_labels() -> None:
+    assert choose_gates("text-classification", has_labels=True) == [{"metric": "top1", "max_drop": 0.01}]
+    assert choose_gates("text-classification", has_labels=False) == [{"metric": "agreement", "min": 0.98}]
+    assert choose_gates("generic", has_labels=False) == [{"metric": "sqnr_db", "min": 25}]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_run")
+def test_quantize_writes_the_bundle_and_the_recipe_that_reproduces_it(tmp_path: Path) -> None:
+    out = tmp_path / "b"
+    said = Answers(model=os.path.abspath("classifier"), data=os.path.abspath("texts.jsonl"))
+    with quick_judge():
+        report = quantize_model(said, "W8A16", out, tmp_path / "cache", quiet=True)
+        assert report is not None and report.candidate.size_bytes < report.baseline.size_bytes
+        recipe = load_recipe(tmp_path / "b.yaml")
+        assert [pass_.kind for pass_ in recipe.passes] == ["gptq"]
+        again = quantize_model(
+            Answers(model=os.path.abspath("classifier")), "W4A16", out, tmp_path / "cache", quiet=True
+        )
+    assert again is not None and again.gates == ()
+    text = (tmp_path / "b.yaml").read_text()
+    assert "judged on synthetic inputs" in text.partition("\n")[0] and "hqq" in text
+    (tmp_path / "c.yaml").write_text("mine")
+    with pytest.raises(UsageError, match="it is another file"):
+        quantize_model(said, "W8A16", tmp_path / "c", tmp_path / "cache", quiet=True)
