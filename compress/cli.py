@@ -63,7 +63,7 @@ ModelGiven = Annotated[
 TaskName = Annotated[
     str | None, typer.Option("--task", help="What the model does; default: found from its files, or from the data.")
 ]
-WeightsFile = Annotated[str | None, typer.Option("--weights", metavar="FILE", help="Of module:factory: .safetensors.")]
+WeightsFile = Annotated[str | None, typer.Option("--weights", metavar="FILE", help="Of a model from a factory, as .safetensors.")]
 PreprocessText = Annotated[
     str | None,
     typer.Option("--preprocess", metavar="YAML", help="As in '{kind: image, mean: [...]}'; default: the model's own."),
@@ -167,17 +167,48 @@ def sweep(
             if loaded.goal:
                 from compress.search.pursue import pursue
 
-                study = pursue(loaded, out, cache, budget_s=seconds or 3600, jobs=n_jobs, ray=ray, quiet=silent)
+                study = pursue(loaded, out, cache, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
             else:
                 study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
             page = _add_front(study)
-        if as_json:
-            print_json(study.to_dict())
-        else:
-            study.render(_console())
-            if page is not None:
-                typer.echo(f"page: {page}")
-        raise typer.Exit(study.exit_code)
+        _show_study(study, page, as_json)
+
+
+@app.command()
+def auto(
+    model: ModelGiven,
+    goal: Annotated[
+        str, typer.Option("--goal", help="What is to be reached: 'size >= 6x, latency_p50 >= 3.5x, top1 drop <= 0.01'.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The study's folder; the same command goes on from it.")
+    ],
+    budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="When to end, as in 45m or 2h.")] = "1h",
+    task: TaskName = None,
+    weights: WeightsFile = None,
+    preprocess: PreprocessText = None,
+    data: DataGiven = None,
+    calibration: CalibrationGiven = None,
+    train: TrainGiven = None,
+    evaluation: EvaluationGiven = None,
+    target: TargetName = None,
+    as_json: AsJson = False,
+    cache: Cache = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No line for each trial, only the outcome.")] = False,
+) -> None:
+    """Find the passes with which a model reaches a goal: its bundle, the front, and the recipe without a search."""
+    with ending(as_json):
+        from compress.search.budget import read_seconds
+
+        seconds = read_seconds(budget)
+        with quiet_stdout(as_json):
+            from compress.commands.auto import reach_goal
+            from compress.commands.new import Answers
+
+            said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
+            study = reach_goal(said, out, seconds, cache, quiet or as_json)
+            page = _add_front(study)
+        _show_study(study, page, as_json)
 
 
 @app.command()
@@ -474,13 +505,16 @@ def new(
     train: TrainGiven = None,
     evaluation: EvaluationGiven = None,
     target: TargetName = None,
+    goal: Annotated[
+        str | None, typer.Option("--goal", help="In the place of passes: 'size >= 6x, top1 drop <= 0.01'.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
     """Write a recipe to start from, with comments: of a model and its data, or of a task; asks in a terminal."""
     with ending():
         from compress.commands.new import Answers, can_ask, write_recipe
 
-        said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target)
+        said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
         ask = (lambda question, usual: typer.prompt(question, usual)) if can_ask() else None
         typer.echo("\n".join(write_recipe(out, said, source, ask)))
 
@@ -610,6 +644,17 @@ def _add_front(study: Study) -> Path | None:
     if study.bundle is None:
         return None
     return add_page(study.bundle, read_report(study.bundle / "report.json"), frontier=find_frontier(study))
+
+
+def _show_study(study: Study, page: Path | None, as_json: bool) -> None:
+    """Print a study, and end with its exit code."""
+    if as_json:
+        print_json(study.to_dict())
+    else:
+        study.render(_console())
+        if page is not None:
+            typer.echo(f"page: {page}")
+    raise typer.Exit(study.exit_code)
 
 
 def _console() -> Console:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from compress.planning.draft import draft_recipe
-from compress.recipe.goal import split_goal
-from compress.recipe.schema import Recipe
+from compress.commands.new import Answers, make_draft
+from compress.errors import RecipeError
 from compress.search.pursue import pursue
 from compress.search.study import Study
 
 
-def draft_goal(source: str, goal: str, **given: Any) -> Recipe:
-    """Return a recipe of a model, its data and a goal. `given`: as `draft_recipe` takes them. Raises what it raises."""
-    draft = draft_recipe(source, **given)
-    return draft.make_recipe(Path(), goal=split_goal(goal))
-
-
-def reach_goal(
-    source: str, goal: str, out: Path, *, budget_s: float, cache: Path | None = None, quiet: bool = False, **given: Any
-) -> Study:
-    """Draft the recipe, which the study in `out` keeps as goal.yaml, and pursue its goal; see `pursue`."""
-    return pursue(draft_goal(source, goal, **given), out, cache, budget_s=budget_s, quiet=quiet)
+def reach_goal(said: Answers, out: Path, budget_s: float | None, cache: Path | None, quiet: bool = False) -> Study:
+    """Draft the recipe, which the study in `out` keeps as goal.yaml, and pursue its goal; errors of both."""
+    draft = make_draft(said, Path())
+    if draft.inputs is None:
+        raise RecipeError("a goal is judged on samples: give --data, or --train and --evaluation")
+    recipe = draft.make_recipe(Path())
+    return pursue(recipe, out, cache, budget_s=budget_s, quiet=quiet)

@@ -12,6 +12,7 @@ from compress.errors import RecipeError
 from compress.formats.targets import TARGETS
 from compress.planning.draft import Draft, draft_recipe
 from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, usual_scheme
+from compress.recipe.goal import FORMS, read_goals, split_goal
 from compress.recipe.templates import format_draft, starter, write_new
 from compress.tasks import TORCH_TASKS
 
@@ -21,7 +22,7 @@ Ask = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class Answers:
-    """What a user says of a recipe: `draft_recipe`'s arguments, as flags give them; None: not said."""
+    """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said."""
 
     model: str | None = None
     weights: str | None = None
@@ -32,6 +33,7 @@ class Answers:
     train: str | None = None
     evaluation: str | None = None
     target: str | None = None
+    goal: str | None = None
 
 
 def write_recipe(out: Path, said: Answers, source: str | None = None, ask: Ask | None = None) -> list[str]:
@@ -43,7 +45,8 @@ def write_recipe(out: Path, said: Answers, source: str | None = None, ask: Ask |
     if ask is not None and said == Answers() and source is None:
         said = ask_for_answers(ask)
     if said.model is None:
-        if extra := [name for name in ("weights", "data", "train", "evaluation", "calibration") if getattr(said, name)]:
+        of_a_model = ("weights", "data", "train", "evaluation", "calibration", "goal")
+        if extra := [name for name in of_a_model if getattr(said, name)]:
             raise RecipeError(f"--{extra[0]} is of a model that is there: give --model, too")
         write_new(out, starter(said.task, source))
         return [_tell_next(out)]
@@ -80,13 +83,16 @@ def ask_for_answers(ask: Ask) -> Answers:
             raise
         found = next(iter(TORCH_TASKS))
     task = ask("Task", found)
-    return replace(said, task=task, target=ask(f"Target ({', '.join(TARGETS)})", next(iter(TARGETS))))
+    target = ask(f"Target ({', '.join(TARGETS)})", next(iter(TARGETS)))
+    goal = ask("Goal, as in size >= 6x, latency_p50 >= 3x (empty: the usual passes)", "") if said.data else ""
+    return replace(said, task=task, target=target, goal=goal or None)
 
 
 def make_draft(said: Answers, root: Path) -> Draft:
     """Draft the recipe of what was said, to stand in `root`. Errors as `draft_recipe`."""
     assert said.model is not None
-    return draft_recipe(
+    goal = _read_goal(said.goal)
+    draft = draft_recipe(
         said.model,
         task=said.task,
         weights=said.weights,
@@ -98,10 +104,27 @@ def make_draft(said: Answers, root: Path) -> Draft:
         target=said.target or next(iter(TARGETS)),
         root=root,
     )
+    return replace(draft, recipe=draft.recipe | {"goal": goal}) if goal else draft
+
+
+def _read_goal(text: str | None) -> list[str]:
+    """Return the terms of a goal. RecipeError for one that says none."""
+    if text is None:
+        return []
+    try:
+        read_goals(terms := split_goal(text))
+    except ValueError as error:
+        raise RecipeError(f"--goal: {error}") from error
+    if not terms:
+        raise RecipeError(f"--goal '{text}': write what is to be reached, as in {FORMS}")
+    return terms
 
 
 def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
-    """Return a drafted recipe with the passes and gates that are usual, as YAML, and notes for the user."""
+    """Return a drafted recipe as YAML, with its goal or the usual passes and gates, and notes for the user."""
+    if "goal" in draft.recipe:
+        missing = [] if draft.inputs is not None else ["no --data: the recipe has no sets yet, and a goal needs them"]
+        return format_draft(draft.recipe, draft.reasons), missing
     target = str(draft.recipe["target"])
     scheme = usual_scheme(target, draft.task)
     if draft.inputs is None:

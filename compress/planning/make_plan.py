@@ -92,7 +92,7 @@ def make_plan(
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
-    searched, recipe = recipe.search is not None, recipe.model_copy(update={"search": None})
+    searched, recipe = recipe.search is not None, _settle_goal(recipe.model_copy(update={"search": None}))
     _check_work(recipe)
     store = ResultCache(cache or default_root())
     store.refuse_file()
@@ -140,6 +140,16 @@ def make_plan(
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
+
+
+def _settle_goal(recipe: Recipe) -> Recipe:
+    """Return the recipe with the gates of its goal in the goal's place. PlanError where it leaves the passes open."""
+    if recipe.goal and not recipe.passes:
+        raise PlanError(
+            "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
+        )
+    gates = (*recipe.validate_.gates, *recipe.goal_gates)
+    return recipe.model_copy(update={"goal": (), "validate_": replace(recipe.validate_, gates=gates)})
 
 
 def settle_keys(plan: Plan, cache: ResultCache, verify: bool = False) -> Plan:

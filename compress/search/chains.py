@@ -6,7 +6,6 @@ passes' own checks take it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import Any
 
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS, Target
-from compress.passes import KINDS, Pass
+from compress.passes import Pass
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.passes.prune_channels import PruneChannels, count_cost
+from compress.planning.usual import find_pass_problems, parse_pass
 
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
@@ -47,29 +47,19 @@ class Ground:
 
     def explain_misfit(self, passes: Passes) -> str:
         """Return why the model cannot take these passes; "" where it can."""
-        facts = self.facts
-        for given in passes:
-            pass_ = make_pass(given)
+        for pass_ in map(parse_pass, passes):
             if pass_.needs_calibration and not self.has_calibration:
                 return f"{pass_.kind} needs data.calibration"
             if pass_.needs_train and not self.has_train:
                 return f"{pass_.kind} needs data.train"
-            plan = pass_.check(facts, self.target)
-            if plan.problems:
-                return plan.problems[0]
-            facts = plan.facts
-        return ""
+        return next(iter(find_pass_problems(passes, self.facts, self.target)), "")
 
     def facts_after(self, passes: Passes) -> ModelFacts:
         """Return the model's facts once passes that fit have done their work."""
         facts = self.facts
         for given in passes:
-            facts = make_pass(given).check(facts, self.target).facts
+            facts = parse_pass(given).check(facts, self.target).facts
         return facts
-
-
-def make_pass(given: Mapping[str, Any]) -> Pass:
-    return KINDS[given["kind"]].model_validate_json(json.dumps(given), strict=True)
 
 
 def list_formats(ground: Ground) -> dict[str, Passes]:
@@ -242,7 +232,7 @@ def find_numbers(passes: Passes) -> str:
 def hold_format(passes: Passes) -> Passes:
     """Return a format's passes behind a cut: what a gate misses was lost before, and float layers cannot mend it."""
     return [
-        given | {"restore": {"max_layers": 0}} if "restore" in type(make_pass(given)).model_fields else given
+        given | {"restore": {"max_layers": 0}} if "restore" in type(parse_pass(given)).model_fields else given
         for given in passes
     ]
 
@@ -274,7 +264,7 @@ def find_least_bytes(ground: Ground, formats: Mapping[str, Passes]) -> tuple[flo
 
 def probes() -> tuple[Pass, ...]:
     """Return passes that ask for all that a plan can find out of a model's structure."""
-    return (PruneChannels(ratio=0.5), make_pass({"kind": "prune_layers", "drop": 0.5}))
+    return (PruneChannels(ratio=0.5), parse_pass({"kind": "prune_layers", "drop": 0.5}))
 
 
 def ground_of(facts: ModelFacts, target: str, sets: Sequence[str]) -> Ground:

@@ -57,6 +57,7 @@ EVIDENCE = "evidence.json"
 """In the study's folder: what was found out before and between the trials."""
 GIVEN = "given"
 """The chain that stands in the recipe."""
+BUDGET_S = 3600.0
 REACHED = "the goal is reached"
 SHORT, FULL = 0, 1
 """The rungs: a little training, all of it."""
@@ -116,17 +117,17 @@ def pursue(
     out: Path | str,
     cache: Path | None = None,
     *,
-    budget_s: float,
+    budget_s: float | None = None,
     jobs: int = 1,
     ray: str | None = None,
     quiet: bool = False,
 ) -> Study:
     """Find passes with which the recipe reaches its `goal`; see `compress.search.sweep.sweep` for what is on disk.
 
-    Ends as soon as a bundle holds all gates, or the budget (seconds) is used up. Raises what `sweep` raises, and
-    PlanError for a goal that no passes reach, with the nearest that they do.
+    Ends as soon as a bundle holds all gates, or the budget (seconds; default: an hour) is used up. Raises what `sweep`
+    raises, and PlanError for a goal that no passes reach, with the nearest that they do.
     """
-    deadline = time.monotonic() + budget_s
+    deadline = time.monotonic() + (budget_s or BUDGET_S)
     log = choose_log(quiet)
     restrict_network(recipe)
     bare = _without_goal(recipe)
@@ -134,6 +135,7 @@ def pursue(
     formats = _list_formats(recipe, ground)
     refuse_unreachable(recipe, ground, formats)
     first = _make_space(bare, recipe.goal_gates, formats, 16)
+    make_plan(first.recipe_at(first.start()), cache, twins=False, log=_say_nothing)  # what is wrong is said at once
     with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, bare, recipe.goal_gates, ground, formats)

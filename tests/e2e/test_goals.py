@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from makers import changed, cli, image_recipe, write_recipe
 
-from compress.errors import PlanError
+from compress.errors import PlaceError, PlanError
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
@@ -103,8 +103,33 @@ def test_a_quality_that_the_float_model_has_not_is_said_after_the_first_judgemen
     assert len(study.trials) == 1
 
 
-def test_another_goal_does_not_go_on_with_a_study(tmp_path: Path) -> None:
-    write_recipe(tmp_path / "recipe.yaml", {**changed(image_recipe(tmp_path)), "goal": "size >= 900x"})
-    result = cli(["sweep", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "study")], tmp_path)
-    assert result.returncode == 2
-    assert "out of reach" in result.stderr
+def test_a_model_data_and_a_goal_are_enough(tmp_path: Path) -> None:
+    """`new` writes the goal's recipe, `auto` pursues it; what is missing is said by its flag."""
+    image_recipe(tmp_path)
+    model = ["net.py:make", "--weights", "net.safetensors", "--preprocess", "{kind: image, channels: L}"]
+    given = [*model, "--task", "image-classification", "--train", "train.npz", "--evaluation", "test.npz"]
+    goal = "size >= 1.1x, top1 drop <= 0.9"
+    written = cli(["new", "--model", *given, "--goal", goal, "--out", "goal.yaml"], tmp_path)
+    assert written.returncode == 0, written.stderr
+    assert load_recipe(tmp_path / "goal.yaml").goal == ("size >= 1.1x", "top1 drop <= 0.9")
+    done = cli(["auto", *given, "--goal", goal, "--out", "study"], tmp_path, COMPRESS_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "the goal is reached" in done.stdout
+    assert load_recipe(tmp_path / "study/recipe.yaml").passes
+    refused = cli(["auto", *model, "--goal", "small", "--out", "other"], tmp_path)
+    assert refused.returncode == 2
+    assert "--goal: 'small' is no goal; write a metric" in refused.stderr
+
+
+def test_apply_leaves_a_goal_without_passes_to_sweep(tmp_path: Path) -> None:
+    recipe = asked(tmp_path, "size >= 2x")
+    with pytest.raises(PlanError, match="the passes that reach it are yet to be found: `compress sweep"):
+        apply_recipe(recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
+
+
+def test_a_study_of_another_goal_is_not_gone_on_with(tmp_path: Path) -> None:
+    recipe = asked(tmp_path, "size >= 2x")
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/goal.yaml").write_text("another")
+    with pytest.raises(PlaceError, match="a study of another recipe"):
+        reach(recipe, tmp_path)
