@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from compress.data.find_sets import parse_mapping
@@ -45,8 +45,7 @@ def write_recipe(out: Path, said: Answers, source: str | None = None, ask: Ask |
     if ask is not None and said == Answers() and source is None:
         said = ask_for_answers(ask)
     if said.model is None:
-        of_a_model = ("weights", "data", "train", "evaluation", "calibration", "goal")
-        if extra := [name for name in of_a_model if getattr(said, name)]:
+        if extra := [name for name, value in asdict(said).items() if value is not None and name != "task"]:
             raise RecipeError(f"--{extra[0]} is of a model that is there: give --model, too")
         write_new(out, starter(said.task, source))
         return [_tell_next(out)]

@@ -47,6 +47,9 @@ def open_streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes,
         parts = expert_parts(template)
         unstack_experts(template)
         store = open_store(source.weights, template, parts)
+        # counters of batch norms, which checkpoints leave out: a stream reads every tensor of its blocks
+        if lacking := [name for name in map(plain, template.state_dict()) if name not in store]:
+            raise NotAsNamed(f"no tensor of the files is called '{lacking[0]}'")
     except NotAsNamed as error:
         notes = (f"the weights are held in memory as a whole: {error}",)
         template, store = _load_in_memory(spec, root, feeds_shapes)

@@ -342,3 +342,19 @@ def test_an_automodel_reads_what_the_store_reads(tmp_path: Path) -> None:
     model = load(save(net, tmp_path), "feature-extraction")
     other = AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)
     assert all(torch.equal(model.store.read(name), tensor) for name, tensor in other.state_dict().items())
+
+
+def test_a_checkpoint_without_counters_of_batch_norms_is_held_in_memory(tmp_path: Path) -> None:
+    from model_specs import DIGITS_FEEDS, DIGITS_SPEC
+
+    from compress.models.open_streamed import open_streamed_model
+    from compress.structure.find import one_block
+    from compress.zoo.digits_resnet import digits_resnet
+
+    state = load_file(str(DIGITS_SPEC.weights))
+    kept = {name: values for name, values in state.items() if not name.endswith("num_batches_tracked")}
+    save_file(kept, tmp_path / "lean.safetensors")
+    spec = DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "lean.safetensors")})
+    opened = open_streamed_model(spec, tmp_path, DIGITS_FEEDS, one_block(digits_resnet(), "whole"))
+    assert all(name in opened.store for name in digits_resnet().state_dict())
+    assert "num_batches_tracked" in opened.notes[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ Spoil = Callable[[Order], Answer | None]
 
 
 class Builders(InThisProcess):
-    """Builds in this process. `spoil`: answers in its place where it gives something; `built`: the recipes asked for."""
+    """Builds in this process unless `spoil` gives another answer than "pass"; `built`: the rows asked for."""
 
     spoil: Spoil = staticmethod(lambda order: Answer("done", "pass"))
     built: list[str] = []
@@ -51,7 +51,7 @@ class Builders(InThisProcess):
 
 
 @pytest.fixture(autouse=True)
-def _few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """One backend, two formats, short rounds, no processes."""
     Builders.built.clear()
     monkeypatch.setattr(benching, "BACKENDS", {"onnxruntime-cpu": BACKENDS["onnxruntime-cpu"]})
@@ -62,7 +62,6 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("compress.commands.bench_measure.probe", lambda *args, **more: Probe((1.0,), (2.0**20,)))
     monkeypatch.setattr("compress.commands.bench_measure._find_cause", lambda case: "casts")
     monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: Answer("done", "pass")))
-    yield
 
 
 @pytest.fixture(scope="module")
