@@ -239,7 +239,7 @@ def test_the_plan_refuses(overrides: list[dict[str, Any]], target: Any, text: st
 def test_an_onnx_file_and_two_chains_are_refused() -> None:
     known = facts(streamed(llama()))
     onnx = replace(known, source="onnx", structure=None)
-    assert "an average needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
+    assert "a budget needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
     two = replace(known, task="text2text-generation")
     assert "along one chain of blocks" in Gptq(bits=MIX).check(two, ANY).problems[0]
 
