@@ -22,7 +22,7 @@ from compress.execution.blocks import hold_shared_work, open_streamed, run_block
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.in_files import float_model_in_files
 from compress.execution.measurements import module_timer
-from compress.execution.quality import shortfall_finder
+from compress.execution.quality import graph_runner, score_finder, shortfall_finder
 from compress.execution.weight_trials import make_weight_trials
 from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
@@ -36,7 +36,7 @@ from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
-from compress.planning.timing import describe_call, explain_untimed, make_stopwatch
+from compress.planning.timing import describe_call, explain_untimed, make_stopwatch, make_writer
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.store.cache import ResultCache, cache_key, find_measured_file
@@ -429,8 +429,14 @@ def _run_graph_passes(
     log, slices = run.journal.log, evaluation.slices
     # a decoder without some of its heads keeps fewer keys and values than the float one
     specs = input_specs(state.model) if run.plan.recipe.model.generates else exported.inputs
-    finder = shortfall_finder(inputs, specs, evaluation.columns, baseline, save_graph, log, slices)
-    context = GraphContext(**_list_fields(run, specs), **_list_training_fields(run, specs), shortfalls=finder)
+    run_samples = graph_runner(inputs, specs, evaluation.columns, save_graph)
+    context = GraphContext(
+        **_list_fields(run, specs),
+        **_list_training_fields(run, specs),
+        shortfalls=shortfall_finder(inputs, evaluation.columns, baseline, run_samples, log, slices),
+        score=score_finder(inputs, evaluation.columns, baseline, run_samples),
+        write=make_writer(run.plan.recipe),
+    )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
         context = replace(context, timing=_make_graph_timing(run, config, exported))

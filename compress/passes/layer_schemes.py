@@ -37,8 +37,9 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
     if target.reads == "onnx":
         width, group = (4 if weights.bits <= 4 else 8), size if size > 0 else inputs
         block = next((block for block in KERNEL_BLOCKS[target.flavour] if group % block == 0), group)
-        groups, has_zeros = rows * math.ceil(inputs / block), not weights.symmetric or weights.bits > 4
-        return math.ceil(n * width / 8) + groups * 4 + (math.ceil(groups * width / 8) if has_zeros else 0)
+        groups = rows * math.ceil(inputs / block)
+        zeros = 0 if weights.symmetric else math.ceil(groups * width / 8)  # those that are all zero are held once
+        return math.ceil(n * width / 8) + groups * 4 + zeros
     groups = inputs // size if size > 0 else 1
     if scheme.activations is not None and weights.bits == 8:
         return n + 4 * rows * groups

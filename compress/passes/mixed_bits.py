@@ -15,6 +15,7 @@ from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, N
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.passes.layer_schemes import count_layer_bytes, count_stored_bits
+from compress.quantize.allocate import join_groups
 from compress.specs import Record, one_of
 from runtime.report.units import size_text
 from runtime.tasks import find_task
@@ -257,7 +258,7 @@ def find_allocation(
     """
     distinct = {layer.weight: layer for layer in reversed(taken)}  # of a shared weight the first
     sizes = {layer.name: layer.n_weights for layer in distinct.values()}
-    groups = _join([layer.name for layer in taken if layer.name not in apart], _list_together(taken, structure))
+    groups = join_groups([layer.name for layer in taken if layer.name not in apart], _list_together(taken, structure))
     split = {}
     for group in groups:
         fixed, free = ([name for name in group if (name in given) == wanted] for wanted in (True, False))
@@ -281,26 +282,6 @@ def _list_together(taken: Iterable[LayerFacts], structure: Structure) -> list[tu
     for layer in taken:
         by_weight.setdefault(layer.weight, []).append(layer.name)
     return [*together, *map(tuple, by_weight.values())]
-
-
-def _join(names: Sequence[str], together: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return `names` in groups, in order: those that are together, directly or through others, in one."""
-    first: dict[str, str] = {name: name for name in names}
-
-    def find(name: str) -> str:
-        while first[name] != name:
-            first[name] = first[first[name]]
-            name = first[name]
-        return name
-
-    for some in together:
-        known = [find(name) for name in some if name in first]
-        for name in known[1:]:
-            first[find(name)] = find(known[0])
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(find(name), []).append(name)
-    return [tuple(group) for group in groups.values()]
 
 
 def plan_mixed_bits(

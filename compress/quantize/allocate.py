@@ -7,7 +7,7 @@ knapsack, solved to its optimum by HiGHS (`scipy.optimize.milp`). The budget may
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -92,3 +92,23 @@ def _find_unit(costs: np.ndarray) -> float:
     if (costs == np.round(costs)).all() and costs.max() < 2**53:
         return float(math.gcd(*costs.astype(np.int64).ravel().tolist()) or 1)
     return float(costs.max()) / SPAN
+
+
+def join_groups(names: Sequence[str], together: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return `names` in groups, in order: those that are together, directly or through others, in one."""
+    first: dict[str, str] = {name: name for name in names}
+
+    def find(name: str) -> str:
+        while first[name] != name:
+            first[name] = first[first[name]]
+            name = first[name]
+        return name
+
+    for some in together:
+        known = [find(name) for name in some if name in first]
+        for name in known[1:]:
+            first[find(name)] = find(known[0])
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(group) for group in groups.values()]

@@ -308,10 +308,11 @@ def make_layer_graph(call: LayerCall, copies: int, opset: int = OPSET) -> ir.Mod
         if call.op == "Conv":
             nodes.append(helper.make_node("GlobalAveragePool", [out], [read]))
         else:
-            by_input = opset >= 18
-            constants |= {"last": np.array([-1])} if by_input else {}
-            axes = {} if by_input else {"axes": [-1]}
-            nodes.append(helper.make_node("ReduceMean", [out, "last"][: 1 + by_input], [read], **axes, keepdims=1))
+            if opset >= 18:
+                constants["last"] = np.array([-1])
+                nodes.append(helper.make_node("ReduceMean", [out, "last"], [read], keepdims=1))
+            else:
+                nodes.append(helper.make_node("ReduceMean", [out], [read], axes=[-1], keepdims=1))
         outputs.append(read)
     axis = 1 if call.op == "Conv" else -1
     nodes.append(helper.make_node("Concat", outputs, ["y"], axis=axis))

@@ -1,13 +1,9 @@
-"""What each choice of bits costs under a budget (bits, bytes, milliseconds), and the choice that keeps it.
-
-Prices of layers are a forecast. What is chosen is counted, or timed, whole; what the prices were wrong by is taken off
-the budget, and the next choice is made.
-"""
+"""What each choice of bits costs under a budget: bits, bytes of the file, or milliseconds measured here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
@@ -18,47 +14,10 @@ from compress.models.facts import count_other_bytes
 from compress.passes.layer_schemes import count_stored_bits
 from compress.passes.mixed_bits import Allocation, BitBudget, count_file_bytes
 from compress.passes.weight_only import WeightPass
-from compress.quantize.allocate import OutOfReach, choose_within_budget
+from compress.quantize.budgets import NEAR, NEAR_BYTES, Measured, Prices
 from compress.work.block_layers import list_layers
 from compress.work.contexts import BlockContext, WeightTrials
 from runtime.report.units import size_text
-
-TRIES = 6
-"""Choices that are counted or timed whole."""
-NEAR = 0.02
-"""Part of a budget of time that may be left over: timings differ by as much."""
-Table = Sequence[Sequence[float]]
-"""[group][choice]."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a choice came to. `over`: by how much it is above the budget, in the prices' unit; `text`: in words."""
-
-    over: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What the choices cost. `budget`: for all groups together; `measure`: counts or times a choice, given as numbers.
-
-    `measure` None: the prices are exact.
-    """
-
-    table: Table
-    budget: float
-    measure: Callable[[Sequence[int]], Measured] | None = None
-    tolerance: float = 0.0
-    """Part of what the budget is of that may be left over without another choice being tried."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The number of each group's choice, and what it was measured to come to."""
-
-    numbers: tuple[int, ...]
-    text: str = ""
 
 
 def price_bits(
@@ -119,7 +78,8 @@ def _price_bytes(
         whole, left = trials.count_bytes([find_schemes(numbers)])
         return Measured(left - whole / ratio, f"a file of {size_text(left)}, {whole / left:.3f} times smaller")
 
-    return Prices(counted.by_group, counted.find_room(ratio), None if trials.count_bytes is None else measure)
+    count = None if trials.count_bytes is None else measure
+    return Prices(counted.by_group, counted.find_room(ratio), count, NEAR_BYTES * counted.whole / ratio)
 
 
 def _list_stored_layers(
@@ -167,38 +127,3 @@ def _price_time(
 
     rest = after - sum(row[k] for row, k in zip(table, fastest, strict=True))
     return Prices(table, max(before / wanted - rest, sum(map(min, table))), measure, NEAR * before / wanted)
-
-
-def choose_bits(
-    losses: Table, prices: Prices, explain_missed: Callable[[str], str], log: Callable[[str], None]
-) -> Choice:
-    """Return the choice of least loss that keeps the budget, as it was counted or timed whole.
-
-    `explain_missed`: of what the last choice came to, why the budget is not kept. PassError where none was found that
-    keeps it.
-    """
-    budget, least = prices.budget, sum(map(min, prices.table))
-    kept: dict[tuple[int, ...], str] = {}
-    tried: dict[tuple[int, ...], Measured] = {}
-    for _ in range(TRIES):
-        try:
-            numbers = tuple(choose_within_budget(losses, prices.table, max(budget, least)))
-        except OutOfReach as error:
-            raise PassError(explain_missed(str(error))) from error
-        if prices.measure is None:
-            return Choice(numbers)
-        if numbers in tried:
-            break
-        tried[numbers] = measured = prices.measure(numbers)
-        log(measured.text)
-        if measured.over <= 0:
-            kept[numbers] = measured.text
-            if -measured.over <= prices.tolerance or not prices.tolerance:
-                break
-        spent = sum(row[k] for row, k in zip(prices.table, numbers, strict=True))
-        # what the prices leave out is as much for the next choice
-        budget = min(spent, budget) - measured.over if measured.over > 0 else spent - measured.over
-    if not kept:
-        raise PassError(explain_missed(list(tried.values())[-1].text))
-    best = min(kept, key=lambda numbers: sum(row[k] for row, k in zip(losses, numbers, strict=True)))
-    return Choice(best, kept[best])

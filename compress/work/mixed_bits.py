@@ -32,10 +32,12 @@ from compress.facts import LayerFacts, Note, Reading
 from compress.formats.schemes import Scheme
 from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
 from compress.passes.weight_only import WeightPass
+from compress.quantize.allocate import OutOfReach
+from compress.quantize.budgets import BudgetMissed, Prices, choose_measured
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import ROWS, QuantizedWeight
-from compress.work.bit_budgets import Prices, choose_bits, price_bits
+from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
 from compress.work.settled import Settled, keep, recall
 
@@ -104,12 +106,10 @@ def _choose(
         [sum(costs.by_layer[name][k] for name in group if name in costs.by_layer) for k in range(len(costs.choices))]
         for group in allocation.groups
     ]
-    choice = choose_bits(
-        table,
-        prices,
-        lambda text: f"{kind}: bits: {budget.describe()} was not reached: the last choice is {text}; ask for less",
-        lambda text: log(f"{kind}: {text}"),
-    )
+    try:
+        choice = choose_measured(table, prices, lambda text: log(f"{kind}: {text}"))
+    except (OutOfReach, BudgetMissed) as error:
+        raise PassError(f"{kind}: bits: {budget.describe()} was not reached ({error}); ask for less") from error
     chosen = [costs.choices[k] for k in choice.numbers]
     bits = {name: n for group, n in zip(allocation.groups, chosen, strict=True) for name in group}
     used = sum(n * size for n, size in zip(chosen, allocation.sizes, strict=True)) + allocation.fixed_bits
