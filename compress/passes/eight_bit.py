@@ -144,7 +144,8 @@ class EightBit(Pass):
         distinct = {layer.weight: layer for layer in taken}.values()
         n_weights = sum(layer.n_weights for layer in distinct)
         channels = sum(layer.shape[1 if layer.type == "Embedding" else 0] for layer in distinct)
-        least = facts.with_bits({layer.name: 8 for layer in taken}).n_bytes + CHANNEL_BYTES * channels
+        rounded = facts.with_bits({layer.name: 8 for layer in taken}).n_bytes
+        least = rounded + CHANNEL_BYTES * channels
         if whole / ratio < least:
             nearest = math.floor(100 * whole / least) / 100
             text = (
@@ -152,7 +153,7 @@ class EightBit(Pass):
                 f"the file is at most {nearest:g} times smaller; ask for less than that, or quantize more of it"
             )
             return facts, [text]
-        bits = 8 + 8 * (whole / ratio - least) / max(n_weights, 1)
+        bits = 8 + 8 * (whole / ratio - rounded) / max(n_weights, 1)
         return facts.with_bits({layer.name: min(bits, 32.0) for layer in taken}), []
 
     def explain_refusal(self, target: Target) -> str | None:

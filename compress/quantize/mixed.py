@@ -2,8 +2,8 @@
 
 What each group of layers loses alone predicts what a set of them loses, and an integer programme finds the set that
 loses least under the budget. That is a proxy: each set is held against the gates, or the task's metric, and where it
-falls short the next best one is taken that returns at least one group which no set before it did return. (A set that
-returns less than one that fell short is not tried: it would lose more.)
+falls short the next best one is taken: it is no part of a set that fell short, for that would lose more, and what
+such a set returned counts for less, for the loss lies elsewhere.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from compress.graph.run import IN_MEMORY, Feeds, weight_bytes
 from compress.quantize.allocate import OutOfReach, join_groups
 from compress.quantize.budgets import NEAR, NEAR_BYTES, BudgetMissed, Measured, Prices, choose_measured
 from compress.quantize.latency import LayerTable, Stopwatch, describe_calls
-from compress.quantize.placement import after_activation
 from compress.quantize.state import GraphState
 from compress.store.durable import temporary_folder
 
 POINTS = 8
 """Sets that are held against the metric."""
+DOUBT = 0.5
+"""What a group's predicted loss is multiplied by where a set that returned it fell short: the loss lies elsewhere."""
 ROUNDED, FLOAT = 0, 1
 """The choices of a group."""
 TIMING_BUDGET_S = 6.0
@@ -34,8 +35,8 @@ Groups = Sequence[tuple[str, ...]]
 def group_fused(state: GraphState) -> list[tuple[str, ...]]:
     """Return the state's layers in groups that are rounded, or float, together.
 
-    Those that read one tensor share its rounded form, or are merged into one product; those whose sum is taken are
-    rounded by one Add; those of one weight hold it once.
+    Those that read one tensor share its rounded form, or are merged into one product; those whose outputs one Add reads
+    are fused with it; those of one weight hold it once.
     """
     names = [*state.integer, *state.weight_only]
     layers = [layer for layer in find_layers(state.model) if layer.name in set(names)]
@@ -45,7 +46,7 @@ def group_fused(state: GraphState) -> list[tuple[str, ...]]:
         together.setdefault(layer.weight, []).append(layer.name)
         if layer.name in state.integer:
             together.setdefault(layer.data_input, []).append(layer.name)
-            written |= {layer.output: layer.name, after_activation(layer.output): layer.name}
+            written[layer.output] = layer.name
     for node in state.model.graph if state.placement == "all" else ():
         if node.op_type == "Add" and not any(is_constant(value) for value in node.inputs):
             together[node] = [written[value] for value in node.inputs if value in written]
@@ -86,7 +87,7 @@ def price_bytes(
         return Measured(left - whole / size_ratio, f"a file {whole / left:.3f} times smaller")
 
     room = whole / size_ratio - rounded + sum(row[ROUNDED] for row in table)
-    return Prices(table, room, measure, NEAR_BYTES * whole / size_ratio)
+    return Prices(table, room, measure, NEAR_BYTES * whole / size_ratio, rounded - whole / size_ratio)
 
 
 def count_bytes(model: ir.Model) -> int:
@@ -140,7 +141,7 @@ def price_time(
         return Measured((left - whole / speedup) * before / whole, f"{whole / left:.2f} times as fast as in float")
 
     rest = after - sum(row[ROUNDED] for row in rows)
-    return Prices(rows, before / speedup - rest, measure, NEAR * before / speedup)
+    return Prices(rows, before / speedup - rest, measure, NEAR * before / speedup, after - before / speedup)
 
 
 def list_returned(groups: Groups, numbers: Sequence[int]) -> list[str]:
@@ -194,14 +195,14 @@ def restore_within_budget(
     `gated`: the verdict is on gates. Where none is confirmed, the set is returned of which the verdict is best, all in
     eight bits among them. Raises BudgetMissed where no set that was tried keeps the budget.
     """
-    losses = [[max(value, 0.0), 0.0] for value in sensitivity]
+    expected = [max(value, 0.0) for value in sensitivity]
     deadline = time.monotonic() + 60 * max_minutes
     everything = MixedChoice(state, (), judge(state), "all in eight bits", 0, False)
     points: list[MixedChoice] = []
     beyond: list[Sequence[int]] = []
     while len(points) < POINTS and (not points or time.monotonic() < deadline):
         try:
-            choice = choose_measured(losses, prices, log, beyond)
+            choice = choose_measured([[value, 0.0] for value in expected], prices, log, beyond)
         except (OutOfReach, BudgetMissed):
             if not points and not beyond:
                 raise
@@ -216,4 +217,6 @@ def restore_within_budget(
         log(f"{len(layers)} layers in float: {found}")
         if confirmed:
             return points[-1]
+        doubts = [DOUBT if number == FLOAT else 1.0 for number in choice.numbers]
+        expected = [value * doubt for value, doubt in zip(expected, doubts, strict=True)]
     return replace(min([*points, everything], key=lambda point: point.verdict.rank), tried=len(points))

@@ -126,4 +126,4 @@ def _price_time(
         return Measured((left - whole / wanted) * before / whole, f"{whole / left:.2f} times as fast as in float here")
 
     rest = after - sum(row[k] for row, k in zip(table, fastest, strict=True))
-    return Prices(table, max(before / wanted - rest, sum(map(min, table))), measure, NEAR * before / wanted)
+    return Prices(table, before / wanted - rest, measure, NEAR * before / wanted, after - before / wanted)
