@@ -9,6 +9,9 @@ from compress.facts import LayerFacts
 from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme
 from compress.formats.targets import KERNEL_BLOCKS, Format, Target
 
+PACKED_EXTRA = 16 + 2 * 110
+"""Bytes of a packed layer in a checkpoint beside its numbers: its shape, and two tensors more in the header."""
+
 
 def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
     """Return the bits that each weight takes, its share of the scales included."""
@@ -45,7 +48,7 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
         return n + 4 * rows * groups
     packed = rows * math.ceil(inputs * weights.bits / 32) * 4
     zeros = 0 if weights.symmetric else math.ceil(rows * weights.bits / 32) * 4 * groups
-    return packed + rows * groups * float_bytes + zeros
+    return packed + rows * groups * float_bytes + zeros + PACKED_EXTRA
 
 
 def format_of(scheme: Scheme) -> Format:

@@ -18,6 +18,7 @@ from compress.graph.layers import GraphLayer, find_layers, is_constant
 from compress.graph.run import IN_MEMORY, Feeds, weight_bytes
 from compress.quantize.allocate import OutOfReach, join_groups
 from compress.quantize.budgets import NEAR, NEAR_BYTES, BudgetMissed, Measured, Prices, choose_measured
+from compress.quantize.fastest import Forecaster
 from compress.quantize.latency import LayerTable, Stopwatch, describe_calls
 from compress.quantize.state import GraphState
 from compress.store.durable import temporary_folder
@@ -113,8 +114,9 @@ def price_time(
     table: LayerTable,
     log: Callable[[str], None],
 ) -> Prices:
-    """Return what each group takes of a call in eight bits and in float; sets are timed whole, beside the float model.
+    """Return what each group takes of a call in eight bits, and in float with the borders that it makes alone.
 
+    Sets are timed whole, beside the float model.
     A layer that was not timed alone is taken to be so much faster in eight bits that it stays so. BudgetMissed where
     even all groups in eight bits are slower than the budget.
     """
@@ -125,13 +127,15 @@ def price_time(
     calls = describe_calls(state.model, state.integer, usual)
     times = table.measure(calls.values(), stopwatch, state.dynamic, log)
     unknown = 2 * before
-    rows = []
+    forecast, everything, rows = Forecaster.of(state, calls, times, usual), set(state.integer), []
+    whole_borders = forecast.borders_ms(everything)
     for group in groups:
+        borders = max(forecast.borders_ms(everything - set(group)) - whole_borders, 0.0)
         known = [times.get(calls[name]) if name in calls else None for name in group]
         rows.append(
             [
                 sum(each.int8_ms for each in known if each is not None),
-                sum(unknown if each is None else each.float_ms for each in known),
+                sum(unknown if each is None else each.float_ms for each in known) + borders,
             ]
         )
 
