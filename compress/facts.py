@@ -169,6 +169,8 @@ class ModelFacts:
     outputs: tuple[TensorSpec, ...]
     layers: tuple[LayerFacts, ...]
     other_bytes: int = 0
+    float_bytes: int = FLOAT_BYTES
+    """Of a number in the source's files, the commonest: what a checkpoint's size is compared with."""
     peak_activation_bytes: int = 0
     operators: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -199,6 +201,10 @@ class ModelFacts:
     def n_bytes(self) -> int:
         """Return the bytes of the weights, tied ones counted once."""
         return self.other_bytes + sum(layer.n_bytes for layer in self.distinct_layers())
+
+    def find_layer(self, name: str) -> LayerFacts:
+        """Return the layer of that name. KeyError if there is none."""
+        return {layer.name: layer for layer in self.layers}[name]
 
     def explain_no_module(self) -> str:
         """Return why passes over a torch module cannot work on an ONNX file; "" where they can."""

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from compress.blocks.device import choose_device
 from compress.blocks.sharing import from_main, share
 from compress.blocks.streamed import StreamedModel
-from compress.context import PassContext, PassResult
+from compress.context import Feeds, PassContext, PassResult
 from compress.data.samples import Samples
 from compress.data.training import EncodedSet, make_encoded_set
 from compress.errors import SourceError
@@ -22,8 +22,9 @@ from compress.execution.blocks import hold_shared_work, open_streamed, run_block
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.in_files import float_model_in_files
 from compress.execution.measurements import module_timer
-from compress.execution.quality import shortfall_finder
-from compress.export.onnx import finish, save_graph, with_integers, with_rounded_layers
+from compress.execution.quality import graph_runner, score_finder, shortfall_finder
+from compress.execution.weight_trials import make_weight_trials
+from compress.export.onnx import save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
 from compress.export.refill import refill
 from compress.facts import Note
@@ -35,7 +36,7 @@ from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Batches, make_student
 from compress.planning.plan import Plan
-from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_stopwatch
+from compress.planning.timing import describe_call, explain_untimed, make_stopwatch, make_writer
 from compress.quantize.latency import round_all_roughly
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
@@ -43,7 +44,7 @@ from compress.store.cache import ResultCache, cache_key, find_measured_file
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
-from compress.work.contexts import GraphContext, GraphTiming, ModelContext, Timing
+from compress.work.contexts import BlockContext, GraphContext, GraphTiming, ModelContext, Timing, WeightTrials
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
@@ -270,7 +271,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
     samples = run.sets.get("calibration", run.sets["evaluation"])
     return Timing(
         module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
-        lambda graph: finish(round_all_roughly(graph), flavour_of(recipe))[0],
+        lambda graph: make_writer(recipe)(round_all_roughly(graph)),
         recipe.validate_.benchmark.threads,
         partial(find_measured_file, run.cache.root),
     )
@@ -279,16 +280,20 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
 def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> GraphTiming | None:
     """Return how a pass that chooses by time measures it; None for any other, and where nothing is timed."""
     plan = run.plan
-    if not config.chooses_by_time or explain_untimed(plan.recipe) is not None:
+    if not (config.chooses_by_time or config.needs_timing) or explain_untimed(plan.recipe) is not None:
         return None
-    inputs, recipe = plan.inputs, plan.recipe
-    speed = recipe.validate_.benchmark
-    preprocessor = make_preprocessor(inputs.preprocess, exported.inputs, inputs.tokenizer)
-    view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
-    size = fixed_batch(exported.inputs) or speed.batch_size
-    feeds = make_feeds(preprocessor, view, size, recipe.seed, speed.sequence_length)
+    feeds, recipe = _make_timed_feeds(run, exported.inputs), plan.recipe
     file_of = partial(find_measured_file, run.cache.root)
     return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
+
+
+def _make_timed_feeds(run: RunContext, specs: tuple[TensorSpec, ...]) -> list[Feeds]:
+    """Return the batches that the result will be timed on."""
+    inputs, recipe = run.plan.inputs, run.plan.recipe
+    speed = recipe.validate_.benchmark
+    preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
+    view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
+    return make_feeds(preprocessor, view, fixed_batch(specs) or speed.batch_size, recipe.seed, speed.sequence_length)
 
 
 def _trains_apart(plan: Plan) -> bool:
@@ -328,7 +333,8 @@ def _run_block_passes(
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
         run.journal.log(note)
-    context = PassContext(**_list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart))
+    fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
+    context = BlockContext(**fields, trials=_make_trials(run, loaded, exported))
     for index, config, key in passes:
         with run.journal.time_stage(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"
@@ -336,6 +342,21 @@ def _run_block_passes(
         streamed = results[-1].model
         left(index, results[-1], partial(_export_after_pass, run, index, exported, loaded, source, streamed))
     return source, streamed, results
+
+
+def _make_trials(run: RunContext, loaded: TorchModel | None, exported: FloatModel | None) -> WeightTrials:
+    """Return how passes over blocks try what schemes come to, in the graph of what they work on."""
+    plan = run.plan
+    if exported is None or stays_in_files(plan.recipe, plan.before):
+        return make_weight_trials(plan.inputs, run.cache.root, None, list, run.journal.log)
+
+    def find_graph() -> GraphState:
+        if loaded is None:
+            return exported.state
+        return _export_after_model_passes(run, loaded)
+
+    make_timed = partial(_make_timed_feeds, run, exported.inputs)
+    return make_weight_trials(plan.inputs, run.cache.root, find_graph, make_timed, run.journal.log)
 
 
 def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
@@ -349,6 +370,12 @@ def _export_floats(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
     if before.source == "onnx":
         loaded = replace(loaded, inputs=before.inputs, outputs=before.outputs)
     return export(run, key, lambda: loaded).state
+
+
+def _export_after_model_passes(run: RunContext, loaded: TorchModel) -> GraphState:
+    """Export what all passes over the torch module left, as a float graph."""
+    last = max(index for index, _, _ in _iter_stage(run, "model"))
+    return _export_floats(run, run.plan.keys.exports[last], loaded)
 
 
 def _export_after_pass(
@@ -380,8 +407,7 @@ def _export_blocks(
     if rounded_alone and loaded is None:
         state = exported.state
     elif rounded_alone and loaded is not None:
-        last = max(index for index, _, _ in _iter_stage(run, "model"))
-        state = _export_floats(run, run.plan.keys.exports[last], loaded)
+        state = _export_after_model_passes(run, loaded)
     elif stays_in_files(run.plan.recipe, run.plan.before):
         state = _export_in_files(run, key, streamed).state
     else:
@@ -405,8 +431,14 @@ def _run_graph_passes(
     log, slices = run.journal.log, evaluation.slices
     # a decoder without some of its heads keeps fewer keys and values than the float one
     specs = input_specs(state.model) if run.plan.recipe.model.generates else exported.inputs
-    finder = shortfall_finder(inputs, specs, evaluation.columns, baseline, save_graph, log, slices)
-    context = GraphContext(**_list_fields(run, specs), **_list_training_fields(run, specs), shortfalls=finder)
+    run_samples = graph_runner(inputs, specs, evaluation.columns, save_graph)
+    context = GraphContext(
+        **_list_fields(run, specs),
+        **_list_training_fields(run, specs),
+        shortfalls=shortfall_finder(inputs, evaluation.columns, baseline, run_samples, log, slices),
+        score=score_finder(inputs, evaluation.columns, baseline, run_samples),
+        write=make_writer(run.plan.recipe),
+    )
     results: list[PassResult[GraphState]] = []
     for index, config, key in _iter_stage(run, "graph"):
         context = replace(context, timing=_make_graph_timing(run, config, exported))

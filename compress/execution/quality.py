@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
@@ -70,12 +71,34 @@ def run_graph(
         return run_samples(sessions[0], preprocessor, recipe.model.task, columns, size, beside_session, facts)
 
 
-def shortfall_finder(
+RunGraph = Callable[[ir.Model], dict[str, np.ndarray]]
+
+
+def graph_runner(
     inputs: Inputs,
     specs: tuple[TensorSpec, ...],
     columns: Mapping[str, Any],
-    baseline: Outputs,
     save: Callable[[ir.Model, Path], None],
+) -> RunGraph:
+    """Return a function: graph -> its outputs over the samples. Those of the last graph are kept, and given again."""
+    last: list[tuple[ir.Model, dict[str, np.ndarray]]] = []
+
+    def run(graph: ir.Model) -> dict[str, np.ndarray]:
+        if not last or last[0][0] is not graph:
+            with temporary_folder() as folder:
+                path = folder / "model.onnx"
+                save(graph, path)
+                last[:] = [(graph, run_graph(path, inputs, specs, columns))]
+        return last[0][1]
+
+    return run
+
+
+def shortfall_finder(
+    inputs: Inputs,
+    columns: Mapping[str, Any],
+    baseline: Outputs,
+    run: RunGraph,
     log: Callable[[str], None],
     slices: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[ir.Model], list[str]] | None:
@@ -109,10 +132,7 @@ def shortfall_finder(
         return {(gate.metric, gate.rule): VERDICTS.index(gate.verdict) for gate in of_float}
 
     def find(graph: ir.Model) -> list[str]:
-        with temporary_folder() as folder:
-            path = folder / "model.onnx"
-            save(graph, path)
-            outputs = run_graph(path, inputs, specs, columns)
+        outputs = run(graph)
         try:
             check_finite(outputs)
         except NonFiniteOutputs as error:
@@ -122,6 +142,32 @@ def shortfall_finder(
         return [f"{gate.metric} {gate.rule}: {gate.why}" for gate in worse]
 
     return find
+
+
+def score_finder(
+    inputs: Inputs, columns: Mapping[str, Any], baseline: Outputs, run: RunGraph
+) -> Callable[[ir.Model], float] | None:
+    """Return a function: graph -> the task's main metric over the samples, turned so that more is better.
+
+    That is the first against labels, or, of samples without labels, the first against the float model's outputs. None
+    where there is none, and for language models. Broken outputs score minus infinity.
+    """
+    if inputs.recipe.model.generates:
+        return None
+    labels = columns.get("label")
+    metrics = select_metrics(inputs.recipe.model.task, baseline, labels, quality_gates(inputs.recipe.validate_))
+    main = next((metric for metric in metrics if metric.against == "labels"), metrics[0] if metrics else None)
+    if main is None:
+        return None
+
+    def score(graph: ir.Model) -> float:
+        try:
+            value = main.statistic(main.columns(run(graph), labels if main.against == "labels" else baseline))
+        except NonFiniteOutputs:
+            return -math.inf
+        return float(value if main.higher_is_better else -value)
+
+    return score
 
 
 def score_streamed(

@@ -66,6 +66,11 @@ class Target:
         return self.group_sizes if bits <= 4 else self.group_sizes_8bit
 
 
+KERNEL_BLOCKS: dict[Literal["u8s8", "s8s8"], tuple[int, ...]] = {
+    "u8s8": (256, 128, 64, 32, 16),
+    "s8s8": (128, 64, 32),
+}
+"""Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
 K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
 _NO_K_FORMATS: dict[str, FormatFact] = dict.fromkeys(
     K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")

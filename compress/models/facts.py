@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from compress.blocks.experts import first_expert_only, spread_over_experts, unst
 from compress.blocks.materialise import plain
 from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
-from compress.facts import LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
+from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import OpenedModel, open_on_meta
@@ -76,7 +76,8 @@ def model_facts(
         inputs=input_specs(spec, names, feeds_shapes),
         outputs=output_specs(spec, outputs),
         layers=layers,
-        other_bytes=_count_other_bytes(module, layers),
+        other_bytes=count_other_bytes(module, layers),
+        float_bytes=find_float_bytes(source.weights, count_other_bytes(module, layers), layers),
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
         notes=(*notes, *more, *_make_layer_notes(layers, traced)),
@@ -124,7 +125,7 @@ def rebuilt_facts(
         facts,
         rebuilt=True,
         layers=found,
-        other_bytes=_count_other_bytes(module, found),
+        other_bytes=count_other_bytes(module, found),
         peak_activation_bytes=traced.peak_activation_bytes,
         notes=(*notes, *more, *_make_layer_notes(found, traced)),
         opset=None,
@@ -296,7 +297,14 @@ def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]
     return tuple(layers)
 
 
-def _count_other_bytes(module: nn.Module, layers: tuple[LayerFacts, ...]) -> int:
+def find_float_bytes(files: Sequence[Path], other_bytes: int, layers: Sequence[LayerFacts]) -> int:
+    """Return the bytes of a number in these files of a model's floats, most of them: 2 or 4; 4 where there is none."""
+    n_floats = other_bytes // FLOAT_BYTES + sum({layer.weight: layer.n_weights for layer in layers}.values())
+    n_bytes = sum(path.stat().st_size for path in files)
+    return 2 if 0 < n_bytes < 3 * n_floats else FLOAT_BYTES
+
+
+def count_other_bytes(module: nn.Module, layers: Sequence[LayerFacts]) -> int:
     """Return the float32 bytes of parameters and stored buffers outside the layers."""
     tensors = {id(tensor): tensor for tensor in module.state_dict(keep_vars=True).values()}
     total = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())

@@ -111,9 +111,14 @@ class Pass(Record):
         return False
 
     @property
+    def needs_timing(self) -> bool:
+        """Return whether the work keeps a budget of time, which asks for a target that is timed here."""
+        return False
+
+    @property
     def measures_time(self) -> bool:
         """Return whether the work times anything, so that nothing may compute beside it."""
-        return self.chooses_by_time
+        return self.chooses_by_time or self.needs_timing
 
     def shorten(self, share: float) -> Pass:
         """Return the pass with only this share of its training, for a cheap look; itself where it does not learn."""

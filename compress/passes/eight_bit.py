@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
 from compress.specs import LayerPattern, Record
 
+CHANNEL_BYTES = 5
+"""Of a channel's scale and zero point."""
 Number = Literal["int8", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 Placement = Literal["auto", "all", "inputs"]
 
 
 class Restore(Record):
-    """When the quality gates do not hold, return the most sensitive layers to float until they do or a budget ends."""
+    """Which layers go back to float.
 
+    Without a budget the most sensitive, one after the other, when the quality gates do not hold and until they do.
+    Under `size_ratio` or `speedup` as many as the budget allows, those whose return gains most by their measured
+    sensitivity (an integer programme), layers that share a rounded tensor together. The gates, or without them the
+    task's main metric, confirm the choice on the evaluation set; where it falls short, the next best one is tried.
+    """
+
+    size_ratio: Annotated[float, Field(gt=1)] | None = None
+    """How many times smaller than the float one the whole file is to stay, at least."""
+    speedup: Annotated[float, Field(gt=1)] | None = None
+    """How many times faster than in float the whole model is to stay on the target, at least, as measured here."""
     max_layers: Annotated[int, Field(ge=0)] = 8
-    """Layers to return at most; 0: the gates are not looked at."""
+    """Without a budget: layers to return at most; 0: the gates are not looked at."""
     max_minutes: Annotated[float, Field(gt=0)] = 10.0
     """Time to spend at most."""
     samples: Annotated[int, Field(ge=1)] = 64
     """Calibration samples used to measure each layer's sensitivity."""
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Restore:
+        if self.size_ratio is not None and self.speedup is not None:
+            raise ValueError("size_ratio and speedup are given; give one of them, and the other as a gate")
+        return self
+
+    @property
+    def budget(self) -> str:
+        """Return the budget as a recipe gives it, "size_ratio 3.5"; "" where there is none."""
+        name = next((name for name in ("size_ratio", "speedup") if getattr(self, name) is not None), "")
+        return name and f"{name} {getattr(self, name):g}"
 
 
 class EightBit(Pass):
@@ -45,7 +72,8 @@ class EightBit(Pass):
     ignore: tuple[LayerPattern, ...] = ()
     """Layers that stay float."""
     restore: Restore = Restore()
-    """What to do when the quality gates do not hold."""
+    """Which layers go back to float: where the quality gates do not hold, or under a budget (`{size_ratio: 3.5}`,
+    `{speedup: 2.0}`)."""
 
     @property
     def format(self) -> Format:
@@ -61,6 +89,10 @@ class EightBit(Pass):
     def is_dynamic(self) -> bool:
         """Return whether ranges are measured at run time."""
         return False
+
+    @property
+    def needs_timing(self) -> bool:
+        return self.restore.speedup is not None
 
     @property
     def placement_is_given(self) -> bool:
@@ -94,7 +126,35 @@ class EightBit(Pass):
             for layer in taken
         ]
         after = facts.with_bits({layer.name: 8 for layer in taken})
+        if self.restore.budget and importlib.util.find_spec("scipy") is None:
+            problems.append(f"{self.kind}: restore: a budget needs the package scipy: pip install scipy")
+        if self.restore.budget:
+            text = f"{self.kind}: layers go back to float as far as {self.restore.budget} allows, by what they lose"
+            notes.append(Note("info", text))
+        if self.restore.size_ratio is not None and not problems:
+            after, problems = self._plan_size(facts, taken, self.restore.size_ratio)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
+
+    def _plan_size(self, facts: ModelFacts, taken: Sequence[LayerFacts], ratio: float) -> tuple[ModelFacts, list[str]]:
+        """Return the facts with as many bits as the ratio leaves, and why it cannot be kept.
+
+        Weights, scales and zero points are counted; what a graph holds beside them makes a file larger, never smaller.
+        """
+        whole = facts.with_bits({layer.name: 32 for layer in facts.layers}).n_bytes
+        distinct = {layer.weight: layer for layer in taken}.values()
+        n_weights = sum(layer.n_weights for layer in distinct)
+        channels = sum(layer.shape[1 if layer.type == "Embedding" else 0] for layer in distinct)
+        rounded = facts.with_bits({layer.name: 8 for layer in taken}).n_bytes
+        least = rounded + CHANNEL_BYTES * channels
+        if whole / ratio < least:
+            nearest = math.floor(100 * whole / least) / 100
+            text = (
+                f"{self.kind}: restore: size_ratio {ratio:g} is out of reach: with all of these layers in eight bits "
+                f"the file is at most {nearest:g} times smaller; ask for less than that, or quantize more of it"
+            )
+            return facts, [text]
+        bits = 8 + 8 * (whole / ratio - rounded) / max(n_weights, 1)
+        return facts.with_bits({layer.name: min(bits, 32.0) for layer in taken}), []
 
     def explain_refusal(self, target: Target) -> str | None:
         return refusal(target, self.format, self.kind)

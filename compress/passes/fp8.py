@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+from pydantic import model_validator
+
 from compress.facts import LayerFacts
 from compress.formats.targets import Format
 from compress.passes.eight_bit import EightBit, Number
@@ -22,6 +24,12 @@ class Fp8(EightBit):
     number: ClassVar[Number] = "fp8"
 
     kind: Literal["fp8"] = "fp8"
+
+    @model_validator(mode="after")
+    def _check_restore(self) -> Fp8:
+        if self.restore.speedup is not None:
+            raise ValueError("restore: no CPU multiplies float8, so that no layer's time is measured; use size_ratio")
+        return self
 
     @property
     def format(self) -> Format:

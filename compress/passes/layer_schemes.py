@@ -7,7 +7,10 @@ from typing import cast
 
 from compress.facts import LayerFacts
 from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme
-from compress.formats.targets import Format, Target
+from compress.formats.targets import KERNEL_BLOCKS, Format, Target
+
+PACKED_EXTRA = 16 + 2 * 110
+"""Bytes of a packed layer in a checkpoint beside its numbers: its shape, and two tensors more in the header."""
 
 
 def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
@@ -18,6 +21,34 @@ def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
     size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
     return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
+
+
+def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_bytes: int) -> int:
+    """Return the bytes of a rounded layer's numbers in the file that the target reads, scales and zero points included.
+
+    `float_bytes`: of a scale in a checkpoint whose integers are packed.
+    """
+    weights, (rows, inputs) = scheme.weights, (layer.shape[0], math.prod(layer.shape[1:]))
+    n, size = rows * inputs, weights.group_size
+    if weights.scales == "six-bit":
+        return math.ceil(n * K_BITS[weights.bits] / 8)
+    if weights.scales != "float" or weights.kind == "float":
+        return math.ceil(n * count_stored_bits(scheme, layer) / 8)
+    if target.reads == "gguf":  # half floats for each 32 weights, whatever the groups
+        width = 4 if weights.bits <= 4 else 5 if weights.bits == 5 else 8
+        return math.ceil(n * (width + (16 if weights.symmetric else 32) / 32) / 8)
+    if target.reads == "onnx":
+        width, group = (4 if weights.bits <= 4 else 8), size if size > 0 else inputs
+        block = next((block for block in KERNEL_BLOCKS[target.flavour] if group % block == 0), group)
+        groups = rows * math.ceil(inputs / block)
+        zeros = 0 if weights.symmetric else math.ceil(groups * width / 8)  # those that are all zero are held once
+        return math.ceil(n * width / 8) + groups * 4 + zeros
+    groups = inputs // size if size > 0 else 1
+    if scheme.activations is not None and weights.bits == 8:
+        return n + 4 * rows * groups
+    packed = rows * math.ceil(inputs * weights.bits / 32) * 4
+    zeros = 0 if weights.symmetric else math.ceil(rows * weights.bits / 32) * 4 * groups
+    return packed + rows * groups * float_bytes + zeros + PACKED_EXTRA
 
 
 def format_of(scheme: Scheme) -> Format:

@@ -1,17 +1,23 @@
-"""Bits that differ from layer to layer under one average: what a recipe asks for, which get equal bits, the plan."""
+"""Bits that differ from layer to layer under one budget: what a recipe asks for, which get equal bits, the plan."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure
-from compress.passes.layer_schemes import count_stored_bits
-from compress.specs import Record
+from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure
+from compress.formats.schemes import Scheme
+from compress.formats.targets import Target
+from compress.passes.layer_schemes import count_layer_bytes, count_stored_bits
+from compress.quantize.allocate import join_groups
+from compress.specs import Record, one_of
+from runtime.report.units import size_text
 from runtime.tasks import find_task
 
 MEASURED_TOKENS = 8192
@@ -19,39 +25,63 @@ MEASURED_TOKENS = 8192
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 
-class BitBudget(Record):
-    """Bits chosen for each group of layers, those that lose least in all under one average.
+BUDGETS = ("average", "size_ratio", "speedup")
+FLOAT_BITS = 8 * FLOAT_BYTES
 
-    Layers that read one tensor (q, k and v; gate and up), and the experts of a mixture, get equal bits: engines compute
-    them as one.
+
+class BitBudget(Record):
+    """Bits chosen for each group of layers, those that lose least in all under one budget.
+
+    Exactly one of `average`, `size_ratio` and `speedup` is the budget. Layers that read one tensor (q, k and v; gate
+    and up), and the experts of a mixture, get equal bits: engines compute them as one.
     """
 
-    average: float
+    average: float | None = None
     """Bits of the integers, on average over all weights that the pass rounds, those that `overrides`, `embeddings` and
     `lm_head` name included. Scales come on top, and are as many whatever the bits."""
+    size_ratio: Annotated[float, Field(gt=1)] | None = None
+    """How many times smaller the whole model's file is to be than the float one, at least: scales, zero points,
+    embeddings and all that stays float are counted, as the target's file holds them."""
+    speedup: Annotated[float, Field(gt=1)] | None = None
+    """How many times faster than in float the whole model is to be on the target, at least (of a decoder: the time of a
+    further token); each layer is timed at each choice, and what is chosen is timed whole."""
     choices: tuple[Bits, ...]
     """The bits that a layer may get, two at least."""
 
     @model_validator(mode="after")
     def _check_choices(self) -> BitBudget:
+        one_of(self, BUDGETS)
         if len(set(self.choices)) < 2 or len(set(self.choices)) < len(self.choices):
             given = ", ".join(map(str, self.choices))
             raise ValueError(f"choices are {given or 'none'}; give two or more that differ, or bits: a number")
         least, most = min(self.choices), max(self.choices)
-        if not least <= self.average <= most:
+        if self.average is not None and not least <= self.average <= most:
             raise ValueError(
                 f"average {self.average:g} is outside of the choices, {least} to {most}; give one between them"
             )
         return self
 
     @property
+    def ordered(self) -> tuple[int, ...]:
+        """Return the choices, the fewest bits first."""
+        return tuple(sorted(self.choices))
+
+    @property
     def nominal(self) -> int:
-        """Return the choice next to the average: what stands for all where one number is asked for."""
-        return min(self.choices, key=lambda bits: (abs(bits - self.average), bits))
+        """Return the choice that stands for all where one number is asked for: that next to the average."""
+        if self.speedup is not None:
+            return self.ordered[(len(self.choices) - 1) // 2]
+        wanted = self.average if self.average is not None else FLOAT_BITS / (self.size_ratio or 1)
+        return min(self.choices, key=lambda bits: (abs(bits - wanted), bits))
+
+    def describe(self) -> str:
+        """Format the budget as a recipe gives it: "size_ratio 5"."""
+        name = next(name for name in BUDGETS if getattr(self, name) is not None)
+        return f"{name} {getattr(self, name):g}"
 
     def describe_choices(self) -> str:
         """Format the choices, the fewest first: "2, 3 or 4"."""
-        *fewer, most = map(str, sorted(self.choices))
+        *fewer, most = map(str, self.ordered)
         return f"{', '.join(fewer)} or {most}"
 
     def find(self, layer: str) -> int:
@@ -64,7 +94,7 @@ class BitBudget(Record):
 
     def choose(self, by_layer: Mapping[str, int], reasons: Mapping[str, str]) -> ChosenBits:
         """Return the same budget with the bits of each layer, and why."""
-        return ChosenBits(average=self.average, choices=self.choices, by_layer=dict(by_layer), reasons=dict(reasons))
+        return ChosenBits(**dict(self), by_layer=dict(by_layer), reasons=dict(reasons))
 
 
 class ChosenBits(BitBudget):
@@ -121,10 +151,12 @@ class Allocation:
         ]
 
     def explain_unreachable(self, budget: BitBudget) -> str:
-        """Return why no choice keeps the average; "" where some does."""
-        least, most, left = min(budget.choices), max(budget.choices), self.find_average(budget.average)
+        """Return why no choice keeps the budget, as far as bits alone tell; "" where some does."""
         if not self.groups:
             return "bits: every layer has bits that the recipe gives; give bits a number"
+        if budget.average is None:
+            return ""
+        least, most, left = min(budget.choices), max(budget.choices), self.find_average(budget.average)
         if least <= left <= most:
             return ""
         return (
@@ -133,12 +165,11 @@ class Allocation:
             f"{self.fixed_bits / self.fixed_weights:.2f} bits; the choices go from {least} to {most}"
         )
 
-    def spread(self, budget: BitBudget) -> dict[str, int]:
-        """Return bits for each layer that keep the average, as they might come out: two choices around it, in turn.
+    def spread(self, budget: BitBudget, left: float) -> dict[str, int]:
+        """Return bits for each layer, `left` on average, as they might come out: two choices around it, in turn.
 
         It stands for what will be measured where a plan asks what an export or an engine makes of layers that differ.
         """
-        left = self.find_average(budget.average)
         low = max((bits for bits in budget.choices if bits < left), default=min(budget.choices))
         high = min((bits for bits in budget.choices if bits > left), default=max(budget.choices))
         bits: dict[str, int] = {}
@@ -151,6 +182,73 @@ class Allocation:
         return bits
 
 
+@dataclass(frozen=True)
+class FileBytes:
+    """What the bytes of a model's file are made of.
+
+    `whole`: of the float file; `fixed`: of the result, what no choice changes; `by_group`: [group][choice].
+    """
+
+    whole: int
+    fixed: int
+    by_group: tuple[tuple[int, ...], ...]
+
+    @property
+    def reachable(self) -> float:
+        """Return how many times smaller the file is with the cheapest choice of every group."""
+        return self.whole / (self.fixed + sum(map(min, self.by_group)))
+
+    def find_room(self, size_ratio: float) -> float:
+        """Return the bytes that are left for the groups."""
+        return self.whole / size_ratio - self.fixed
+
+    def explain_unreachable(self, size_ratio: float, choices: Sequence[int]) -> str:
+        """Return why no choice makes the file so small, with what can be reached; "" where some does."""
+        if size_ratio <= self.reachable:
+            return ""
+        nearest = math.floor(100 * self.reachable) / 100
+        return (
+            f"bits: size_ratio {size_ratio:g} is out of reach: with {min(choices)} bits in every group the file is "
+            f"{nearest:g} times smaller, of which {size_text(self.fixed)} stay whatever is chosen (embeddings, output "
+            f"layer, norms, layers with bits of their own); ask for at most {nearest:g}, or round more of them"
+        )
+
+
+def count_file_bytes(
+    layers: Sequence[LayerFacts],
+    other_bytes: int,
+    allocation: Allocation,
+    schemes: Sequence[Mapping[str, Scheme]],
+    target: Target,
+    float_bytes: int = FLOAT_BYTES,
+) -> FileBytes:
+    """Count what the file holds that the target gets, names and nodes aside.
+
+    `layers`: of the whole model, each with the bits that it is stored in now, and a weight of its own where it is to be
+    rounded apart. `schemes`: for each choice layer -> how it is stored. `other_bytes`: float32, outside of layers.
+    `float_bytes`: of a number in the source's files, which a checkpoint keeps; a graph has float32.
+    """
+    float_bytes = FLOAT_BYTES if target.reads == "onnx" else float_bytes
+    narrow = float_bytes / FLOAT_BYTES
+    stored = {layer.weight: layer for layer in reversed(layers)}
+    stored |= {layer.weight: layer for layer in reversed(layers) if layer.name in schemes[0]}
+    by_weight = {layer.name: layer.weight for layer in layers}
+    free = {by_weight[name] for name in allocation.free}
+
+    def count(layer: LayerFacts, choice: Mapping[str, Scheme]) -> int:
+        if layer.name in choice:
+            return count_layer_bytes(choice[layer.name], layer, target, float_bytes)
+        return round(layer.n_bytes * (narrow if layer.bits == FLOAT_BITS else 1))
+
+    whole = sum(layer.n_weights for layer in stored.values()) * float_bytes + round(other_bytes * narrow)
+    fixed = sum(count(layer, schemes[0]) for weight, layer in stored.items() if weight not in free)
+    by_group = tuple(
+        tuple(sum(count(stored[w], choice) for w in dict.fromkeys(by_weight[n] for n in group)) for choice in schemes)
+        for group in allocation.groups
+    )
+    return FileBytes(whole, fixed + round(other_bytes * narrow), by_group)
+
+
 def find_allocation(
     taken: Sequence[LayerFacts], given: Mapping[str, int], apart: Collection[str], structure: Structure
 ) -> Allocation:
@@ -160,7 +258,7 @@ def find_allocation(
     """
     distinct = {layer.weight: layer for layer in reversed(taken)}  # of a shared weight the first
     sizes = {layer.name: layer.n_weights for layer in distinct.values()}
-    groups = _join([layer.name for layer in taken if layer.name not in apart], _list_together(taken, structure))
+    groups = join_groups([layer.name for layer in taken if layer.name not in apart], _list_together(taken, structure))
     split = {}
     for group in groups:
         fixed, free = ([name for name in group if (name in given) == wanted] for wanted in (True, False))
@@ -186,41 +284,22 @@ def _list_together(taken: Iterable[LayerFacts], structure: Structure) -> list[tu
     return [*together, *map(tuple, by_weight.values())]
 
 
-def _join(names: Sequence[str], together: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return `names` in groups, in order: those that are together, directly or through others, in one."""
-    first: dict[str, str] = {name: name for name in names}
-
-    def find(name: str) -> str:
-        while first[name] != name:
-            first[name] = first[first[name]]
-            name = first[name]
-        return name
-
-    for some in together:
-        known = [find(name) for name in some if name in first]
-        for name in known[1:]:
-            first[find(name)] = find(known[0])
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(find(name), []).append(name)
-    return [tuple(group) for group in groups.values()]
-
-
 def plan_mixed_bits(
     kind: str,
     budget: BitBudget,
     facts: ModelFacts,
+    target: Target,
     plan_with: Callable[[int | BitBudget], PassPlan],
     allocate: Callable[[Sequence[LayerFacts], Structure], Allocation],
 ) -> PassPlan:
-    """Plan a pass for bits that are chosen at work: each choice has to be possible, and the average decides the size.
+    """Plan a pass for bits that are chosen at work: each choice has to be possible, and the budget decides the size.
 
     `kind`: the pass's. `plan_with`: its plan with these bits. `allocate`: what is to be chosen for the layers it takes.
     """
-    if problem := _explain_no_average(facts):
-        return PassPlan(facts, problems=(f"{kind}: bits: {problem}; give bits a number",))
+    if problem := _explain_no_budget(budget, facts, target):
+        return PassPlan(facts, problems=(f"{kind}: bits: {problem}",))
     assert facts.structure is not None
-    each = [plan_with(bits) for bits in budget.choices]
+    each = [plan_with(bits) for bits in budget.ordered]
     taken = [layer for layer in facts.layers if layer.name in each[0].schemes]
     allocation = allocate(taken, facts.structure)
     problems = list(dict.fromkeys(text for plan in each for text in plan.problems))
@@ -228,17 +307,25 @@ def plan_mixed_bits(
     if taken and (text := allocation.explain_unreachable(budget)):
         problems.append(f"{kind}: {text}")
     if importlib.util.find_spec("scipy") is None:
-        problems.append(f"{kind}: bits: an average needs the package scipy: pip install scipy")
+        problems.append(f"{kind}: bits: a budget needs the package scipy: pip install scipy")
     if problems:
         return PassPlan(facts, problems=tuple(problems))
-    plan = plan_with(budget.choose(allocation.spread(budget), {}))
-    free, left = allocation.free, allocation.find_average(budget.average)
+    left = float(budget.nominal) if budget.average is None else allocation.find_average(budget.average)
+    if budget.size_ratio is not None:
+        layers = [replace(layer, bits=facts.find_layer(layer.name).bits) for layer in each[0].facts.layers]
+        schemes = [plan.schemes for plan in each]
+        counted = count_file_bytes(layers, facts.other_bytes, allocation, schemes, target, facts.float_bytes)
+        if text := counted.explain_unreachable(budget.size_ratio, budget.choices):
+            return PassPlan(facts, problems=(f"{kind}: {text}",))
+        totals = [sum(column) for column in zip(*counted.by_group, strict=True)]
+        left = float(np.interp(counted.find_room(budget.size_ratio), totals, budget.ordered))
+    plan = plan_with(budget.choose(allocation.spread(budget, left), {}))
+    free = allocation.free
     sizes = {layer.name: count_stored_bits(plan.schemes[layer.name], layer) for layer in taken}
     sizes |= {name: sizes[name] + left - plan.schemes[name].weights.bits for name in sizes.keys() & free}
     text = (
         f"{kind}: {budget.describe_choices()} bits for each of {len(allocation.groups)} groups of layers, chosen by "
-        f"what they cost the outputs: {budget.average:g} on average over {allocation.n_weights:,} weights, scales not "
-        "counted"
+        f"what they cost the outputs: {_explain_budget(budget, allocation)}"
     )
     notes = dict.fromkeys([Note("info", text), *(note for plan in each for note in plan.notes)])
     decisions = tuple(
@@ -247,12 +334,23 @@ def plan_mixed_bits(
     return replace(plan, facts=plan.facts.with_bits(sizes), decisions=decisions, notes=tuple(notes))
 
 
-def _explain_no_average(facts: ModelFacts) -> str:
-    """Return why no average can be kept over a model's layers; "" where one can."""
+def _explain_budget(budget: BitBudget, allocation: Allocation) -> str:
+    """Return what is kept, in words."""
+    if budget.average is not None:
+        return f"{budget.average:g} on average over {allocation.n_weights:,} weights, scales not counted"
+    if budget.size_ratio is not None:
+        return f"the whole file at least {budget.size_ratio:g} times smaller than the float one"
+    return f"the whole model at least {budget.speedup:g} times as fast as in float, by times measured here"
+
+
+def _explain_no_budget(budget: BitBudget, facts: ModelFacts, target: Target) -> str:
+    """Return why no budget can be kept over a model's layers, with the way out; "" where one can."""
     if facts.structure is None or facts.source != "torch":
-        return "an average needs a torch model, through which gradients go"
+        return "a budget needs a torch model, through which gradients go; give bits a number"
     if find_task(facts.task).encodes:
-        return "an average is kept along one chain of blocks, and this model has two"
+        return "a budget is kept along one chain of blocks, and this model has two; give bits a number"
+    if budget.speedup is not None and target.reads != "onnx":
+        return f"speedup is measured, and {target.name} reads no ONNX file that is run here; use average or size_ratio"
     return ""
 
 

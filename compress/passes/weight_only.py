@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -67,12 +67,13 @@ class WeightPass(WeightNumbers, Pass):
     takes_k_formats: ClassVar[bool] = False
     """Whether it rounds to the numbers of llama.cpp's K formats."""
     takes_mixed_bits: ClassVar[bool] = False
-    """Whether it chooses the bits of each layer under an average."""
+    """Whether it chooses the bits of each layer under a budget."""
 
     # The scheme's numbers are filled in, not looked up later: what is written out then says what is done.
     bits: Bits | BitBudget = make_scheme_field("bits", 4)
     """Bits for each weight; not given: the scheme's, or 4 without a scheme. `{average: 3.0, choices: [2, 3, 4]}`: those
-    of each layer are chosen by what they cost the model's outputs (`gptq`, `rtn`, and `tune` where it rounds)."""
+    of each layer are chosen by what they cost the model's outputs (`gptq`, `rtn`, and `tune` where it rounds). In the
+    place of `average`: `size_ratio`, `speedup`."""
     group_size: GroupSize | None = None
     """Inputs that share one scale; -1 for one scale for each output channel. Not given: the scheme's, as
     compressed-tensors has it (W4A16: 128, W8A16 and W8A8: -1), or 32 without a scheme."""
@@ -165,7 +166,7 @@ class WeightPass(WeightNumbers, Pass):
 
     @property
     def budget(self) -> BitBudget | None:
-        """Return the average under which bits are still to be chosen; None where they are known."""
+        """Return the budget under which bits are still to be chosen; None where they are known."""
         return self.bits if isinstance(self.bits, BitBudget) and not isinstance(self.bits, ChosenBits) else None
 
     def with_bits(self, bits: int | BitBudget) -> Self:
@@ -173,7 +174,7 @@ class WeightPass(WeightNumbers, Pass):
         return self.model_copy(update={"bits": bits})
 
     def find_allocation(self, taken: Sequence[LayerFacts], structure: Structure) -> Allocation:
-        """Return what is to be chosen, under `bits: {average: ...}`, for the layers that the pass takes.
+        """Return what is to be chosen, under a budget of bits, for the layers that the pass takes.
 
         Those that no forward calls are left out: nothing can be measured of them.
         """
@@ -208,6 +209,7 @@ class WeightPass(WeightNumbers, Pass):
                 self.kind,
                 self.budget,
                 facts,
+                target,
                 lambda bits: WeightPass.check(self.with_bits(bits), facts, target),
                 self.find_allocation,
             )
@@ -243,13 +245,21 @@ class WeightPass(WeightNumbers, Pass):
 
     def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
         """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""
-        own = {
-            layer.name: f"{layer.name}.weight"
-            for layer in facts.layers
-            if layer.role == "tied" and layer.name in settings and not self.table_scheme(layer)
-        }
-        layers = [replace(layer, weight=own.get(layer.name, layer.weight)) for layer in facts.layers]
-        return replace(facts, layers=assign_roles(layers, facts.structure)) if own else facts
+        layers = self.untie_layers(facts.layers, settings)
+        return facts if layers == facts.layers else replace(facts, layers=assign_roles(layers, facts.structure))
+
+    def untie_layers(self, layers: Sequence[LayerFacts], rounded: Collection[str]) -> tuple[LayerFacts, ...]:
+        """Return the layers, those that are `rounded` apart from a table that they shared with weights of their own."""
+        return tuple(
+            replace(layer, weight=f"{layer.name}.weight")
+            if layer.role == "tied" and layer.name in rounded and not self.table_scheme(layer)
+            else layer
+            for layer in layers
+        )
+
+    @property
+    def needs_timing(self) -> bool:
+        return self.budget is not None and self.budget.speedup is not None
 
     @property
     def ways(self) -> str:

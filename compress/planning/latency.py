@@ -124,7 +124,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     before, after, parts, export_s = make_twins(inputs, cache, machine, stopwatch, feeds, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     if recipe.model.generates:
-        metric, ms = "tpot", _time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
+        metric, ms = "tpot", time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
     else:
         metric, ms = "latency_p50", stopwatch.time([before, after], feeds, BUDGET_S)
     latency = LatencyForecast(
@@ -277,7 +277,7 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
     return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
 
 
-def _time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) -> list[float]:
+def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) -> list[float]:
     """Return milliseconds of a further token of each decoder."""
     speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
     vocab_size = inputs.facts.outputs[0].shape[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import onnx_ir as ir
 
@@ -42,14 +43,19 @@ def describe_call(recipe: Recipe) -> list[object]:
 
 def make_stopwatch(recipe: Recipe) -> Stopwatch:
     """Return what times graphs as the result will be timed: on the recipe's backend, in the form that is judged."""
+    backend = choose_backend(recipe.target, None, recipe.model.generates)[0]
+    return Stopwatch(backend, recipe.validate_.benchmark.threads, make_writer(recipe), recipe.seed)
+
+
+def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:
+    """Return what gives the graph of a state in the form that is judged; that of the float model as it is."""
     target = flavour_of(recipe)
 
     def write(state: GraphState) -> ir.Model:
         decided = state.weights or state.half is not None or state.kv_cache is not None
         return finish(state, target)[0] if decided else float_graph(state.model)
 
-    backend = choose_backend(recipe.target, None, recipe.model.generates)[0]
-    return Stopwatch(backend, recipe.validate_.benchmark.threads, write, recipe.seed)
+    return write
 
 
 def flavour_of(recipe: Recipe) -> Target:

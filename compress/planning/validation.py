@@ -19,6 +19,7 @@ from compress.planning.inputs import TEXTS, Inputs, generation_of
 from compress.planning.judging import explain_not_run, is_scored_by_torch
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
+from compress.planning.timing import explain_untimed
 from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport, OpenVinoExport
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
@@ -46,6 +47,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *class_problems(recipe.model.task, facts.outputs),
         *order_problems(recipe.passes, facts),
         *student_problems(recipe.passes),
+        *timing_problems(recipe, facts),
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
         *gate_problems(inputs),
@@ -149,6 +151,17 @@ def student_problems(passes: Sequence[Pass]) -> list[str]:
         f"lost; put {passes[0].kind} after it"
         for index, pass_ in enumerate(passes)
         if index and (student := pass_.find_student()) is not None and student.separate
+    ]
+
+
+def timing_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Report passes that are to keep a budget of time where nothing is timed."""
+    timed = [(i, pass_) for i, pass_ in enumerate(recipe.passes) if pass_.needs_timing]
+    whys = [(i, pass_, explain_untimed(recipe, pass_.stage_on(facts) == "graph")) for i, pass_ in timed]
+    return [
+        f"passes.{index}: {pass_.kind}: no speedup can be kept, for nothing is timed ({why}); give a budget of size"
+        for index, pass_, why in whys
+        if why
     ]
 
 

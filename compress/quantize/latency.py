@@ -23,12 +23,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
+from compress.formats.schemes import Scheme
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import IN_MEMORY, Feeds, open_session, tap, weight_bytes
 from compress.quantize.int8 import with_integer_layers
 from compress.quantize.placement import ACTIVATIONS, after_activation, decide_kind
-from compress.quantize.qdq import placement_of
-from compress.quantize.rounding import QuantizedWeight
+from compress.quantize.qdq import BLOCK_OPSET, placement_of
+from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, Range
 from compress.store.durable import seal, temporary_folder, unseal
 from runtime.backends import find_backend
@@ -219,6 +220,29 @@ def time_layer(call: LayerCall, stopwatch: Stopwatch, dynamic: bool = False) -> 
     return LayerTime(own[0], own[1], *(max(once[i] - own[i], 0.0) for i in (0, 1)))
 
 
+def time_weights(call: LayerCall, schemes: Sequence[Scheme], stopwatch: Stopwatch) -> list[float]:
+    """Return the milliseconds of one matrix product with its weights stored by each of the schemes.
+
+    Raises what the backend raises.
+    """
+    states = []
+    for copies in (1, COPIES):
+        model = make_layer_graph(call, copies, BLOCK_OPSET)
+        layers = find_layers(model)
+        for scheme in schemes:
+            numbers = scheme.weights
+            rounded = {
+                layer.name: round_to_nearest(
+                    layer.matrix(), numbers.bits, numbers.group_size, numbers.symmetric, search=False
+                )
+                for layer in layers
+            }
+            states.append(GraphState(model, weight_only=list(rounded), weights=rounded))
+    x = np.random.default_rng(stopwatch.seed).standard_normal(call.input).astype(np.float32)
+    ms = stopwatch.time(states, [{"x": x}], LAYER_BUDGET_S)
+    return [max((ms[len(schemes) + i] - ms[i]) / (COPIES - 1), 1e-4) for i in range(len(schemes))]
+
+
 def _float_and_int8(model: ir.Model, dynamic: bool) -> tuple[GraphState, GraphState]:
     return GraphState(model), round_all_roughly(model, dynamic)
 
@@ -255,7 +279,7 @@ def round_roughly(layer: GraphLayer) -> QuantizedWeight:
     return QuantizedWeight(values, scales.astype(np.float32), None, 8, -1)
 
 
-def make_layer_graph(call: LayerCall, copies: int) -> ir.Model:
+def make_layer_graph(call: LayerCall, copies: int, opset: int = OPSET) -> ir.Model:
     """Return a graph: x float32 -> `copies` of the layer, each with weights of its own -> y, what each reduces to."""
     rng = np.random.default_rng(0)
     nodes: list[Any] = []
@@ -288,7 +312,11 @@ def make_layer_graph(call: LayerCall, copies: int) -> ir.Model:
         if call.op == "Conv":
             nodes.append(helper.make_node("GlobalAveragePool", [out], [read]))
         else:
-            nodes.append(helper.make_node("ReduceMean", [out], [read], axes=[-1], keepdims=1))
+            if opset >= 18:
+                constants["last"] = np.array([-1])
+                nodes.append(helper.make_node("ReduceMean", [out, "last"], [read], keepdims=1))
+            else:
+                nodes.append(helper.make_node("ReduceMean", [out], [read], axes=[-1], keepdims=1))
         outputs.append(read)
     axis = 1 if call.op == "Conv" else -1
     nodes.append(helper.make_node("Concat", outputs, ["y"], axis=axis))
@@ -296,6 +324,6 @@ def make_layer_graph(call: LayerCall, copies: int) -> ir.Model:
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(call.input))
     tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
     graph = helper.make_graph(nodes, "layer", [x], [y], tensors)
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9))
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10))
     ir.passes.common.ShapeInferencePass()(model)
     return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -103,17 +103,30 @@ def sensitivities(
     state: GraphState, batches: Sequence[Feeds], flavour: Flavour, progress: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, float]:
     """Return how much each layer alone hurts: 1 - mean output cosine with only it quantized; one run for each."""
+    names = [*state.integer, *state.weight_only]
+    hurt = measure_groups(state, {name: (name,) for name in names}, batches, flavour, progress)
+    return dict(zip(names, hurt, strict=True))
+
+
+def measure_groups(
+    state: GraphState,
+    groups: Mapping[str, Collection[str]],
+    batches: Sequence[Feeds],
+    flavour: Flavour,
+    progress: Callable[[Sequence[str]], Iterable[str]],
+) -> list[float]:
+    """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers."""
     exact = outputs_of(state.model, batches)
-    sensitivity = {}
-    for name in progress([*state.integer, *state.weight_only]):
+    hurt = []
+    for group in progress(list(groups)):
         alone = replace(
             state,
-            integer=[name] if name in state.integer else [],
-            weight_only=[name] if name in state.weight_only else [],
+            integer=[name for name in state.integer if name in groups[group]],
+            weight_only=[name for name in state.weight_only if name in groups[group]],
             attention=False,
         )
-        sensitivity[name] = 1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches))
-    return sensitivity
+        hurt.append(1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches)))
+    return hurt
 
 
 def blame(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from compress.formats.targets import KERNEL_BLOCKS
 from compress.graph.edit import append, initializer, reroute, share_constant, take_over, tidy, uses_of, values_by_name
 from compress.graph.layers import GraphLayer, constant, find_layers, int_attribute
 from compress.graph.run import clone
@@ -28,8 +29,6 @@ BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
 LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""
-KERNEL_BLOCKS: dict[Flavour, tuple[int, ...]] = {"u8s8": (256, 128, 64, 32, 16), "s8s8": (128, 64, 32)}
-"""Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
 
 
 def write_state(state: GraphState, flavour: Flavour) -> ir.Model:

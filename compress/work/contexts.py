@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,13 @@ import onnx_ir as ir
 from torch import nn
 
 from compress.context import Feeds, PassContext, TrainSet
+from compress.facts import FLOAT_BYTES
+from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
 from compress.prune.latency import keep_form
 from compress.quantize.latency import Stopwatch
+from compress.quantize.state import GraphState
 
 Form = Callable[[ir.Model], ir.Model]
 TimeModules = Callable[[Sequence[nn.Module], Form], Sequence[float]]
@@ -52,6 +55,33 @@ class GraphTiming:
     call: Sequence[object]
 
 
+LayerSchemes = Mapping[str, Scheme]
+"""Layer -> how its weight is stored."""
+
+
+@dataclass(frozen=True)
+class WeightTrials:
+    """How a pass over blocks tries what schemes of weights come to on the target.
+
+    `count_bytes`: choices of schemes -> bytes of the float file, and of that of each choice; None where no ONNX file is
+    written. `time`: likewise milliseconds of a call (of a decoder: of a further token), timed in turn. `time_layers`:
+    layer -> schemes to milliseconds of each layer alone, of those that could be timed. Both None where the target does
+    not run here. `float_bytes`: of a number in the source's files.
+    """
+
+    count_bytes: Callable[[Sequence[LayerSchemes]], Sequence[int]] | None = None
+    time: Callable[[Sequence[LayerSchemes]], Sequence[float]] | None = None
+    time_layers: Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]] | None = None
+    float_bytes: int = FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class BlockContext(PassContext):
+    """What a pass over blocks is given. `trials`: how it tries what schemes come to."""
+
+    trials: WeightTrials = WeightTrials()
+
+
 @dataclass(frozen=True)
 class TrainingContext(PassContext):
     """What a pass that may learn is given.
@@ -81,8 +111,12 @@ class GraphContext(TrainingContext):
     """What a pass over the ONNX graph is given.
 
     `shortfalls`: given a graph, the quality gates of the recipe that it does not hold, as sentences (empty: all hold);
-    None when the recipe has no quality gate to hold. `timing`: how speed is measured; None where nothing is timed.
+    None when the recipe has no quality gate to hold. `score`: given a graph, the task's main metric over the evaluation
+    set, turned so that more is better; None where there is none. `write`: gives the file of a state, as the target gets
+    it. `timing`: how speed is measured; None where nothing is timed.
     """
 
     shortfalls: Callable[[ir.Model], list[str]] | None = None
+    score: Callable[[ir.Model], float] | None = None
+    write: Callable[[GraphState], ir.Model] | None = None
     timing: GraphTiming | None = None

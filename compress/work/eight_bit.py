@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -16,6 +16,7 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
+from compress.quantize.budgets import BudgetMissed, Prices
 from compress.quantize.fastest import (
     PlacementChoice,
     choose_fastest,
@@ -39,12 +40,14 @@ from compress.quantize.measure import (
     Suspect,
     blame,
     layer_sqnr_db,
+    measure_groups,
     output_cosine,
     outputs_of,
     restore_until_held,
     sensitivities,
     spread,
 )
+from compress.quantize.mixed import Groups, Verdict, group_fused, price_bytes, price_time, restore_within_budget
 from compress.quantize.observers import Observer
 from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
@@ -69,12 +72,13 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
         state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
     sample = list(islice(context.batches, MEASURE_BATCHES))
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
-    state, sensitivity, more = _restore(knobs, state, context)
-    measured = _measure(state, seen, sensitivity, sample, context)
+    restored = _restore(knobs, state, context)
+    state = restored.state
+    measured = _measure(state, seen, restored.sensitivity, sample, context)
     for name, numbers in _list_times(choice).items():
         measured.setdefault(name, {}).update(numbers)
-    decisions = [_decide(knobs, layer.name, layer.type, state, choice) for layer in taken]
-    told = [*_tell_choice(knobs, choice), *notes, *more]
+    decisions = [_decide(knobs, layer.name, layer.type, state, choice, restored.reason) for layer in taken]
+    told = [*_tell_choice(knobs, choice), *notes, *restored.notes]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
 
 
@@ -259,15 +263,30 @@ def _describe_collapse(kind: str, worst: Suspect, cosine: float, seen: dict[str,
     )
 
 
-def _restore(
-    knobs: EightBit, state: GraphState, context: GraphContext
-) -> tuple[GraphState, dict[str, float], list[Note]]:
+@dataclass(frozen=True)
+class _Restored:
+    """What went back to float, and why. `sensitivity`: of each layer, or of its group."""
+
+    state: GraphState
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    reason: str = ""
+
+
+def _restore(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+    if knobs.restore.budget:
+        return _restore_within_budget(knobs, state, context)
+    return _restore_for_gates(knobs, state, context)
+
+
+def _restore_for_gates(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+    """Return layers to float, the most sensitive first, where a gate does not hold."""
     if context.shortfalls is None or knobs.restore.max_layers == 0:
-        return state, {}, []
+        return _Restored(state)
     flavour = context.target.flavour
     short = context.shortfalls(write_state(state, flavour))
     if not short:
-        return state, {}, []
+        return _Restored(state)
     context.log(f"{knobs.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
     some = _take_samples(context.batches, knobs.restore.samples)
     sensitivity = sensitivities(
@@ -289,10 +308,69 @@ def _restore(
             Note("warning", f"{knobs.kind}: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
         )
     if result.shortfalls:
-        notes.append(
-            Note("warning", f"{knobs.kind}: gates still short ({result.ended}): {'; '.join(result.shortfalls)}")
+        notes.append(_note_shortfalls(knobs, result.ended, result.shortfalls))
+    reason = "restored: among the most sensitive, and a gate did not hold"
+    return _Restored(result.state, sensitivity, tuple(notes), reason)
+
+
+def _note_shortfalls(knobs: EightBit, ended: str, short: Sequence[str]) -> Note:
+    return Note("warning", f"{knobs.kind}: gates still short ({ended}): {'; '.join(short)}")
+
+
+def _restore_within_budget(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+    """Return those layers to float that a budget allows and that gain most by it. PassError for one out of reach."""
+    restore, flavour = knobs.restore, context.target.flavour
+    write = context.write or (lambda some: write_state(some, flavour))
+    groups = group_fused(state)
+
+    def log(text: str) -> None:
+        context.log(f"{knobs.kind}: {text}")
+
+    def judge(some: GraphState) -> Verdict:
+        model = write_state(some, flavour)
+        short = () if context.shortfalls is None else tuple(context.shortfalls(model))
+        return Verdict(short, None if context.score is None else context.score(model))
+
+    try:
+        if restore.size_ratio is not None:
+            prices = price_bytes(state, groups, restore.size_ratio, write)
+        else:
+            groups = [group for group in groups if set(group) <= set(state.integer)]
+            prices = _price_time(knobs, state, groups, context)
+        log("measuring what each group of layers loses in eight bits")
+        some = _take_samples(context.batches, restore.samples)
+        named = {", ".join(group): group for group in groups}
+        hurt = measure_groups(
+            state, named, some, flavour, lambda names: context.progress(names, f"{knobs.kind}: sensitivity")
         )
-    return result.state, sensitivity, notes
+        gated = context.shortfalls is not None
+        mixed = restore_within_budget(state, groups, hurt, prices, judge, gated, restore.max_minutes, log)
+    except BudgetMissed as error:
+        raise PassError(
+            f"{knobs.kind}: restore: {restore.budget} is out of reach: {error}; ask for less, or quantize more layers"
+        ) from error
+    returned = set(mixed.layers)
+    left = sum(value for group, value in zip(groups, hurt, strict=True) if not returned & set(group))
+    text = (
+        f"{knobs.kind}: {restore.budget} is kept ({mixed.text}): {len(mixed.layers)} layers in float"
+        f"{': ' if mixed.layers else ''}{', '.join(mixed.layers)}; predicted loss {left:.3g} (1 - cosine), "
+        f"{sum(hurt):.3g} with all in eight bits"
+    )
+    if mixed.tried > 1:
+        text += f"; {mixed.tried} choices were held against the {'gates' if gated else 'metric'}, which decided"
+    notes = [Note("info", text)]
+    if mixed.verdict.short:
+        notes.append(_note_shortfalls(knobs, f"within {restore.budget}", mixed.verdict.short))
+    sensitivity = {name: value for group, value in zip(groups, hurt, strict=True) for name in group}
+    return _Restored(mixed.state, sensitivity, tuple(notes), f"within {restore.budget}: among those that lose most")
+
+
+def _price_time(knobs: EightBit, state: GraphState, groups: Groups, context: GraphContext) -> Prices:
+    timing, speedup = context.timing, knobs.restore.speedup
+    if timing is None or speedup is None:
+        raise PassError(f"{knobs.kind}: restore: speedup needs a target that is timed here; use size_ratio")
+    table = LayerTable.open(timing.file_of(["layers", timing.machine, *timing.call[:2]]))
+    return price_time(state, groups, speedup, timing.stopwatch, timing.feeds, table, context.log)
 
 
 def _take_samples(batches: Iterable[Feeds], samples: int) -> list[Feeds]:
@@ -309,7 +387,7 @@ def _take_samples(batches: Iterable[Feeds], samples: int) -> list[Feeds]:
 def _measure(
     state: GraphState,
     seen: dict[str, Observer],
-    sensitivity: dict[str, float],
+    sensitivity: Mapping[str, float],
     sample: list[Feeds],
     context: GraphContext,
 ) -> dict[str, dict[str, float]]:
@@ -329,7 +407,9 @@ def _measure(
     return measured
 
 
-def _decide(knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None) -> LayerDecision:
+def _decide(
+    knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, restored: str
+) -> LayerDecision:
     if chosen is not None and name in state.unpacked:
         times = chosen[0].in_float.get(name)
         shown = "not timed alone" if times is None else f"{times[0]:.3g} ms, {times[1]:.3g} in int8"
@@ -339,4 +419,4 @@ def _decide(knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Ch
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:
         return LayerDecision(name, kind, knobs.number, knobs.scheme)
-    return LayerDecision(name, kind, "float32", "restored: among the most sensitive, and a gate did not hold")
+    return LayerDecision(name, kind, "float32", restored)

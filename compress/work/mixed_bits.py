@@ -1,4 +1,4 @@
-"""Bits under an average: what each choice costs the model's outputs, measured; then the programme that chooses.
+"""Bits under a budget: what each choice costs the model's outputs, measured; then the programme that chooses.
 
 The cost of rounding a group of layers is the Kullback-Leibler divergence of the model's outputs that it leads to, to
 second order: with gradients g of log p(y) with respect to a layer's outputs, y drawn from the model's own predictions,
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compress.blocks.backward import BackwardBlock, first_micro_batches, send_back
 from compress.blocks.lockstep import layer_input
-from compress.blocks.sharing import from_main, sum_over_processes
+from compress.blocks.sharing import from_main, main_process, sum_over_processes
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import remove_hooks_on_exit
@@ -32,10 +32,12 @@ from compress.facts import LayerFacts, Note, Reading
 from compress.formats.schemes import Scheme
 from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
 from compress.passes.weight_only import WeightPass
-from compress.quantize.allocate import choose_bits
+from compress.quantize.allocate import OutOfReach
+from compress.quantize.budgets import BudgetMissed, Prices, choose_measured
 from compress.quantize.gram import Compute, Gram
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import ROWS, QuantizedWeight
+from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
 from compress.work.settled import Settled, keep, recall
 
@@ -63,10 +65,10 @@ class Costs:
 def settle_bits(
     config: Pass, model: StreamedModel, context: PassContext, make_rounding: MakeRounding, compute: Compute = "float32"
 ) -> tuple[Pass, Settled]:
-    """Return the pass with the bits of each layer chosen, where it asks for an average; else as it is.
+    """Return the pass with the bits of each layer chosen, where it asks for a budget; else as it is.
 
     What is measured is kept in `context.work`. PassError: no data, a layer whose numbers are broken, layers that no
-    gradient reaches, or an average that cannot be kept.
+    gradient reaches, or a budget that cannot be kept.
     """
     budget = config.budget
     if budget is None:
@@ -75,6 +77,8 @@ def settle_bits(
     allocation = config.find_allocation(taken, model.structure)
     if allocation.split or allocation.explain_unreachable(budget):
         raise PassError(f"{config.kind}: {allocation.explain_unreachable(budget) or 'bits: overrides split a group'}")
+    # first, for it may show that the budget is out of reach, and costs less than what is measured next
+    prices = price_bits(config, budget, allocation, taken, model, context) if main_process() else None
     free = {name for group in allocation.groups for name in group}
     layers = {layer.name: layer for layer in taken if layer.name in free}
     costs = _recall_costs(context, budget)
@@ -85,7 +89,8 @@ def settle_bits(
         way = "give them bits under overrides, or ignore them"
         texts = [f"{', '.join(group)}: no gradient of the model's first output comes back to them" for group in unseen]
         raise PassError([f"{config.kind}: {text}, so that no bits can be chosen; {way}" for text in texts])
-    bits, text = from_main(_choose(budget, allocation, costs))
+    chosen_here = None if prices is None else _choose(config.kind, budget, allocation, costs, prices, context.log)
+    bits, text = from_main(chosen_here)
     context.log(f"{config.kind}: {text}")
     notes = (Note("info", f"{config.kind}: {text}"),)
     measured = {name: _tell(costs, name, bits[name]) for name in layers}
@@ -93,24 +98,30 @@ def settle_bits(
     return config.with_bits(chosen), Settled(notes=notes, measured=measured)
 
 
-def _choose(budget: BitBudget, allocation: Allocation, costs: Costs) -> tuple[dict[str, int], str]:
+def _choose(
+    kind: str, budget: BitBudget, allocation: Allocation, costs: Costs, prices: Prices, log: Callable[[str], None]
+) -> tuple[dict[str, int], str]:
     """Return each layer's bits, and what was chosen in a sentence."""
     table = [
         [sum(costs.by_layer[name][k] for name in group if name in costs.by_layer) for k in range(len(costs.choices))]
         for group in allocation.groups
     ]
-    left = allocation.budget(budget.average)
-    chosen = choose_bits(allocation.sizes, table, costs.choices, left)
+    try:
+        choice = choose_measured(table, prices, lambda text: log(f"{kind}: {text}"))
+    except (OutOfReach, BudgetMissed) as error:
+        raise PassError(f"{kind}: bits: {budget.describe()} was not reached ({error}); ask for less") from error
+    chosen = [costs.choices[k] for k in choice.numbers]
     bits = {name: n for group, n in zip(allocation.groups, chosen, strict=True) for name in group}
     used = sum(n * size for n, size in zip(chosen, allocation.sizes, strict=True)) + allocation.fixed_bits
-    cost = sum(row[costs.choices.index(n)] for row, n in zip(table, chosen, strict=True))
+    cost = sum(row[k] for row, k in zip(table, choice.numbers, strict=True))
     counts = ", ".join(f"{chosen.count(n)} of {n} bits" for n in sorted(set(chosen)))
-    text = (
+    text = f"{choice.text}; " if choice.text else ""
+    text += (
         f"{used / allocation.n_weights:.3f} bits on average: groups of layers: {counts}; predicted loss {cost:.4g} "
         f"{costs.unit}"
     )
     nominal = costs.choices.index(budget.nominal)
-    if sum(allocation.sizes) * budget.nominal <= left:
+    if sum(row[nominal] for row in prices.table) <= prices.budget:
         text += f", {sum(row[nominal] for row in table):.4g} with {budget.nominal} bits everywhere"
     return bits, text
 

@@ -1,8 +1,10 @@
-"""Bits under an average: what is measured is what happens, fused layers get equal bits, killed runs choose the same."""
+"""Bits under a budget: what is measured is what happens, fused layers get equal bits, killed runs choose the same."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from streaming import bert, context, gpt2, llama, streamed, texts, together
 from torch import Tensor, nn
 
 from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext
 from compress.errors import PassError
 from compress.export.checkpoint_rules import checkpoint_problems
+from compress.export.compressed_tensors import entries
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure, assign_roles
+from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.hqq import Hqq
@@ -26,6 +31,7 @@ from compress.passes.weight_only import WeightPass
 from compress.recipe.exports import CheckpointExport
 from compress.work import apply_pass, mixed_bits
 from compress.work.block_layers import list_layers
+from compress.work.contexts import BlockContext, WeightTrials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ANY, VLLM = TARGETS["transformers"], TARGETS["vllm"]
@@ -239,7 +245,7 @@ def test_the_plan_refuses(overrides: list[dict[str, Any]], target: Any, text: st
 def test_an_onnx_file_and_two_chains_are_refused() -> None:
     known = facts(streamed(llama()))
     onnx = replace(known, source="onnx", structure=None)
-    assert "an average needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
+    assert "a budget needs a torch model" in Gptq(bits=MIX).check(onnx, ANY).problems[0]
     two = replace(known, task="text2text-generation")
     assert "along one chain of blocks" in Gptq(bits=MIX).check(two, ANY).problems[0]
 
@@ -258,3 +264,114 @@ def test_without_data_nothing_is_chosen() -> None:
     with pytest.raises(PassError, match="rtn: there is no calibration data; give the recipe a calibration set"):
         apply_pass(Rtn(bits=MIX, group_size=16), streamed(llama()), context())
     assert Rtn(bits=MIX).needs_calibration and not Rtn(bits=4).needs_calibration
+
+
+def count_checkpoint(model: StreamedModel, schemes: dict[str, Scheme]) -> tuple[int, int]:
+    """Bytes of the numbers of a float32 checkpoint, and of one with layers in these schemes, as the exporter has it."""
+    whole = left = 0
+    names = [name for name in model.store.names() if name not in model.tied]
+    for name in names:
+        shape = model.store.shape(name)
+        whole += 4 * int(np.prod(shape))
+        layer = name.removesuffix(".weight")
+        if layer not in schemes:
+            left += 4 * int(np.prod(shape))
+            continue
+        for entry in entries(layer, (shape[0], shape[1]), schemes[layer], torch.float32):
+            left += entry.n_bytes
+        left += len(json.dumps({f"{layer}.weight_scale": [0, 0]})) * 2
+    return whole, left
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_size_is_kept_with_all_that_a_checkpoint_holds(symmetric: bool) -> None:
+    model = streamed(uneven())
+    budget = {"size_ratio": 3.1, "choices": (2, 3, 4)}
+    config = Rtn(bits=budget, group_size=16, symmetric=symmetric, embeddings="W8")
+    result = apply_pass(config, model, context(texts(8), target="transformers"))
+    whole, left = count_checkpoint(model, dict(result.model.schemes))
+    assert 3.1 <= whole / left < 3.4
+    bits = bits_of(result.model)
+    assert len({bits[name] for name in (Q, K, V)}) == 1 and len(set(bits.values()) - {8}) > 1
+    plan = config.check(facts(model), ANY)
+    assert not plan.problems and "at least 3.1 times smaller" in plan.notes[0].text
+
+
+def test_a_size_out_of_reach_is_refused_by_the_plan_with_the_nearest() -> None:
+    known = facts(streamed(uneven()))
+    config = Gptq(bits={"size_ratio": 8.0, "choices": (2, 4)}, group_size=16)
+    (problem,) = config.check(known, ANY).problems
+    assert "bits: size_ratio 8 is out of reach: with 2 bits in every group the file is" in problem
+    nearest = float(re.search(r"ask for at most (\d+\.\d+)", problem).group(1))  # type: ignore[union-attr]
+    for ratio, fits in ((nearest, True), (nearest + 0.02, False)):
+        bits = {"size_ratio": ratio, "choices": (2, 4)}
+        assert bool(Gptq(bits=bits, group_size=16).check(known, ANY).problems) != fits
+    half = replace(known, float_bytes=2)  # of a source in bfloat16 less is won
+    (problem,) = Gptq(bits={"size_ratio": nearest, "choices": (2, 4)}, group_size=16).check(half, ANY).problems
+    assert "out of reach" in problem
+
+
+def test_a_file_that_comes_out_larger_than_was_counted_is_corrected() -> None:
+    model, sizes = streamed(uneven()), []
+
+    def count(choices: Sequence[dict[str, Scheme]]) -> list[int]:
+        whole, left = count_checkpoint(model, choices[0])
+        sizes.append((whole, left + 4000))
+        return [*sizes[-1]]
+
+    given = as_block_context(context(texts(8), target="transformers"), WeightTrials(count_bytes=count))
+    config = Rtn(bits={"size_ratio": 2.3, "choices": (2, 3, 4)}, group_size=16)
+    result = apply_pass(config, model, given)
+    whole, left = count_checkpoint(model, dict(result.model.schemes))
+    assert whole / (left + 4000) >= 2.3 and len(sizes) > 1 and sizes[0][0] / sizes[0][1] < 2.3
+    assert "times smaller; " in result.notes[0].text
+
+
+def as_block_context(given: PassContext, trials: WeightTrials) -> BlockContext:
+    return BlockContext(**{**dict(vars(given)), "trials": trials})
+
+
+def time_schemes(schemes: Mapping[str, Scheme]) -> float:
+    """A model of which a layer takes its bits in milliseconds, and all else 10."""
+    return 10.0 + sum(scheme.weights.bits for scheme in schemes.values())
+
+
+def test_a_speedup_is_kept_as_timed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = streamed(uneven())
+    layers = [name for reading in model.structure.readings for name in reading.layers if name != "lm_head"]
+    floats = 10.0 + 32 * len(layers)
+
+    def time_layers(schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:
+        return {
+            name: [0.5 * scheme.weights.bits for scheme in each] for name, each in schemes.items()
+        }  # half the truth
+
+    trials = WeightTrials(
+        time=lambda choices: [floats, *map(time_schemes, choices)], time_layers=time_layers, float_bytes=4
+    )
+    given = as_block_context(context(texts(8), target="onnxruntime-cpu"), trials)
+    wanted = floats / (10.0 + 5 * len(layers))
+    result = apply_pass(Rtn(bits={"speedup": wanted, "choices": (4, 8)}, group_size=16), model, given)
+    assert floats / time_schemes(result.model.schemes) >= wanted
+    assert set(bits_of(result.model).values()) == {4, 8}
+    assert "times as fast as in float here" in result.notes[0].text
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("losses were measured")
+
+    monkeypatch.setattr(mixed_bits, "_measure", refuse)
+    with pytest.raises(PassError, match=r"speedup 9 is out of reach: with the fastest .* is \d\.\d\d times as fast"):
+        apply_pass(Rtn(bits={"speedup": 9.0, "choices": (4, 8)}, group_size=16), model, given)
+    with pytest.raises(PassError, match="speedup needs a target that is timed here; use average or size_ratio"):
+        apply_pass(Rtn(bits={"speedup": 2.0, "choices": (4, 8)}, group_size=16), model, context(texts(2)))
+
+
+def test_one_budget_is_given_and_a_speedup_only_where_something_is_timed() -> None:
+    with pytest.raises(ValueError, match="give exactly one of average, size_ratio, speedup; average and speedup are"):
+        Gptq(bits={"average": 3.0, "speedup": 2.0, "choices": (2, 4)})
+    with pytest.raises(ValueError, match="give exactly one of average, size_ratio, speedup; none is given"):
+        Gptq(bits={"choices": (2, 4)})
+    config = Gptq(bits={"speedup": 2.0, "choices": (2, 4)}, group_size=16)
+    (problem,) = config.check(facts(streamed(llama())), ANY).problems
+    assert "transformers reads no ONNX file that is run here; use average or size_ratio" in problem
+    assert config.needs_timing and not Gptq(bits=MIX).needs_timing
