@@ -229,14 +229,6 @@ def find_numbers(passes: Passes) -> str:
     return "int8" if static else "float32"
 
 
-def hold_format(passes: Passes) -> Passes:
-    """Return a format's passes behind a cut: what a gate misses was lost before, and float layers cannot mend it."""
-    return [
-        given | {"restore": {"max_layers": 0}} if "restore" in type(parse_pass(given)).model_fields else given
-        for given in passes
-    ]
-
-
 def train_rounded(format_passes: Passes, seconds: float) -> Passes:
     """Return the passes that train the model with its numbers rounded as a format rounds them; [] where none does."""
     kinds = {given["kind"]: given for given in format_passes}

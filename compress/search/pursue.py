@@ -39,7 +39,6 @@ from compress.search.chains import (
     find_smallest,
     foresee_size,
     ground_of,
-    hold_format,
     list_formats,
     list_structures,
     probes,
@@ -414,7 +413,7 @@ class Pursuit:
             self.learn_yields(name, structure)
 
     def chain_of(self, structure: Structure, seconds: float) -> Passes:
-        return [*structure.passes(), train(seconds), *hold_format(self.formats[self.known.base])]
+        return [*structure.passes(), train(seconds), *self.formats[self.known.base]]
 
     def learn_yields(self, name: str, structure: Structure) -> None:
         """Note how time and weights followed what was cut of this structure."""

@@ -280,13 +280,18 @@ def _restore(knobs: EightBit, state: GraphState, context: GraphContext) -> _Rest
 
 
 def _restore_for_gates(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
-    """Return layers to float, the most sensitive first, where a gate does not hold."""
+    """Return layers to float, the most sensitive first, where a gate does not hold that held before eight bits."""
     if context.shortfalls is None or knobs.restore.max_layers == 0:
         return _Restored(state)
-    flavour = context.target.flavour
-    short = context.shortfalls(write_state(state, flavour))
+    flavour, find = context.target.flavour, context.shortfalls
+    short = find(write_state(state, flavour))
     if not short:
         return _Restored(state)
+    before = {_name_gate(text) for text in find(state.model)}
+    lost = [text for text in short if _name_gate(text) in before]
+    short = [text for text in short if text not in lost]
+    if not short:
+        return _Restored(state, notes=(_note_shortfalls(knobs, "lost before, which no layer in float mends", lost),))
     context.log(f"{knobs.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
     some = _take_samples(context.batches, knobs.restore.samples)
     sensitivity = sensitivities(
@@ -297,7 +302,7 @@ def _restore_for_gates(knobs: EightBit, state: GraphState, context: GraphContext
         short,
         sensitivity,
         flavour,
-        context.shortfalls,
+        lambda model: [text for text in find(model) if _name_gate(text) not in before],
         knobs.restore.max_layers,
         knobs.restore.max_minutes,
         context.log,
@@ -311,6 +316,11 @@ def _restore_for_gates(knobs: EightBit, state: GraphState, context: GraphContext
         notes.append(_note_shortfalls(knobs, result.ended, result.shortfalls))
     reason = "restored: among the most sensitive, and a gate did not hold"
     return _Restored(result.state, sensitivity, tuple(notes), reason)
+
+
+def _name_gate(shortfall: str) -> str:
+    """Return the metric and the rule of a gate that falls short, from its sentence."""
+    return shortfall.partition(":")[0]
 
 
 def _note_shortfalls(knobs: EightBit, ended: str, short: Sequence[str]) -> Note:

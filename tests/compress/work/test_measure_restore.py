@@ -217,14 +217,26 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
     assert result.measured["two.conv1"]["sensitivity"] >= result.measured["fc"]["sensitivity"]
 
 
+def too_low_if_rounded(graph: ir.Model) -> list[str]:
+    return ["top1 max_drop 0.01: too low"] if any("Quantize" in node.op_type for node in graph.graph) else []
+
+
 def test_gates_that_never_hold_are_told() -> None:
     knobs = Int8(restore={"max_layers": 1})
-    result = apply_pass(
-        knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"])
-    )
-    assert result.notes[-1].text == "int8: gates still short (max_layers 1 reached): top1 too low"
+    result = apply_pass(knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
+    assert result.notes[-1].text == "int8: gates still short (max_layers 1 reached): top1 max_drop 0.01: too low"
     knobs = Int8(restore={"max_layers": 0})
-    result = apply_pass(
-        knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=lambda graph: ["top1 too low"])
-    )
+    result = apply_pass(knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
     assert not [d for d in result.decisions if d.action == "float32"]
+
+
+def test_what_was_lost_before_eight_bits_returns_no_layer() -> None:
+    def lost_before(graph: ir.Model) -> list[str]:
+        return ["top1 max_drop 0.01: 0.05 in all", *(f"cosine min 1: {s}" for s in too_low_if_rounded(graph))]
+
+    knobs, state = Int8(restore={"max_layers": 8}), GraphState(graphs.residual_cnn())
+    result = apply_pass(knobs, state, context(FEEDS, shortfalls=lambda graph: lost_before(graph)[:1]))
+    assert not [d for d in result.decisions if d.action == "float32"]
+    assert "lost before, which no layer in float mends): top1" in result.notes[-1].text
+    both = apply_pass(knobs, state, context(FEEDS, shortfalls=lost_before))
+    assert [d for d in both.decisions if d.action == "float32"]  # for the gate that eight bits broke
