@@ -113,6 +113,11 @@ def draw_lines(
     return draw_chart(label, paint, full)
 
 
+def is_narrow(axes: Axes) -> bool:
+    """Return whether the axes are those of a phone's width."""
+    return round(axes.get_figure(root=True).get_figwidth() * 72) <= NARROW  # type: ignore[union-attr]
+
+
 def write_plainly(axis: Axis) -> None:
     """Write the numbers of a logarithmic axis as they are, 1, 2, 5, 10; it was set with `subs=[2, 5]`."""
     axis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SMALL = 0.005
 """Below this a number of four decimals says too little."""
 DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
-SLICE_HEADS = ("slice", "samples", "before", "after", "change, interval", "verdict")
+SLICE_HEADS = ("slice", "samples", "before", "after", "change", "verdict")
 
 
 def difference_cells(found: Difference) -> tuple[str, str, str, str, str]:
