@@ -4,7 +4,10 @@ For every recipe of recipes/ that runs here, and for passes over a story teller 
 parameters. Each is planned and then applied, with few samples and seconds of training, which change no speed. Claims:
 the work takes within 25 % of the time and 10 % of the memory that the plan said before it; float and compressed model
 take within 20 % of the milliseconds. Recipes whose model or data are not here are rows with the reason, and claim
-nothing. `--quick` takes the quickstart alone.
+nothing. `--quick` takes the quickstart alone, `--only NAME` one recipe (quickstart.yaml, claims/minilm-int8.yaml).
+
+`--shipped` leaves the decoders out and writes docs/reference/forecasts.md as it goes: a row for each recipe, anew for
+those that were measured, the others as they stand there. A row that misses a bar says which stage is why.
 
 Time is that of the whole process, memory the resident set of its tree, sampled ten times a second, pages of open files
 counted. The tables in docs/howto/forecast.md are what this prints as Markdown on stderr at the end; a table of stages
@@ -15,9 +18,12 @@ least give plan and run one thread each (OMP_NUM_THREADS=1).
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +49,7 @@ from compress.recipe.load import load_recipe
 from runtime.errors import RuntimeFailure
 
 RECIPES = ROOT / "recipes"
+SHIPPED, PAGE = "--shipped", ROOT / "docs/reference/forecasts.md"
 FEW_SAMPLES, TRAINING_SECONDS = 64, 5
 NEAR = 0.2
 NEAR_SECONDS, NEAR_BYTES = 0.25, 0.10
@@ -130,9 +137,11 @@ def measure_subject(subject: Subject, call: Call) -> tuple[list[Claim], Row]:
     run = run_tree(apply_command(subject.recipe, subject.sets, bundle, cache))
     if run.code not in (0, GATE_FELL_SHORT):
         return [], {"recipe": subject.name, "skipped": f"compress apply ended with exit code {run.code}"}
-    for line in compare_stages(plan["forecast"]["stages"], bundle, run):
-        say(line)
+    stages = compare_stages(plan["forecast"]["stages"], bundle, run)
+    for stage in stages:
+        say(stage.to_line())
     claims, row = hold_work(subject.name, plan["forecast"], run)
+    row |= explain_misses(row, stages)
     report = json.loads((bundle / "report.json").read_text("utf-8"))
     more, speeds = hold_latency(subject.name, plan["latency"], report)
     return [*claims, *more], row | speeds
@@ -174,8 +183,21 @@ def read_latency(side: Mapping[str, Any], metric: str) -> float | None:
     return value
 
 
-def compare_stages(stages: Sequence[Mapping[str, Any]], bundle: Path, run: Run) -> Iterator[str]:
-    """Yield a line for each stage: seconds and MiB, forecast and measured. What the log has not is the start's."""
+@dataclass(frozen=True)
+class Stage:
+    """What was foreseen and measured of one stage: (forecast, measured) seconds and MiB."""
+
+    name: str
+    seconds: tuple[float, float]
+    mib: tuple[float, float]
+
+    def to_line(self) -> str:
+        (s0, s1), (m0, m1) = self.seconds, self.mib
+        return f"  {self.name:28} {s0:7.1f} {s1:7.1f} s   {m0:6.0f} {m1:6.0f} MiB"
+
+
+def compare_stages(stages: Sequence[Mapping[str, Any]], bundle: Path, run: Run) -> list[Stage]:
+    """Return each stage with its forecast and its measurement. What the log has not is the start's."""
     log = (bundle / "compress.log").read_text(encoding="utf-8")
     ends = re.findall(r"^ *([\d.]+)s  (.+): ([\d.]+) s$", log, re.MULTILINE)
     late = run.seconds - float(re.findall(r"^ *([\d.]+)s  ", log, re.MULTILINE)[-1])  # the log begins after imports
@@ -184,14 +206,31 @@ def compare_stages(stages: Sequence[Mapping[str, Any]], bundle: Path, run: Run) 
         spans.setdefault(EXPORTING.get(name, name), []).append((float(end) + late - float(seconds), float(end) + late))
     known = {stage["name"]: stage for stage in stages}
     took = {name: sum(end - start for start, end in found) for name, found in spans.items()}
+    compared = []
     for name in [*known, *(name for name in spans if name not in known)]:
         inside = [n for t, n in run.samples if any(start <= t <= end for start, end in spans.get(name, []))]
         seconds = run.seconds - sum(took[n] for n in took if n in known) if name == "start" else took.get(name, 0.0)
         stage = known.get(name, {"seconds": 0.0, "memory_bytes": 0})
-        yield (
-            f"  {name:28} {stage['seconds']:7.1f} {seconds:7.1f} s   "
-            f"{stage['memory_bytes'] / 2**20:6.0f} {max(inside, default=0) / 2**20:6.0f} MiB"
-        )
+        memory = stage["memory_bytes"] / 2**20, max(inside, default=0) / 2**20
+        compared.append(Stage(name, (stage["seconds"], seconds), memory))
+    return compared
+
+
+def explain_misses(row: Row, stages: Sequence[Stage]) -> Row:
+    """Return {"time off", "memory off"}: the stage that most of a missed bar comes from, in words; {} where none is."""
+    why: Row = {}
+    if is_off(row["seconds forecast"], row["seconds measured"], NEAR_SECONDS):
+        direction = 1 if row["seconds measured"] > row["seconds forecast"] else -1
+        stage = max(stages, key=lambda stage: (stage.seconds[1] - stage.seconds[0]) * direction)
+        why["time off"] = f"time: {stage.name} took {stage.seconds[1]:.0f} s, foreseen {stage.seconds[0]:.0f} s"
+    if is_off(row["mib forecast"], row["mib measured"], NEAR_BYTES):
+        highest = max(stages, key=lambda stage: stage.mib[1])
+        why["memory off"] = f"memory: {highest.name} took {highest.mib[1]:.0f} MiB, foreseen {highest.mib[0]:.0f} MiB"
+    return why
+
+
+def is_off(forecast: float, measured: float, bar: float) -> bool:
+    return abs(forecast / measured - 1) > bar
 
 
 def work_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -219,30 +258,75 @@ def to_markdown(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| `{row['recipe']}` | {' | '.join(cells)} |"
 
 
-def list_subjects(call: Call) -> Iterator[Subject]:
-    """Yield what is measured, one after the other; those that cannot be read are said."""
-    for path in list_recipes(call.quick):
-        name = str(path.relative_to(RECIPES))
+CELLS = ("recipe", "time", "memory", "float call", "compressed call", "beyond the bars, and why")
+
+
+def shipped_row(row: Row, load: float) -> str:
+    """Return a recipe's row of the page: forecast over measurement, and what misses its bar."""
+    if "skipped" in row:
+        return f"| `{row['recipe']}` | | | | | not run: {clean_cell(row['skipped'])} |"
+    misses = [row[key] for key in ("time off", "memory off") if key in row]
+    cells = []
+    for side in ("baseline", "candidate"):
+        foreseen, measured = row.get(f"{side} forecast"), row.get(f"{side} measured")
+        known = foreseen is not None and measured is not None
+        cells.append(f"{foreseen / measured:.2f} of {measured:.3g} ms" if known else "not foreseen")
+        if known and is_off(foreseen, measured, NEAR):
+            misses.append(f"{'float' if side == 'baseline' else 'compressed'} call: {foreseen:.3g} ms foreseen")
+    if misses and load > 0.5:
+        misses.append(f"other work beside (load {load:.1f})")
+    work = [
+        f"{row[f'{what} forecast'] / row[f'{what} measured']:.2f} of {row[f'{what} measured']:.0f} {unit}"
+        for what, unit in (("seconds", "s"), ("mib", "MiB"))
+    ]
+    return f"| `{row['recipe']}` | {' | '.join([*work, *cells])} | {clean_cell('; '.join(misses))} |"
+
+
+def clean_cell(text: str) -> str:
+    """Return a text that does not end a cell, and names no folder of this machine."""
+    return re.sub(r"(?<![\w.])/\S+/", "", text).replace("|", "/")
+
+
+def write_row(page: Path, line: str) -> None:
+    """Put a row into the page's table, in the place of the recipe's old one, in order of the names."""
+    text = page.read_text(encoding="utf-8")
+    old = re.findall(r"^\| `.*$", text, re.MULTILINE)
+    rows = {row.split("`")[1]: row for row in [*old, line]}
+    head = f"| {' | '.join(CELLS)} |\n|{'---|' * len(CELLS)}\n"
+    table = head + "".join(f"{rows[name]}\n" for name in sorted(rows, key=lambda name: ("/" in name, name)))
+    start = text.index(head)
+    rest = text[start + len(head) :].removeprefix("".join(f"{row}\n" for row in old))
+    page.write_text(text[:start] + table + rest, encoding="utf-8")
+
+
+def list_subjects(call: Call, shipped: bool = False) -> Iterator[Subject]:
+    """Yield what is measured, one after the other; those that cannot be read are said. CallError: no such recipe."""
+    paths = {str(path.relative_to(RECIPES)): path for path in list_recipes(call.quick)}
+    for name in call.choose(paths, len(paths)):
         try:
-            yield Subject(name, path, choose_sets(path, call.bench))
+            yield Subject(name, paths[name], choose_sets(paths[name], call.bench))
         except (CompressError, RuntimeFailure) as error:
             say(f"{name}: {str(error).partition(chr(10))[0]}")
-    if not call.quick:
+    if not (call.quick or shipped or call.only):
         yield from list_decoders(call)
 
 
-def measure(call: Call) -> Measured:
-    """Measure all recipes, one after the other."""
+def measure(call: Call, shipped: bool = False) -> Measured:
+    """Measure all recipes, one after the other. `shipped`: those of recipes/ alone, each written to the page."""
     claims: list[Claim] = []
     rows: list[Row] = []
-    for subject in list_subjects(call):
+    for subject in list_subjects(call, shipped):
+        load = os.getloadavg()[0]
         held, row = measure_subject(subject, call)
         claims += held
         rows.append(row)
+        if shipped:
+            write_row(PAGE, shipped_row(row, load))
     for line in (*work_table(rows), "", *to_markdown(rows)):
         say(line)
     return claims, rows
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_script(__doc__ or "", (), measure))
+    words = [word for word in sys.argv[1:] if word != SHIPPED]
+    raise SystemExit(run_script(__doc__ or "", (), partial(measure, shipped=SHIPPED in sys.argv), words))

@@ -638,12 +638,11 @@ def _show_report(
 def _add_front(study: Study) -> Path | None:
     """Write the page of a study's best bundle anew, with the front in it; None where there is no bundle."""
     from compress.commands.report import add_page
-    from compress.search.frontier import find_frontier
     from runtime.report.reading import read_report
 
     if study.bundle is None:
         return None
-    return add_page(study.bundle, read_report(study.bundle / "report.json"), frontier=find_frontier(study))
+    return add_page(study.bundle, read_report(study.bundle / "report.json"), frontier=study.frontier)
 
 
 def _show_study(study: Study, page: Path | None, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -427,13 +428,36 @@ def test_forecasts_are_held_against_what_was_measured(load: Any, tmp_path: Path,
     run = tree.Run(0, 11.0, [(1.0, 100 * 2**20), (8.0, 300 * 2**20)])
     monkeypatch.setattr(forecasts, "plan_recipe", lambda *arguments: {"latency": latency, "forecast": work})
     monkeypatch.setattr(forecasts, "run_tree", lambda *arguments: run)
-    claims, rows = forecasts.measure(SimpleNamespace(bench=Path(), out=tmp_path, quick=True))
+    page = tmp_path / "forecasts.md"
+    shutil.copy(ROOT / "docs/reference/forecasts.md", page)
+    monkeypatch.setattr(forecasts, "PAGE", page)
+    call = load("common").Call(bench=Path(), ours=True, out=tmp_path, quick=True)
+    claims, rows = forecasts.measure(call, shipped=True)
     assert [claim.holds for claim in claims] == [True, False, True, False]
     assert list(forecasts.to_markdown(rows))[-1] == ("| `quickstart.yaml` | 2, 2.2 ms | 1, 1.5 ms | 2.00, 1.47 |")
     assert list(forecasts.work_table(rows))[-1] == "| `quickstart.yaml` | 0.91 of 11 s | 0.67 of 300 MiB |"
-    lines = [line.split() for line in forecasts.compare_stages(stages, tmp_path / "quickstart", run)]
+    found = forecasts.compare_stages(stages, tmp_path / "quickstart", run)
+    lines = [stage.to_line().split() for stage in found]
     assert lines[0] == ["start", "4.0", "6.0", "s", "1", "0", "MiB"]
     assert lines[1] == ["judging", "6.0", "5.0", "s", "0", "300", "MiB"]
+    assert forecasts.explain_misses(rows[0], found) == {"memory off": "memory: judging took 300 MiB, foreseen 0 MiB"}
+    (row,) = [line for line in page.read_text().splitlines() if line.startswith("| `quickstart.yaml`")]
+    assert row.startswith("| `quickstart.yaml` | 0.91 of 11 s | 0.67 of 300 MiB | 0.91 of 2.2 ms | 0.67 of 1.5 ms | ")
+    assert "memory: judging took 300 MiB, foreseen 0 MiB; compressed call: 1 ms foreseen" in row
+
+
+def test_a_row_of_the_page_takes_the_place_of_the_old_one_and_leaves_the_others(load: Any, tmp_path: Path) -> None:
+    forecasts, page = load("forecasts"), tmp_path / "page.md"
+    page.write_text((ROOT / "docs/reference/forecasts.md").read_text())
+    texts = page.read_text().split("| recipe |")[0], page.read_text().rpartition("\n\n")[2]
+    for name, why in (("claims/a.yaml", "x"), ("z.yaml", "/a/b/c.bin is missing"), ("claims/a.yaml", "y|")):
+        forecasts.write_row(page, forecasts.shipped_row({"recipe": name, "skipped": why}, 0.0))
+    rows = [line for line in page.read_text().splitlines() if line.startswith(("| `claims/a.", "| `z."))]
+    assert rows == [
+        "| `z.yaml` | | | | | not run: c.bin is missing |",
+        "| `claims/a.yaml` | | | | | not run: y/ |",
+    ]
+    assert (page.read_text().split("| recipe |")[0], page.read_text().rpartition("\n\n")[2]) == texts
 
 
 def test_recipes_are_made_short_without_touching_what_decides_their_speed(load: Any) -> None:

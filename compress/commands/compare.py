@@ -27,7 +27,15 @@ from runtime.errors import BundleError, UsageError
 from runtime.judge.comparison import Comparison, Difference, Verdict
 from runtime.judge.findings import Side
 from runtime.judge.pairing import compare_reports, list_different_runs
-from runtime.report.differences import comparison_notes, format_change, format_value
+from runtime.judge.slice_pairing import SliceComparison, compare_slices, order_slices
+from runtime.report.differences import (
+    SLICE_HEADS,
+    comparison_notes,
+    describe_slices,
+    format_change,
+    format_value,
+    slice_cells,
+)
 from runtime.report.report import finite
 from runtime.report.stored import StoredReport, read_stored_report
 from runtime.report.units import ms_text, size_text
@@ -45,6 +53,8 @@ class ComparedBundle:
     measured: Comparison
     recipe: tuple[RecipeChange, ...]
     layers: tuple[LayerChange, ...]
+    slices: SliceComparison | None
+    """None where neither report has any."""
     runs: tuple[tuple[str, str, str], ...]
     """What each run measured by itself, as (name, before, after): of one machine and runtime, but of two runs."""
     notes: tuple[str, ...]
@@ -105,7 +115,8 @@ def _compare_pair(
     except BundleError as error:
         notes.append(f"The layers' sizes are not compared: {'; '.join(error.problems)}.")
     layers = compare_layers(first.report, other.report, sizes)
-    return ComparedBundle(measured, tuple(recipe), tuple(layers), tuple(runs), tuple(notes))
+    slices = compare_slices(first, other)
+    return ComparedBundle(measured, tuple(recipe), tuple(layers), slices, tuple(runs), tuple(notes))
 
 
 def list_runs(before: Side, after: Side) -> Iterator[tuple[str, str, str]]:
@@ -131,6 +142,7 @@ def to_dict(bundles: Sequence[ComparedBundle]) -> dict[str, Any]:
             "notes": bundle.notes,
             "recipe": [asdict(change) for change in bundle.recipe],
             "layers": [asdict(change) for change in bundle.layers],
+            "slices": None if bundle.slices is None else asdict(bundle.slices),
         }
         for bundle in bundles
     ]
@@ -158,6 +170,8 @@ def print_comparison(bundles: Sequence[ComparedBundle], console: Console) -> Non
         names = f"[bold]{escape(bundle.measured.after)}[/] against {escape(bundle.measured.before)}"
         console.print(f"{names}: {escape(summarize(bundle.measured))}")
         _print_differences(bundle.measured, console)
+        if bundle.slices is not None:
+            _print_slices(bundle.slices, console)
         if bundle.runs:
             console.print("\nmeasured in each run: one machine and runtime, but two runs, so no verdict")
             console.print(_make_table(("", "before", "after"), bundle.runs))
@@ -191,6 +205,21 @@ def _print_differences(measured: Comparison, console: Console) -> None:
         console.print(table)
 
 
+def _print_slices(slices: SliceComparison, console: Console) -> None:
+    """Print the slices that differ beyond noise, then how many others there are."""
+    table = _make_table(SLICE_HEADS, ())
+    for found in order_slices(slices.slices):
+        if found.difference.verdict in ("better", "worse"):
+            verdict = found.difference.verdict
+            table.add_row(*map(escape, (*slice_cells(found), verdict)), style=STYLES[verdict])
+    if table.row_count:
+        console.print()
+        console.print(table)
+    console.print()
+    for sentence in describe_slices(slices):
+        console.print(escape(sentence), soft_wrap=True)
+
+
 def has_interval(found: Difference) -> bool:
     """Return whether anything is known of a speed; of quality the values alone say something."""
     return found.scale == "difference" or found.change.low > 0
@@ -220,6 +249,8 @@ def write_page(bundles: Sequence[ComparedBundle], file: Path) -> None:
             [(change.path, change.before, change.after) for change in bundle.recipe],
             [(change.layer, format_layer(change.before), format_layer(change.after)) for change in bundle.layers],
             bundle.notes,
+            slices=[] if bundle.slices is None else order_slices(bundle.slices.slices),
+            slice_notes=[] if bundle.slices is None else describe_slices(bundle.slices),
         )
         for bundle in bundles
     ]

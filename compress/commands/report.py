@@ -10,10 +10,10 @@ import typer
 
 from compress.commands.endings import DEBUG
 from runtime.bundle.format import read_manifest
-from runtime.errors import UsageError
 from runtime.judge.findings import Findings
 from runtime.processes.endings import is_debugging
 from runtime.report.reading import read_report
+from runtime.report.stored import check_bundle
 
 if TYPE_CHECKING:
     from compress.pages.frontier import Frontier
@@ -28,8 +28,7 @@ def make_page(bundle: Path, folder: Path | None = None) -> Path:
 
     manifest, folder = read_manifest(bundle), folder or bundle
     report = read_report(folder / "report.json")
-    if report.manifest_digest not in ("", manifest.digest):
-        raise UsageError(f"{folder / 'report.json'}: is of another bundle; `compress validate {bundle}` writes it anew")
+    check_bundle(report, manifest, folder / "report.json", bundle)
     return write_report_page(bundle, report, folder)
 
 

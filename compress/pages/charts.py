@@ -35,6 +35,11 @@ HALF, FULL, NARROW = 500, 1030, 350
 """Widths in pixels: two charts beside each other, one across the page, one on a phone."""
 TIP = "tip: "
 """`artist.set_gid(tip(text))`: the text shows where the pointer rests on the artist."""
+NEW_LINE = "\u2028"
+"""Stands for a line's end in a gid: XML makes a space of it there."""
+MOST_SPOTS = 60
+"""Points of a chart with a text that shows at once, on a touch or with the keyboard, too; with more it is the browser's
+own, which needs a pointer and a second."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names of layers and classes may hold a $
@@ -83,9 +88,9 @@ def draw_chart(label: str, paint: Paint, full: bool = False, height: int = 250) 
     with matplotlib.rc_context(STYLE):
         wide = _draw_svg(paint, FULL if full else HALF, height)
         narrow = _draw_svg(paint, NARROW, min(height, 280) if not full else height)
-    parts = [_clean_svg(text, label, kind) for text, kind in ((wide, "wide"), (narrow, "narrow"))]
+    parts = [_make_plot(text, label, kind) for text, kind in ((wide, "wide"), (narrow, "narrow"))]
     caption = Markup("<figcaption>{}</figcaption>").format(label)
-    return Markup('<figure class="chart">{}{}</figure>').format(caption, Markup("".join(parts)))
+    return Markup('<figure class="chart">{}{}</figure>').format(caption, Markup("").join(parts))
 
 
 def draw_lines(
@@ -108,6 +113,11 @@ def draw_lines(
     return draw_chart(label, paint, full)
 
 
+def is_narrow(axes: Axes) -> bool:
+    """Return whether the axes are those of a phone's width."""
+    return round(axes.get_figure(root=True).get_figwidth() * 72) <= NARROW  # type: ignore[union-attr]
+
+
 def write_plainly(axis: Axis) -> None:
     """Write the numbers of a logarithmic axis as they are, 1, 2, 5, 10; it was set with `subs=[2, 5]`."""
     axis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -116,8 +126,8 @@ def write_plainly(axis: Axis) -> None:
 
 
 def tip(text: str) -> str:
-    """Return the gid that gives an artist a text for the pointer."""
-    return TIP + clean_text(text)
+    """Return the gid that gives an artist a text for the pointer, of one line or several."""
+    return TIP + NEW_LINE.join(clean_text(line) for line in text.splitlines())
 
 
 def clean_text(text: str, most: int = 300) -> str:
@@ -142,7 +152,42 @@ def _draw_svg(paint: Paint, width: int, height: int) -> str:
     return file.getvalue()
 
 
-def _clean_svg(text: str, label: str, kind: str) -> str:
+def _make_plot(text: str, label: str, kind: str) -> Markup:
+    """Return the drawing and, over its points, the spots that show their texts. `kind`: wide or narrow."""
+    root = _clean_svg(text, label, kind)
+    spots = _take_spots(root)
+    drawing = Markup(ElementTree.tostring(root, encoding="unicode"))
+    return Markup('<div class="plot {}">{}{}</div>').format(kind, drawing, Markup("").join(spots))
+
+
+def _take_spots(root: ElementTree.Element) -> list[Markup]:
+    """Return a spot for each point with a text, which moves there from the drawing; none where they are too many.
+
+    A text opens towards the middle of the chart, so that it never leaves the page.
+    """
+    points = [
+        (group, title, marks[0])
+        for group in root.iter("g")
+        if (title := group.find("title")) is not None and len(marks := list(group.iter("use"))) == 1
+    ]
+    if len(points) > MOST_SPOTS:
+        return []
+    spots = []
+    for group, title, mark in points:
+        x, y = (
+            100 * float(mark.attrib[of]) / float(root.attrib[side]) for of, side in (("x", "width"), ("y", "height"))
+        )
+        opens = f"{'right' if x < 50 else 'left'} {'down' if y < 50 else 'up'}"
+        spots.append(
+            Markup(
+                '<span class="spot {}" style="left:{:.2f}%;top:{:.2f}%" tabindex="0" role="img" aria-label="{}"></span>'
+            ).format(opens, x, y, title.text)
+        )
+        group.remove(title)
+    return spots
+
+
+def _clean_svg(text: str, label: str, kind: str) -> ElementTree.Element:
     """Return the <svg> alone: without addresses, with names that no other chart has, colours as variables."""
     label = clean_text(label)
     root = ElementTree.fromstring(text)
@@ -159,8 +204,8 @@ def _clean_svg(text: str, label: str, kind: str) -> str:
         element.attrib = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         _clean_attributes(element, used, prefix)
     size = dict(zip(("width", "height"), root.attrib["viewBox"].split()[2:], strict=True))
-    root.attrib = {"class": kind, "viewBox": root.attrib["viewBox"], **size, "role": "img", "aria-label": label}
-    return ElementTree.tostring(root, encoding="unicode")
+    root.attrib = {"viewBox": root.attrib["viewBox"], **size, "role": "img", "aria-label": label}
+    return root
 
 
 def _references(root: ElementTree.Element) -> list[str]:
@@ -173,7 +218,7 @@ def _clean_attributes(element: ElementTree.Element, used: set[str], prefix: str)
         element.set("id", prefix + name)
     elif name.startswith(TIP):
         title = ElementTree.Element("title")
-        title.text = name.removeprefix(TIP)
+        title.text = name.removeprefix(TIP).replace(NEW_LINE, "\n")
         element.insert(0, title)
     for key, value in element.attrib.items():
         if key == "href" or value.startswith("url(#"):

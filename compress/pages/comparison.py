@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from compress.pages.charts import MUTED, SERIES, clean_text, draw_chart, tip
 from compress.pages.page import render_page
 from runtime.judge.comparison import Comparison, Difference
-from runtime.report.differences import describe_change, format_change, format_value
+from runtime.judge.slice_pairing import SliceDifference
+from runtime.report.differences import SLICE_HEADS, describe_change, format_change, format_value, slice_cells
 
 BETTER, WORSE = SERIES[2], SERIES[1]
 COLORS = {"better": BETTER, "worse": WORSE, "within noise": MUTED}
@@ -30,6 +31,14 @@ class ComparisonPart:
     recipe: Sequence[Sequence[str]]
     layers: Sequence[Sequence[str]]
     notes: Sequence[str]
+    slices: Sequence[SliceDifference] = ()
+    """In the order of the page."""
+    slice_notes: Sequence[str] = ()
+
+    @property
+    def slice_rows(self) -> list[tuple[str | Markup, ...]]:
+        """Return a row of the table for each slice."""
+        return [(*slice_cells(found), _mark_verdict(found.difference)) for found in self.slices]
 
     @property
     def verdict(self) -> str:
@@ -50,7 +59,7 @@ class ComparisonPart:
 
 def render_comparison(parts: Sequence[ComparisonPart]) -> str:
     """Return the page, UTF-8 text."""
-    return render_page("comparison.html", parts=parts, against=parts[0].measured.before)
+    return render_page("comparison.html", parts=parts, against=parts[0].measured.before, slice_heads=SLICE_HEADS)
 
 
 def sort_differences(measured: Comparison) -> list[Difference]:
@@ -60,10 +69,14 @@ def sort_differences(measured: Comparison) -> list[Difference]:
 
 
 def _make_row(found: Difference) -> tuple[str, str, str, str, Markup]:
-    kind = found.verdict if found.verdict in ("better", "worse") else "muted"
     label = f"{found.metric}, speed-up" if found.scale == "ratio" else found.metric
     values = format_value(found, found.before), format_value(found, found.after)
-    return label, *values, format_change(found), Markup('<span class="{}">{}</span>').format(kind, found.verdict)
+    return label, *values, format_change(found), _mark_verdict(found)
+
+
+def _mark_verdict(found: Difference) -> Markup:
+    kind = found.verdict if found.verdict in ("better", "worse") else "muted"
+    return Markup('<span class="{}">{}</span>').format(kind, found.verdict)
 
 
 def is_drawn(found: Difference) -> bool:

@@ -32,5 +32,10 @@ def make_environment() -> Environment:
     )
     environment.filters |= {"size": size_text, "ms": ms_text, "interval": interval_brackets}
     environment.filters |= {"difference": difference_cells, "remarks": comparison_notes}
-    environment.globals["style"] = Markup((TEMPLATES / "style.css").read_text(encoding="utf-8"))
+    environment.globals["style"] = read_style("style.css") + read_style("chart.css")
     return environment
+
+
+def read_style(name: str) -> Markup:
+    """Return a style sheet of `templates/`."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

@@ -19,7 +19,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from compress.errors import OutputError
-from compress.pages.charts import AFTER, BEFORE, TICK, Line, clean_text, draw_chart, draw_lines, write_plainly
+from compress.pages.charts import (
+    AFTER,
+    BEFORE,
+    TICK,
+    Line,
+    clean_text,
+    draw_chart,
+    draw_lines,
+    is_narrow,
+    write_plainly,
+)
 from compress.pages.frontier import Frontier, draw_frontier, front_rows
 from compress.pages.layers import (
     WORST,
@@ -308,8 +318,9 @@ def draw_times(name: str, report: Findings) -> Markup:
             write_plainly(axes.xaxis)
         axes.set(xlabel="ms", ylabel="% of calls that took at most so long", ylim=(0, 100))
         above = (0, 1)  # a line may lie anywhere
+        columns = 1 if is_narrow(axes) else 2
         axes.legend(
-            handles, words, ncols=2, loc="lower left", bbox_to_anchor=above, columnspacing=1.2, handlelength=1.4
+            handles, words, ncols=columns, loc="lower left", bbox_to_anchor=above, columnspacing=1.2, handlelength=1.4
         )
 
     return draw_chart(TIMES[name] + batch, paint)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import nn
 
 from compress.errors import CompressError
 from compress.export.decoder import export_decoder
@@ -201,6 +203,7 @@ def make_twins(
             loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
     else:
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
+        fill_zeros(loaded.module, recipe.seed)
         before = after = GraphState(_export(loaded, recipe, feeds[0]))
     export_s = time.perf_counter() - begun
     timing = None
@@ -232,6 +235,18 @@ def make_twins(
     if resized and loaded is not None:
         after = replace(after, model=_export(loaded, recipe, feeds[0]))
     return before, after, tuple(missing), export_s
+
+
+def fill_zeros(module: nn.Module, seed: int) -> None:
+    """Give weights and statistics that are all zero small values, in place; `module` is untrained.
+
+    A bias of zeros is folded away as a graph is made, and a trained model's is not: the twin's layers were others, and
+    the run timed its own anew.
+    """
+    random = torch.Generator().manual_seed(seed)
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point() and tensor.numel() and not tensor.any():
+            tensor.copy_(0.01 * torch.randn(tensor.shape, generator=random))
 
 
 def _make_sample(inputs: Inputs) -> Feeds:

@@ -135,6 +135,7 @@ def make_plan(
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
+    rates.mark_start()  # before what is timed next: the run takes that up, and does not time it again
     latency, told = forecast_latency(inputs, keys, store.root, twins, log)
     expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""

@@ -169,6 +169,10 @@ class Rates:
         """Return the seconds from this process's start to here, which a run's process takes, too: imports and plan."""
         return min(_find_age(), START_SECONDS)
 
+    def mark_start(self) -> None:
+        """Let `start` end here."""
+        _ = self.start
+
     @cached_property
     def trace(self) -> float:
         """Return the seconds of one operator that computes shapes alone, as an exporter traces a model with."""

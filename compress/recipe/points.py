@@ -63,7 +63,7 @@ class Dimension:
         low, high = self.space.range
         if self.step is None:
             return low, high
-        return low, low + math.floor((high - low) / self.step + 1e-9) * self.step
+        return low, round(low + math.floor((high - low) / self.step + 1e-9) * self.step, 12)
 
     @property
     def step(self) -> float | None:

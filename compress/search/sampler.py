@@ -89,7 +89,9 @@ def list_points(space: SearchSpace, chosen: Mapping[str, Any] | None = None) -> 
 def _feed_study(space: SearchSpace, trials: Sequence[Trial]) -> optuna.Study:
     """Return a study in memory that knows the trials; those without a run are taken to be under way."""
     try:
-        import optuna
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # of bars in notebooks, which nothing here draws
+            import optuna
     except ImportError as error:
         raise MissingDependency("optuna", "searching a recipe's space") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)

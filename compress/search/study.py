@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape as html_escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,7 +44,12 @@ from compress.store.durable import blame, lock
 from runtime.bundle.files import write_whole
 from runtime.bundle.records import to_json
 from runtime.metrics import MEASURED
-from runtime.report.report import finite
+from runtime.report.reading import read_report
+from runtime.report.report import Report, finite
+
+if TYPE_CHECKING:
+    from compress.pages.frontier import Frontier
+    from compress.pages.frontier import Trial as Point
 
 FORMAT_VERSION = 1
 SUMMARY, SEARCHED, FOUND, BEST, LOG, LOCK = "study.json", "search.yaml", "recipe.yaml", "best", "workers.log", "lock"
@@ -93,6 +98,19 @@ class Study:
         return None if self.nearest is None else self.folder / BUNDLES / name_trial(self.nearest)
 
     @property
+    def frontier(self) -> Frontier | None:
+        """Return the trials judged in full by the first two goals, as a chart; None with fewer goals or trials."""
+        from compress.pages.frontier import Frontier
+
+        goals = self.search.split_goals()[:2]
+        judged = [(trial, trial.full) for trial in self.trials if trial.full is not None]
+        if len(goals) < 2 or not judged:
+            return None
+        points = place_trials(judged, [trial.number for trial in self.front], self.nearest, self.search)
+        x_label, y_label = (_label_goal(*goal) for goal in goals)
+        return Frontier(x_label, y_label, points, (self.format_counts(),))
+
+    @property
     def exit_code(self) -> int:
         """Return 0 if a trial holds all gates, 3 if none does."""
         return 0 if self.best is not None else 3
@@ -123,6 +141,10 @@ class Study:
     def find(self, number: int) -> Trial:
         """Return the trial of that number as it is now."""
         return next(trial for trial in self.trials if trial.number == number)
+
+    def read_report(self, trial: Trial) -> Report:
+        """Return the report of a trial that was judged in full. Raises UsageError where there is none."""
+        return read_report(self.folder / REPORTS / f"{name_trial(trial)}.json")
 
     def record(self, trial: Trial) -> None:
         """Write a trial's record, then what follows from it; bundles that nothing refers to any more go last."""
@@ -183,7 +205,8 @@ class Study:
         rows = "".join(f"<tr>{''.join(f'<td>{html_escape(c)}</td>' for c in row)}</tr>" for row in self._rows())
         said = "".join(f"<p>{html_escape(text)}</p>" for text in self._sentences())
         title = html_escape(f"{self.space.recipe.name}: {self.format_counts()}")
-        return f"<div><p><b>{title}</b></p><table><tr>{head}</tr>{rows}</table>{said}</div>"
+        chart = "" if (frontier := self.frontier) is None else frontier._repr_html_()
+        return f"<div><p><b>{title}</b></p>{chart}<table><tr>{head}</tr>{rows}</table>{said}</div>"
 
     def _heads(self) -> tuple[str, ...]:
         return ("trial", *(metric for _, metric in self.search.split_goals()), "gates", "point")
@@ -217,12 +240,52 @@ class Study:
         if self.best is None:
             said.append("no trial holds all gates; shown is what comes nearest")
         which = "best" if self.best is not None else "nearest"
-        said.append(f"the {which} bundle: {self.folder / BEST}; its recipe, without a search: {self.folder / FOUND}")
+        best, found = (shorten_path(self.folder / name) for name in (BEST, FOUND))
+        said.append(f"the {which} bundle: {best}; its recipe, without a search: {found}")
         return said
 
 
 def name_trial(trial: Trial) -> str:
     return f"{trial.number:04d}"
+
+
+def shorten_path(path: Path) -> Path:
+    """Return a path as it is typed here: relative to the working directory where it lies below it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def place_trials(
+    judged: Sequence[tuple[Trial, Run]], front: Sequence[int], chosen: Trial | None, search: Search
+) -> tuple[Point, ...]:
+    """Return trials that were judged in full as the chart of the front has them. `front`: numbers of those on it."""
+    from compress.pages.frontier import Trial as Point
+
+    metrics = [metric for _, metric in search.split_goals()]
+    points = []
+    for trial, run in judged:
+        x, y = (run.goals[metric] for metric in metrics[:2])
+        goals = [f"{metric} {format_goal(run.goals[metric])}" for metric in metrics]
+        points.append(
+            Point(
+                f"trial {trial.number}",
+                x.compared,
+                y.compared,
+                on_front=trial.number in front,
+                chosen=chosen is not None and trial.number == chosen.number,
+                about=format_point(trial.point),
+                holds=run.holds,
+                details=(*goals, f"gates: {_format_gates(run)}"),
+                x_interval=x.interval,
+                y_interval=y.interval,
+            )
+        )
+    return tuple(points)
+
+
+def _label_goal(direction: str, metric: str) -> str:
+    """Return a goal as the label of an axis."""
+    return f"{metric}, times better than float" if metric in MEASURED else f"{metric}, to {direction}"
 
 
 def format_goal(goal: GoalValue) -> str:

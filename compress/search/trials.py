@@ -36,6 +36,11 @@ class GoalValue:
         """Return the number by which trials are compared."""
         return self.value if self.ratio is None else self.ratio
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the ends of the interval of what is compared; None where there is none."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
 
 @dataclass(frozen=True)
 class GateMiss:

@@ -156,12 +156,12 @@ def _ask_quality(old: StoredReport, new: StoredReport) -> dict[str, _Question | 
         if lacking := _name_lacking(before.get(name), after.get(name), old, new):
             asked[name] = lacking
             continue
-        metric = _find_metric(name, old, new)
+        metric = find_metric(name, old, new)
         asked[name] = metric if isinstance(metric, str) else _ask_metric(metric, old, new)
     return asked
 
 
-def _find_metric(name: str, old: StoredReport, new: StoredReport) -> Metric | str:
+def find_metric(name: str, old: StoredReport, new: StoredReport) -> Metric | str:
     """Return the metric that both values are of, or why they are not of one metric."""
     before, after = old.report.evaluation, new.report.evaluation
     assert before is not None and after is not None
@@ -181,13 +181,13 @@ def _find_metric(name: str, old: StoredReport, new: StoredReport) -> Metric | st
 
 
 def _ask_metric(metric: Metric, old: StoredReport, new: StoredReport) -> _Question:
-    if why := _explain_unpaired(metric, old, new):
+    if why := explain_unpaired(metric, old, new):
         ends = [stored.report.candidate.intervals.get(metric.name) for stored in (old, new)]
         return _Question(all(map(_is_known, ends)), lambda level: _subtract_unpaired(metric, old, new, level, why))
-    return _Question(True, lambda level: _pair_samples(metric, old, new, level))
+    return _Question(True, lambda level: pair_samples(metric, old, new, level))
 
 
-def _explain_unpaired(metric: Metric, old: StoredReport, new: StoredReport) -> str:
+def explain_unpaired(metric: Metric, old: StoredReport, new: StoredReport) -> str:
     """Return why two candidates cannot be paired by sample; "" where they can."""
     for stored in (old, new):
         columns, value = stored.columns.get(metric.name), stored.report.candidate.metrics[metric.name]
@@ -208,7 +208,7 @@ def _gives_value(metric: Metric, columns: Columns, value: float) -> bool:
     return math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _pair_samples(metric: Metric, old: StoredReport, new: StoredReport, level: float) -> Difference:
+def pair_samples(metric: Metric, old: StoredReport, new: StoredReport, level: float) -> Difference:
     """Return the difference of two candidates on the same samples, by the methods that gates use."""
     judgement = Judgement(confidence=level)
     evidence = column_evidence(metric, new.columns[metric.name], old.columns[metric.name], judgement)

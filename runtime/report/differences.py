@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from runtime.judge.comparison import Comparison, Difference
 from runtime.judge.gates import GateResult, Verdict
 from runtime.report.units import interval_brackets, size_text
 
+if TYPE_CHECKING:
+    from runtime.judge.slice_pairing import SliceComparison, SliceDifference
+
 SMALL = 0.005
 """Below this a number of four decimals says too little."""
 DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
+SLICE_HEADS = ("slice", "samples", "before", "after", "change", "verdict")
 
 
 def difference_cells(found: Difference) -> tuple[str, str, str, str, str]:
@@ -45,6 +50,26 @@ def format_change(found: Difference) -> str:
     widest = max((abs(end) for end in (change.value, *ends) if math.isfinite(end)), default=0.0)
     form = "+z.4f" if widest >= SMALL or widest == 0 else "+.1e"
     return f"{change.value:{form}} {interval_brackets(ends, form)}"
+
+
+def slice_cells(found: SliceDifference) -> tuple[str, str, str, str, str]:
+    """Return a row: slice and metric, samples, both values, the change with its interval."""
+    difference = found.difference
+    before, after = (format_value(difference, value) for value in (difference.before, difference.after))
+    return f"{found.column}={found.value}, {difference.metric}", str(found.n), before, after, format_change(difference)
+
+
+def describe_slices(slices: SliceComparison) -> list[str]:
+    """Say how many slices differ beyond noise, at which level, and what could not be compared."""
+    said = []
+    if n := len(slices.slices):
+        real = [f"{len(found)} {verdict}" for verdict in ("worse", "better") if (found := slices.find(verdict))]
+        counts = ", ".join(real) if real else "none differs beyond noise"
+        few = len(slices.find("not known"))
+        level = f"their intervals hold at once at {100 * slices.confidence:g} %, apart from those of all samples"
+        said.append(f"Of {n} slices {counts}{f', {few} not known' if few else ''}; {level}.")
+    reasons = (slices.not_compared or {}).items()
+    return said + [f"Not compared: {name}: {why}." for name, why in reasons]
 
 
 def regression_lines(since: Comparison) -> list[str]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from runtime.bundle.format import MANIFEST, read_manifest
+from runtime.bundle.format import MANIFEST, Manifest, read_manifest, read_samples, read_slices
 from runtime.errors import UsageError
+from runtime.judge.slices import LABEL, Groups, find_groups
 from runtime.metrics.base import Columns
 from runtime.report.reading import read_report
 from runtime.report.report import Report
@@ -22,6 +23,8 @@ class StoredReport:
     report: Report
     columns: Mapping[str, Columns] = field(default_factory=dict)
     """The candidate's, of each quality metric; empty where they were not kept."""
+    folder: Path | None = None
+    """The bundle's; None of a report that lies elsewhere."""
 
 
 def read_stored_report(path: Path) -> StoredReport:
@@ -39,11 +42,24 @@ def read_stored_report(path: Path) -> StoredReport:
     report = read_report(file)
     if is_bundle:
         manifest = read_manifest(file.parent)
-        if report.manifest_digest not in ("", manifest.digest):
-            raise UsageError(
-                f"{path}: report.json is of another bundle; `compress validate {file.parent}` writes it anew"
-            )
+        check_bundle(report, manifest, file, file.parent)
         report = replace(report, evaluation=report.evaluation or describe_evaluation(manifest))
     kept = file.parent / SAMPLES_FILE
     columns = read_kept_samples(kept, report.per_sample) if report.per_sample is not None and kept.is_file() else {}
-    return StoredReport(str(path), report, columns)
+    return StoredReport(str(path), report, columns, file.parent if is_bundle else None)
+
+
+def check_bundle(report: Report, manifest: Manifest, file: Path, bundle: Path) -> None:
+    """Raise UsageError where the report of `file` is not of this bundle."""
+    if report.manifest_digest not in ("", manifest.digest):
+        raise UsageError(f"{file}: is of another bundle; `compress validate {bundle}` writes it anew")
+
+
+def read_groups(stored: StoredReport) -> Groups:
+    """Return which samples each slice of a bundle has; {} of a report without its bundle. Raises BundleError."""
+    if stored.folder is None:
+        return {}
+    manifest = read_manifest(stored.folder)
+    labels = read_samples(stored.folder, manifest).get("label") if LABEL in manifest.judgement.slices else None
+    slices = read_slices(stored.folder, manifest)
+    return find_groups(manifest.judgement, slices, labels, manifest.task, manifest.class_names)

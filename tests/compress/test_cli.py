@@ -538,7 +538,7 @@ def test_compare_refuses_what_was_not_validated() -> None:
     assert done.exit_code == 2
     assert done.stderr.splitlines() == [
         "a: no report.json; `compress validate a` writes it",
-        "b: report.json is of another bundle; `compress validate b` writes it anew",
+        "b/report.json: is of another bundle; `compress validate b` writes it anew",
         "nowhere/manifest.json: No such file or directory; is this a bundle's folder?",
     ]
 

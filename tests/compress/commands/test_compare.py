@@ -22,12 +22,22 @@ from compress.cli import app
 from compress.commands.bundle_diff import RecipeChange, compare_layers, compare_recipes, measure_layers
 from compress.commands.compare import compare_bundles, print_comparison
 from compress.pages.page import make_environment
-from runtime.bundle.format import Artifact, Judgement, Manifest, write_bundle, write_outputs, write_samples
+from runtime.bundle.format import (
+    Artifact,
+    Judgement,
+    Manifest,
+    read_manifest,
+    read_samples,
+    write_bundle,
+    write_outputs,
+    write_samples,
+)
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.evidence import quality_evidence, size_evidence, timing_evidence
-from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side
+from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.pairing import compare_reports
+from runtime.judge.slices import find_groups
 from runtime.metrics import METRICS
 from runtime.report.reading import read_report
 from runtime.report.report import Report, write_report
@@ -52,20 +62,33 @@ LAYERS = [
 def make_bundle(tmp_path: Path) -> Callable[..., Path]:
     """A judged bundle of a made-up classifier, of which nothing can run; `wrong`: share of samples that it breaks."""
 
-    def make(name: str, wrong: float = 0.0, recipe: Any = RECIPE, layers: Any = LAYERS, speed: float = 2.0) -> Path:
+    def make(
+        name: str,
+        wrong: float = 0.0,
+        recipe: Any = RECIPE,
+        layers: Any = LAYERS,
+        speed: float = 2.0,
+        wrong_class: int | None = None,
+        sliced: bool = False,
+    ) -> Path:
         root, rng = tmp_path / name, np.random.default_rng(0)
         (root / "evaluation").mkdir(parents=True)
         (root / "recipe.yaml").write_text(json.dumps(recipe))
         logits = rng.normal(size=(300, 5))
         labels = logits.argmax(axis=1)
-        ours = np.where(rng.random(300)[:, None] < wrong, -logits, logits + 0.1 * rng.normal(size=logits.shape))
+        broken = rng.random(300) < wrong
+        if wrong_class is not None:
+            broken &= labels == wrong_class
+        ours = np.where(broken[:, None], -logits, logits + 0.1 * rng.normal(size=logits.shape))
+        judgement = Judgement(slices=("label",) if sliced else ())
+        groups = find_groups(judgement, {}, labels, "image-classification")
         seconds = np.array([[speed], [1.0]]) * rng.lognormal(sigma=0.01, size=(2, 60)) / 1000
         baseline = {"logits": logits}
         metrics = [METRICS[metric] for metric in ("top1", "agreement", "kl")]
-        evidence = quality_evidence(metrics, {"logits": ours}, baseline, labels, Judgement())
+        evidence = quality_evidence(metrics, {"logits": ours}, baseline, labels, judgement, groups)
         evidence |= {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
         evidence |= size_evidence(4096, 1024 if not wrong else 512)
-        manifest = write_bundle(root, make_manifest(root, name, labels))
+        manifest = write_bundle(root, replace(make_manifest(root, name, labels), judgement=judgement))
         evaluation = describe_evaluation(manifest)
         assert evaluation is not None
         report = Report(
@@ -83,6 +106,7 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
             ratio_intervals=ratio_intervals(evidence),
             differences=differences(evidence),
             layers=tuple(layers),
+            slices=tabulate_slices(evidence),
             environment={"cpu": "this", "threads": 1},
         )
         write_report(report, root)
@@ -169,6 +193,40 @@ def test_each_further_bundle_is_compared_with_the_first(make_bundle: Callable[..
     assert [found["after"] for found in document["comparisons"]] == [str(path) for path in paths[1:]]
     verdicts = [{d["metric"]: d["verdict"] for d in found["differences"]} for found in document["comparisons"]]
     assert [of["top1"] for of in verdicts] == ["within noise", "worse"]
+
+
+def test_a_class_that_alone_became_worse_is_named(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    old, new = make_bundle("a", sliced=True), make_bundle("b", wrong=0.5, wrong_class=2, sliced=True)
+    (bundle,) = compare_bundles([old, new])
+    assert bundle.slices is not None
+    (worse,) = bundle.slices.find("worse")
+    labels = read_samples(old, read_manifest(old))["label"]
+    assert (worse.column, worse.value, worse.n) == ("label", "2", int((labels == 2).sum()))
+    assert worse.difference.metric == "top1" and worse.difference.change.value < -0.3
+    assert len(bundle.slices.slices) == 5 and len(bundle.slices.find("better")) == 0
+    assert "label=2, top1" in show([old, new], 100) and "Of 5 slices 1 worse" in show([old, new], 100)
+    (whole,) = compare_bundles([make_bundle("c"), make_bundle("d", wrong=0.5, wrong_class=2)])
+    without = [(found.metric, found.change) for found in whole.measured.differences]
+    assert [(found.metric, found.change) for found in bundle.measured.differences] == without  # not widened
+    assert whole.slices is None
+    page = tmp_path / "page.html"
+    assert run("compare", old, new, "--html", page, "--json").exit_code == 0
+    assert '<section id="slices-1">' in page.read_text() and "label=2, top1" in page.read_text()
+
+
+def test_slices_need_the_bundle_that_says_which_samples_they_have(
+    make_bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    reports = []
+    for name in ("a", "b"):
+        make_bundle(name, sliced=True)
+        (tmp_path / f"alone-{name}").mkdir()
+        for file in (tmp_path / name).glob("report.*"):
+            shutil.copy(file, tmp_path / f"alone-{name}")
+        reports.append(tmp_path / f"alone-{name}")
+    (bundle,) = compare_bundles(reports)
+    assert bundle.slices is not None and bundle.slices.slices == ()
+    assert "Not compared: top1 by label: a report alone does not say" in show(reports, 200)
 
 
 def test_recipes_differ_by_paths_and_passes_are_matched_by_kind(make_bundle: Callable[..., Path]) -> None:

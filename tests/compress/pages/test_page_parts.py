@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 from compress.execution.peak_memory import PeakMemory
-from compress.pages.charts import AFTER, Line, clean_text, draw_chart, draw_lines, tip
+from compress.pages.charts import AFTER, MOST_SPOTS, Line, clean_text, draw_chart, draw_lines, tip
 from compress.pages.layers import group_kept, list_measures, real_layers, worst_table
 from compress.pages.report import draw_gate, make_headlines, worst_classes
 from compress.pages.samples import ShownSample, describe, show_samples
@@ -194,13 +194,24 @@ def test_answers_in_words(answer: Any, said: str) -> None:
 
 def test_a_chart_has_both_widths_and_tells_names() -> None:
     def paint(axes: Any) -> None:
-        (point,) = axes.plot([1], [2], "o", color=AFTER)
-        point.set_gid(tip("a <b> & \x00"))
+        for x in range(n_points):
+            (point,) = axes.plot([x], [x], "o", color=AFTER)
+            point.set_gid(tip("a <b> & \x00\nsecond"))
 
+    n_points = 2
     chart = draw_chart("size & speed", paint)
-    assert re.findall(r'<svg class="(\w+)"', chart) == ["wide", "narrow"]
-    assert "<title>a &lt;b&gt; &amp; \ufffd</title>" in chart and 'aria-label="size &amp; speed"' in chart
-    assert "style>" not in chart and "http" not in chart
+    assert re.findall(r'<div class="plot (\w+)"><svg ', chart) == ["wide", "narrow"]
+    text = "a &lt;b&gt; &amp; \ufffd\nsecond"
+    places = re.findall(
+        r'class="spot (\w+ \w+)" style="left:([\d.]+)%;top:([\d.]+)%".*?aria-label="(.*?)"', chart, re.S
+    )
+    assert [(opens, label) for opens, _, _, label in places] == [("right up", text), ("left down", text)] * 2
+    (x0, y0), (x1, y1) = ((float(x), float(y)) for _, x, y, _ in places[:2])
+    assert 0 < x0 < 30 and 70 < x1 < 100 and 70 < y0 < 100 and 0 < y1 < 30
+    assert 'aria-label="size &amp; speed"' in chart and "style>" not in chart and "http" not in chart
+    n_points = MOST_SPOTS + 1
+    crowd = draw_chart("many", paint)
+    assert "spot" not in crowd and crowd.count(f"<title>{text}</title>") == 2 * n_points
 
 
 def test_losses_that_fall_far_have_plain_numbers() -> None:

@@ -200,7 +200,7 @@ def test_hostile_text_is_shown_and_never_run(page: str) -> None:
 
 
 def test_charts_take_their_colours_from_the_style_sheet(page: str) -> None:
-    drawings = re.findall(r'<svg class="(?:wide|narrow)".*?</svg>', page, re.DOTALL)
+    drawings = re.findall(r'<div class="plot \w+">(<svg.*?</svg>)', page, re.DOTALL)
     assert drawings and all('role="img" aria-label="' in drawing for drawing in drawings)
     assert not any(re.search(r": #[0-9a-f]{6}", drawing) for drawing in drawings)
     assert any("var(--after)" in drawing for drawing in drawings)

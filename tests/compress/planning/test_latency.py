@@ -13,11 +13,13 @@ import onnx_ir as ir
 import pytest
 from makers import bundle_bytes, image_recipe, plan, write_recipe
 from onnx import helper
+from places import QUICKSTART
 
 from compress.commands.reproduce import reproduce
 from compress.execution.run import apply_recipe
 from compress.graph.layers import GraphLayer, find_layers
 from compress.planning.latency import round_as_planned
+from compress.planning.make_plan import make_plan
 from compress.quantize.latency import Stopwatch
 from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
@@ -141,6 +143,20 @@ def test_a_torch_model_is_built_untrained_pruned_as_planned_and_exported(
     recipe["passes"] = [{"kind": "prune_channels", "ratio": 0.5, "targets": ["fc1"]}]
     made = plan(recipe, tmp_path, tmp_path / "cache")
     assert made.latency.speedup == 4 and seen[-1] == [(32, 256), (16, 256)]
+
+
+@pytest.mark.slow
+def test_a_twin_has_the_layers_of_the_trained_model_biases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[bool]] = []
+
+    def time(watch: Stopwatch, states: Sequence[GraphState], *rest: Any) -> list[float]:
+        seen.append([layer.bias is not None for layer in find_layers(states[0].model)])
+        return [1.0] * len(states)
+
+    monkeypatch.setenv("COMPRESS_TIMING", "on")
+    monkeypatch.setattr(Stopwatch, "time", time)
+    make_plan(load_recipe(QUICKSTART, ["passes=[{kind: equalize}]"]), tmp_path)
+    assert seen[0] == [True] * 7  # a batch norm of a new model has no bias, and one of a trained model has
 
 
 @pytest.mark.slow

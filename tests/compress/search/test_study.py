@@ -11,7 +11,6 @@ import pytest
 from studies import PretendedWorkers, make_report, pretend, searched
 
 from compress.errors import PlaceError
-from compress.search.frontier import find_frontier
 from compress.search.orders import Answer
 from compress.search.study import Study, read_study
 from compress.search.sweep import Prior, sweep
@@ -54,16 +53,20 @@ def test_of_two_goals_the_front_stays(tmp_path: Path) -> None:
         study = sweep(searched(tmp_path, goals=goals), tmp_path / "study", quiet=True)
     assert len(study.front) == 6  # what is smaller is worse
     assert len(list((tmp_path / "study/bundles").iterdir())) == 6
-    assert "best" in study._repr_html_()
-    frontier = find_frontier(study)
-    assert frontier is not None and frontier.y_label == "top1"
+    frontier = study.frontier
+    assert frontier is not None and frontier.y_label == "top1, to maximize"
     assert [point.chosen for point in frontier.trials].count(True) == 1
     assert all(point.on_front and "passes.0.ratio" in point.about for point in frontier.trials)
+    drawn = study._repr_html_()
+    for trial in study.trials:  # at once in both widths, and in the table
+        shown = f'aria-label="trial {trial.number}, {"chosen" if trial == study.best else "on the front"}\nsize '
+        assert drawn.count(shown) == 2 and f"passes.0.ratio={trial.point['passes.0.ratio']}" in drawn
+    assert "<script" not in drawn and "(best)" in drawn
 
 
 def test_one_goal_has_no_front_to_draw(tmp_path: Path) -> None:
     with pretend(PretendedWorkers(smaller_is_worse)):
-        assert find_frontier(sweep(searched(tmp_path), tmp_path / "study", quiet=True)) is None
+        assert sweep(searched(tmp_path), tmp_path / "study", quiet=True).frontier is None
 
 
 def test_a_killed_study_goes_on_and_tries_nothing_twice(tmp_path: Path) -> None:
