@@ -63,7 +63,9 @@ ModelGiven = Annotated[
 TaskName = Annotated[
     str | None, typer.Option("--task", help="What the model does; default: found from its files, or from the data.")
 ]
-WeightsFile = Annotated[str | None, typer.Option("--weights", metavar="FILE", help="Of a model from a factory, as .safetensors.")]
+WeightsFile = Annotated[
+    str | None, typer.Option("--weights", metavar="FILE", help="Of a model from a factory, as .safetensors.")
+]
 PreprocessText = Annotated[
     str | None,
     typer.Option("--preprocess", metavar="YAML", help="As in '{kind: image, mean: [...]}'; default: the model's own."),

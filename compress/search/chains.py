@@ -15,7 +15,7 @@ from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS, Target
 from compress.passes import Pass
 from compress.passes.depth import evenly_spaced, without_blocks
-from compress.passes.prune_channels import PruneChannels, count_cost
+from compress.passes.prune_channels import PruneChannels, count_cost, shrunk
 from compress.planning.usual import find_pass_problems, parse_pass
 
 Passes = list[dict[str, Any]]
@@ -179,6 +179,18 @@ def count_left(facts: ModelFacts, keep: int | None) -> tuple[float, float]:
     stay = evenly_spaced(len(blocks), keep)
     after = without_blocks(facts, [block.name for n, block in enumerate(blocks) if n not in stay])
     return after.macs / max(facts.macs, 1), _count_weights(after) / _count_weights(facts)
+
+
+def count_cut(facts: ModelFacts, rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the weights that stayed where channels were cut, of the blocks that were kept.
+
+    `rows`: the layers of a report, which say which blocks went and how many units of each dimension stayed.
+    """
+    gone = [row["layer"] for row in rows if row["type"] == "block" and row["action"] == "pruned"]
+    whole = without_blocks(facts, gone) if gone else facts
+    widths = {row["layer"]: int(row["width"]) for row in rows if "width" in row}
+    groups = [group for group in whole.prunable or () if group.name in widths]
+    return _count_weights(shrunk(whole, groups, widths)) / _count_weights(whole)
 
 
 def _count_weights(facts: ModelFacts) -> float:

@@ -33,6 +33,7 @@ from compress.search.chains import (
     Passes,
     Structure,
     Yields,
+    count_cut,
     count_left,
     find_least_bytes,
     find_numbers,
@@ -76,6 +77,7 @@ YIELDS = (0.2, 1.5)
 """Between these a measured yield is believed."""
 FAR = 1.1
 """How many times less than what is needed a structure may give and still be compared with the others."""
+MOST_REHEARSALS = 2
 SLACK = 0.04
 """How far a structure may be beyond what is asked for and still be taken as it is."""
 OVERHEAD, SPARE_S = 1.25, 15.0
@@ -91,8 +93,9 @@ class Evidence:
     """What a study of a goal found out, as it is kept on disk.
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
-    `raced`: chain -> the structure that is trained a little; `chosen`: the same of those that are trained in full, with
-    their sizes set right. `yields`: what the race taught. `planned_s`: of the full training, as planned for the race.
+    `raced`: chain -> the structure that is trained a little; `chosen`: the same chain -> the structure that is trained
+    in full, its numbers set right. `yields`: what the race taught. `planned_s`: of the full training, as planned for
+    the race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
@@ -345,7 +348,7 @@ class Pursuit:
             return self.train_whole()
         self.race(needs)
         for name in self.rank_structures():
-            run = self.train_in_full(self.set_right(name))
+            run = self.train_in_full(name)
             if run is not None and run.holds:
                 return REACHED
         return "every structure was trained" if self.known.chosen else "no structure that was cut could be judged"
@@ -450,24 +453,42 @@ class Pursuit:
         return self.find_quality_miss(run), *(-g.value if is_better_higher(metric) else g.value for metric, g in goals)
 
     def set_right(self, name: str) -> Structure:
-        """Return the structure that was raced, its shares changed so that size and speed are what the goal asks for."""
-        left, raced = self.read_needs(name), Structure(**self.known.raced[name])  # 1: just so
-        speedup, params = raced.speedup, raced.max_params
-        if self.asks_speed and not 1 - SLACK <= left.speed <= 1:
+        """Return the structure that was raced, its numbers changed so that size and speed are what the goal asks for.
+
+        What is changed is judged untrained, which says as much of size and speed, before hours of training rest on it.
+        """
+        structure = Structure(**self.known.raced[name])
+        for _ in range(MOST_REHEARSALS):
+            better = self.change(structure, name)
+            if better == structure or self.ground.explain_misfit(better.passes()):
+                break
+            name = f"{better.name}-untrained"
+            run = self.try_chain(name, SHORT, [*better.passes(), *self.formats[self.known.base]])
+            if run is None or run.state != "judged":
+                break
+            structure = better
+        return structure
+
+    def change(self, structure: Structure, name: str) -> Structure:
+        """Return the structure with other numbers, where those of the chain that was judged are not near enough."""
+        left = self.read_needs(name)  # 1: just so
+        near = {kind: 1 - SLACK <= factor <= 1 for kind, factor in asdict(left).items()}
+        speedup, params = structure.speedup, structure.max_params
+        if self.asks_speed and not near["speed"]:
             wanted = (speedup or 1.0) * left.speed ** (1 / self.known.yields.time_by_channels)
             speedup = round(wanted, 3) if wanted > LEAST_GAIN else None
-        if self.asks_size and not 1 - SLACK <= left.size <= 1:
-            share = (params or 1.0) / left.size
+        if self.asks_size and (speedup != structure.speedup or not near["size"]):
+            share = count_cut(self.ground.facts, self.report_of(name)["layers"]) / left.size
             params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
-        better = replace(raced, speedup=speedup, max_params=params)
-        return raced if self.ground.explain_misfit(better.passes()) else better
+        return replace(structure, speedup=speedup, max_params=params)
 
-    def train_in_full(self, structure: Structure) -> Run | None:
-        """Train a structure with the time that is left, and judge it in full."""
-        name = f"{structure.name}-trained"
-        if name not in self.known.chosen:
-            self.known.chosen[name] = asdict(structure)
+    def train_in_full(self, raced: str) -> Run | None:
+        """Train a structure that was raced, once it is set right, with the time that is left, and judge it in full."""
+        if raced not in self.known.chosen:
+            self.known.chosen[raced] = asdict(self.set_right(raced))
             self.keep()
+        structure = Structure(**self.known.chosen[raced])
+        name = f"{structure.name}-trained"
         chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
         return self.try_chain(name, FULL, chain)
 

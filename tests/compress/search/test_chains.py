@@ -11,6 +11,7 @@ from compress.search.chains import (
     Needs,
     Structure,
     Yields,
+    count_cut,
     design,
     find_least_bytes,
     find_smallest,
@@ -86,3 +87,14 @@ def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
 def test_a_name_says_the_structure_and_training_leaves_the_rest_to_be_found() -> None:
     assert Structure(18, 0.55, 1.25).name == "blocks18-params55-faster125"
     assert train(60.0)["learning_rate"] == "auto"
+
+
+def test_what_was_cut_is_read_from_a_report() -> None:
+    facts, gone = ground().facts, "blocks.0"
+    rows = [
+        {"layer": gone, "type": "block", "action": "pruned"},
+        {"layer": "blocks.1", "type": "block", "action": "kept"},
+        *({"layer": f"blocks.{n}.up", "type": "Conv2d", "action": "int8", "width": 32.0} for n in range(N_BLOCKS - 1)),
+    ]
+    assert count_cut(facts, rows) == pytest.approx(0.5)  # of what the block that went left
+    assert count_cut(facts, rows[:2]) == 1

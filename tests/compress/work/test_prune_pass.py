@@ -142,7 +142,7 @@ def test_given_widths_are_the_widths() -> None:
 def test_one_budget_and_no_more(knobs: dict[str, float]) -> None:
     with pytest.raises(
         ValidationError,
-        match="give exactly one of ratio, widths, .*, or max_params and one of",
+        match=r"give exactly one of ratio, widths, .*, or max_params and one of",
     ):
         PruneChannels(**knobs)
 
