@@ -269,9 +269,11 @@ def shipped_row(row: Row, load: float) -> str:
     cells = []
     for side in ("baseline", "candidate"):
         foreseen, measured = row.get(f"{side} forecast"), row.get(f"{side} measured")
-        known = foreseen is not None and measured is not None
-        cells.append(f"{foreseen / measured:.2f} of {measured:.3g} ms" if known else "not foreseen")
-        if known and is_off(foreseen, measured, NEAR):
+        if foreseen is None or measured is None:
+            cells.append("not foreseen")
+            continue
+        cells.append(f"{foreseen / measured:.2f} of {measured:.3g} ms")
+        if is_off(foreseen, measured, NEAR):
             misses.append(f"{'float' if side == 'baseline' else 'compressed'} call: {foreseen:.3g} ms foreseen")
     if misses and load > 0.5:
         misses.append(f"other work beside (load {load:.1f})")

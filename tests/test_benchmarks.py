@@ -21,7 +21,7 @@ from places import BENCHMARKS, ROOT
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
     *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "slow_cases", "float_formats"),
-    *("interop_gguf", "interop_vllm", "interop_decoders", "blame"),
+    *("interop_gguf", "interop_vllm", "interop_decoders", "blame", "goal"),
 )
 """Those that measure on real models."""
 SCRIPTS = (

@@ -6,7 +6,6 @@ passes' own checks take it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ MOST_EPOCHS = 100.0
 """Of a training that its time ends."""
 LEAST_SMALLER = 1.1
 """What a format must make of the model's size to be worth a look."""
-ALIKE = 0.1
-"""Logarithm of two shares' ratio below which they are as good as the same."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
 
@@ -100,11 +97,6 @@ class Structure:
             "" if self.speedup is None else f"faster{100 * self.speedup:.0f}",
         ]
         return "-".join(filter(None, parts))
-
-    def is_like(self, other: Structure) -> bool:
-        """Return whether both keep as many blocks and nearly the same of the rest."""
-        pairs = [(self.max_params or 1, other.max_params or 1), (self.speedup or 1, other.speedup or 1)]
-        return self.keep == other.keep and all(abs(math.log(a / b)) < ALIKE for a, b in pairs)
 
     def passes(self) -> Passes:
         given: dict[str, Any] = {} if self.max_params is None else {"max_params": self.max_params}
@@ -195,12 +187,6 @@ def count_cut(facts: ModelFacts, rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _count_weights(facts: ModelFacts) -> float:
     return count_cost("max_params", facts)
-
-
-def list_structures(ground: Ground, needs: Needs, yields: Yields, timed_in: str = "float32") -> list[Structure]:
-    """Return structures that are foreseen to meet the needs, each once, the most hopeful first."""
-    designed = (design(ground, needs, depth, yields, timed_in) for depth in DEPTHS)
-    return list(dict.fromkeys(found for found in designed if found is not None))
 
 
 def find_smallest(ground: Ground) -> Passes:

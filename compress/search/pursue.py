@@ -27,6 +27,7 @@ from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Racing, Search, Space
 from compress.search.chains import (
+    DEPTHS,
     LEAST_GAIN,
     Ground,
     Needs,
@@ -35,13 +36,13 @@ from compress.search.chains import (
     Yields,
     count_cut,
     count_left,
+    design,
     find_least_bytes,
     find_numbers,
     find_smallest,
     foresee_size,
     ground_of,
     list_formats,
-    list_structures,
     probes,
     train,
     train_rounded,
@@ -59,6 +60,8 @@ GIVEN = "given"
 """The chain that stands in the recipe."""
 BUDGET_S = 3600.0
 REACHED = "the goal is reached"
+FACTOR = 16
+"""By which the short rung is shorter than the full one, where nothing else follows."""
 SHORT, FULL = 0, 1
 """The rungs: a little training, all of it."""
 MOST_FORMATS = 3
@@ -77,15 +80,12 @@ YIELDS = (0.2, 1.5)
 """Between these a measured yield is believed."""
 FAR = 1.1
 """How many times less than what is needed a structure may give and still be compared with the others."""
-MOST_REHEARSALS = 2
+MOST_FITTINGS = 3
+"""Times that a structure is judged untrained and changed."""
 SLACK = 0.04
 """How far a structure may be beyond what is asked for and still be taken as it is."""
 OVERHEAD, SPARE_S = 1.25, 15.0
 """Times what judging took in the study so far, and seconds: what is left for it behind the last training."""
-
-
-Shares = dict[str, Any]
-"""A `Structure`, as JSON values."""
 
 
 @dataclass
@@ -93,16 +93,17 @@ class Evidence:
     """What a study of a goal found out, as it is kept on disk.
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
-    `raced`: chain -> the structure that is trained a little; `chosen`: the same chain -> the structure that is trained
-    in full, its numbers set right. `yields`: what the race taught. `planned_s`: of the full training, as planned for
-    the race.
+    `structures`: name -> what is cut. `fitted`: depth -> the structure that has what is needed; `raced`: those that
+    were trained a little. `yields`: what was learned of how size and time follow. `planned_s`: of the last training, as
+    it was planned for the race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
     base: str = ""
-    raced: dict[str, Shares] = field(default_factory=dict)
-    chosen: dict[str, Shares] = field(default_factory=dict)
+    structures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fitted: dict[str, str] = field(default_factory=dict)
+    raced: list[str] = field(default_factory=list)
     yields: Yields = field(default_factory=Yields)
     planned_s: float = 0.0
 
@@ -136,7 +137,7 @@ def pursue(
     ground = look(recipe, cache)
     formats = _list_formats(recipe, ground)
     refuse_unreachable(recipe, ground, formats)
-    first = _make_space(bare, recipe.goal_gates, formats, 16)
+    first = _make_space(bare, recipe.goal_gates, formats)
     make_plan(first.recipe_at(first.start()), cache, twins=False, log=_say_nothing)  # what is wrong is said at once
     with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
@@ -193,13 +194,17 @@ def _find_size_problem(gate: Gate, ground: Ground, formats: Mapping[str, Passes]
     return [f"goal: {wanted} is out of reach: the least that passes leave of the weights is {reach} ({how}){way}"]
 
 
-def _make_space(recipe: Recipe, gates: tuple[Gate, ...], chains: Mapping[str, Passes], factor: int) -> SearchSpace:
-    """Return the recipe as one that searches among chains for what the gates bound."""
+def _make_space(
+    recipe: Recipe, gates: tuple[Gate, ...], chains: Mapping[str, Passes], factor: int = FACTOR, rough: bool = False
+) -> SearchSpace:
+    """Return the recipe as one that searches among chains for what the gates bound; see `Pursuit.try_chain`."""
     search = Search(
         space={"passes": Space(choice=dict(chains))},
         goals=list_directions(gates),
         constraints=gates,
-        racing=Racing(rungs=2, factor=min(max(factor, 2), 32), shorten=("training",)),
+        racing=Racing(
+            rungs=2, factor=min(max(factor, 2), 32), shorten=("training", "evaluation") if rough else ("training",)
+        ),
     )
     return open_space(recipe.model_copy(update={"search": search}).at_root(recipe.root))
 
@@ -351,7 +356,7 @@ class Pursuit:
             run = self.train_in_full(name)
             if run is not None and run.holds:
                 return REACHED
-        return "every structure was trained" if self.known.chosen else "no structure that was cut could be judged"
+        return "every structure was trained" if self.known.raced else "no structure that was cut could be judged"
 
     def explain_untrained(self) -> str:
         """Return why nothing can be trained; "" where it can."""
@@ -381,20 +386,49 @@ class Pursuit:
         return REACHED if run is not None and run.holds else f"{name} was trained"
 
     def race(self, needs: Needs) -> None:
-        """Train each structure a little, one after another: what one teaches of times, the next one is made by."""
+        """Fit a structure to the needs for each depth, and train it a little; what one teaches, the next is made by."""
         taste, n = self.plan_race()
-        for name in list(self.known.raced):
-            self.try_structure(name, taste)
-        while len(self.known.raced) < n and not self.known.chosen:
-            raced = [Structure(**shares) for shares in self.known.raced.values()]
-            numbers = find_numbers(self.formats[self.known.base])
-            found = list_structures(self.ground, needs, self.known.yields, numbers)
-            structure = next((s for s in found if not any(s.is_like(other) for other in raced)), None)
-            if structure is None:
+        numbers = find_numbers(self.formats[self.known.base])
+        for depth in DEPTHS:
+            if len(self.known.raced) == n:
                 break
-            self.known.raced[structure.name] = asdict(structure)
+            name = self.known.fitted.get(str(depth))
+            if name is None:
+                designed = design(self.ground, needs, depth, self.known.yields, numbers)
+                name = "" if designed is None else self.fit(designed)
+                self.known.fitted[str(depth)] = name
+                self.keep()
+            if name and name not in self.known.raced:
+                self.known.raced.append(name)
+                self.keep()
+            if name:
+                self.train_a_little(name, taste)
+
+    def fit(self, structure: Structure) -> str:
+        """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
+
+        Returns the name of the one that has what is needed with the least beyond it; else of the nearest.
+        """
+        tried: dict[str, Needs] = {}
+        for _ in range(MOST_FITTINGS):
+            self.known.structures[structure.name] = asdict(structure)
             self.keep()
-            self.try_structure(structure.name, taste)
+            name = f"{structure.name}-untrained"
+            run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
+            if run is None or run.state != "judged":
+                break
+            tried[structure.name] = self.read_needs(name)
+            self.learn_yields(name, structure)
+            better = self.change(structure, name)
+            if better.name in tried or self.ground.explain_misfit(better.passes()):
+                break
+            structure = better
+
+        def excess(name: str) -> tuple[float, float]:
+            size, speed = tried[name].size or 1.0, tried[name].speed or 1.0
+            return max(size, speed, 1.0), -size * speed
+
+        return min(tried, key=excess, default="")
 
     def plan_race(self) -> tuple[float, int]:
         """Return the seconds of training for each structure, and how many structures there is time for."""
@@ -403,17 +437,16 @@ class Pursuit:
         each = taste + OVERHEAD * self.judging_s() + CUT_S
         return taste, min(max(int(RACE * left / each), 1), MOST_RACING)
 
-    def try_structure(self, name: str, taste: float) -> None:
-        """Train a structure a little and judge it, unless that is done; learn from it how time follows work."""
-        structure = Structure(**self.known.raced[name])
+    def train_a_little(self, name: str, taste: float) -> None:
+        """Train a structure for a part of the time that the last training will have, and judge it."""
         if not self.known.planned_s:
             self.known.planned_s = max(self.seconds_left() * (1 - RACE), taste)
             self.keep()
         factor = max(round(self.known.planned_s / taste), 2)
-        chain = self.chain_of(structure, self.known.planned_s)
-        run = self.try_chain(name, SHORT, chain, factor)
-        if run is not None and run.state == "judged":
-            self.learn_yields(name, structure)
+        self.try_chain(name, SHORT, self.chain_of(self.structure_of(name), self.known.planned_s), factor)
+
+    def structure_of(self, name: str) -> Structure:
+        return Structure(**self.known.structures[name])
 
     def chain_of(self, structure: Structure, seconds: float) -> Passes:
         return [*structure.passes(), train(seconds), *self.formats[self.known.base]]
@@ -452,23 +485,6 @@ class Pursuit:
         goals = [(metric, goal) for metric, goal in run.goals.items() if metric not in MEASURED]
         return self.find_quality_miss(run), *(-g.value if is_better_higher(metric) else g.value for metric, g in goals)
 
-    def set_right(self, name: str) -> Structure:
-        """Return the structure that was raced, its numbers changed so that size and speed are what the goal asks for.
-
-        What is changed is judged untrained, which says as much of size and speed, before hours of training rest on it.
-        """
-        structure = Structure(**self.known.raced[name])
-        for _ in range(MOST_REHEARSALS):
-            better = self.change(structure, name)
-            if better == structure or self.ground.explain_misfit(better.passes()):
-                break
-            name = f"{better.name}-untrained"
-            run = self.try_chain(name, SHORT, [*better.passes(), *self.formats[self.known.base]])
-            if run is None or run.state != "judged":
-                break
-            structure = better
-        return structure
-
     def change(self, structure: Structure, name: str) -> Structure:
         """Return the structure with other numbers, where those of the chain that was judged are not near enough."""
         left = self.read_needs(name)  # 1: just so
@@ -483,13 +499,9 @@ class Pursuit:
         return replace(structure, speedup=speedup, max_params=params)
 
     def train_in_full(self, raced: str) -> Run | None:
-        """Train a structure that was raced, once it is set right, with the time that is left, and judge it in full."""
-        if raced not in self.known.chosen:
-            self.known.chosen[raced] = asdict(self.set_right(raced))
-            self.keep()
-        structure = Structure(**self.known.chosen[raced])
-        name = f"{structure.name}-trained"
-        chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
+        """Train a structure that was raced with the time that is left, and judge it in full."""
+        name = f"{raced}-trained"
+        chain = self.chains.get(name) or self.chain_of(self.structure_of(raced), self.time_to_train())
         return self.try_chain(name, FULL, chain)
 
     def time_to_train(self) -> float:
@@ -514,11 +526,16 @@ class Pursuit:
 
     # One trial
 
-    def try_chain(self, name: str, rung: int, passes: Passes | None = None, factor: int = 0) -> Run | None:
-        """Build and judge the chain of that name on a rung, unless that is done; return its run, None without one."""
+    def try_chain(
+        self, name: str, rung: int, passes: Passes | None = None, factor: int = 0, rough: bool = False
+    ) -> Run | None:
+        """Build and judge the chain of that name on a rung, unless that is done; return its run, None without one.
+
+        `factor`: by which the short rung is shorter; `rough`: in evaluation, too, for all but quality.
+        """
         self.sweep.check_time()
         if passes is not None and name not in self.chains:
-            self.study.extend(self.space_of({**self.chains, name: passes}, factor))
+            self.study.extend(self.space_of({**self.chains, name: passes}, factor, rough))
         trial = next((t for t in self.study.trials if t.point["passes"] == name), None)
         if trial is None:
             number = max((t.number for t in self.study.trials), default=-1) + 1
@@ -534,9 +551,8 @@ class Pursuit:
         choice = self.study.space.search.space["passes"].options
         return {name: [dict(given) for given in passes] for name, passes in choice.items()}
 
-    def space_of(self, chains: Mapping[str, Passes], factor: int = 0) -> SearchSpace:
-        racing = self.study.space.search.racing
-        return _make_space(self.recipe, self.gates, chains, factor or (racing.factor if racing else 2))
+    def space_of(self, chains: Mapping[str, Passes], factor: int = 0, rough: bool = False) -> SearchSpace:
+        return _make_space(self.recipe, self.gates, chains, factor or FACTOR, rough)
 
     def run_of(self, name: str, rung: int) -> Run | None:
         trial = next((t for t in self.study.trials if t.point["passes"] == name), None)

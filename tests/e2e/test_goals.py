@@ -49,7 +49,7 @@ def test_what_formats_lack_is_cut_raced_and_trained_over_a_kill_and_made_again_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compress.search.chains.MOST_EPOCHS", 2.0)
-    monkeypatch.setattr("compress.search.pursue.MOST_REHEARSALS", 1)
+    monkeypatch.setattr("compress.search.pursue.MOST_FITTINGS", 1)
     recipe, begun, build = asked(tmp_path, "size >= 6.5x, agreement >= 0.05"), [], InThisProcess.build
 
     def die_at_the_third(self: Any, orders: Any, deadline: Any) -> Any:
@@ -65,7 +65,7 @@ def test_what_formats_lack_is_cut_raced_and_trained_over_a_kill_and_made_again_w
     assert kept["ended"].startswith("stopped") and len([t for t in kept["trials"] if t["runs"]]) == 2
     study = reach(recipe, tmp_path)
     assert study.ended == "the goal is reached"
-    assert begun == ["0000", "0001", "0002", "0002", "0003"]  # a format, a race, a rehearsal, the training
+    assert begun == ["0000", "0001", "0002", "0002", "0003"]  # a format, a fitting, a race, the training
     best = study.best
     assert best is not None and best.point["passes"].endswith("-trained")
     assert [run.share < 1 for trial in study.trials for run in trial.runs] == [False, True, True, False]

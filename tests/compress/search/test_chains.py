@@ -17,7 +17,6 @@ from compress.search.chains import (
     find_smallest,
     ground_of,
     list_formats,
-    list_structures,
     train,
 )
 
@@ -55,14 +54,14 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
     assert after.macs <= given.facts.macs / speed * 1.001  # as the plan foresees measured times
 
 
-def test_structures_mix_blocks_and_channels_differently_and_where_none_can_go_there_is_one() -> None:
-    found = list_structures(ground(), Needs(1.5, 3.0), Yields())
-    assert len({each.keep for each in found}) == len(found) == 4
-    assert any(each.keep is None for each in found)
-    assert any(each.speedup is None for each in found)
+def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:
+    found = [design(ground(), Needs(1.5, 3.0), depth, Yields()) for depth in DEPTHS]
+    kept = [each.keep if each is not None and each.keep is not None else N_BLOCKS for each in found]
+    assert kept == sorted(set(kept)) and kept[-1] == N_BLOCKS
+    assert found[0] is not None and found[0].speedup is None  # blocks alone
     facts = ground().facts
     whole = Ground(ModelFacts(**{**vars(facts), "removable": ()}), ground().target, True, True)
-    assert [each.keep for each in list_structures(whole, Needs(1.5, 3.0), Yields())] == [None]
+    assert all(each is not None and each.keep is None for each in [design(whole, Needs(1.5, 3), 1.0, Yields())])
 
 
 def test_less_gain_from_channels_cuts_more_of_them() -> None:
@@ -73,7 +72,7 @@ def test_less_gain_from_channels_cuts_more_of_them() -> None:
 
 def test_needs_that_are_met_ask_for_nothing() -> None:
     assert not Needs(1.0, 0.8).any
-    assert list_structures(ground(), Needs(0.9, 1.0), Yields()) == []
+    assert [design(ground(), Needs(0.9, 1.0), depth, Yields()) for depth in DEPTHS] == [None] * len(DEPTHS)
 
 
 def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
