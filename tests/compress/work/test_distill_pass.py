@@ -481,6 +481,14 @@ def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeyp
     assert again.settled == result.settled
 
 
+def test_the_average_is_over_a_twentieth_of_the_steps_that_there_is_time_for() -> None:
+    context = around(images(), lambda: image_model(conv_net()))
+    result = apply_pass(small(steps=80, ema_decay="auto"), image_model(noisy(conv_net())), context)
+    assert result.settled == {"ema_decay": 0.75}
+    timed = apply_pass(small(steps=10**6, ema_decay="auto", max_seconds=1.0), image_model(noisy(conv_net())), context)
+    assert 0 <= timed.settled["ema_decay"] < 0.9999
+
+
 def test_a_course_too_short_for_trials_says_so() -> None:
     result = apply_pass(
         small(learning_rate="auto"), image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()))

@@ -1,0 +1,91 @@
+"""`augment`, `precision` and `ema_decay: auto`: changes that the teacher still knows, numbers that the machine has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distilling import Arrays
+from pydantic import ValidationError
+from streaming import model_context
+from torch import Tensor, nn
+
+from compress.models.load import TorchModel
+from compress.passes.distill import Distill
+from compress.passes.qat import Qat
+from compress.passes.training import Augmentation
+from compress.recipe.repeat import repeat_training
+from compress.recipe.schema import Recipe
+from compress.work.settle_changes import computes_bfloat16, settle_changes
+from runtime.bundle.tensors import TensorSpec
+
+IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 1, 16, 16)),)
+
+
+class Seeing(nn.Module):
+    """Two classes: by `what` of an image."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.what(x)
+        return torch.stack([value, -value], dim=-1)
+
+
+def settle(teacher: nn.Module, task: str = "image-classification", **knobs: Any) -> Any:
+    loaded = TorchModel(
+        architecture="Net",
+        inputs=IMAGES,
+        outputs=(TensorSpec("logits", "float32", ("batch", 2)),),
+        module=teacher,
+        task=task,
+        parameters={"pixel_values": "x"},
+    )
+    images = np.random.default_rng(0).normal(0.0, 1.0, (200, 1, 16, 16)).astype(np.float32)
+    return settle_changes(Distill(**knobs), loaded, teacher, Arrays({"pixel_values": images}), model_context([]))
+
+
+def test_a_change_is_kept_where_the_teacher_goes_on_seeing_the_same() -> None:
+    knobs, settled = settle(Seeing(lambda x: x.abs().mean((1, 2, 3)) - 0.5), augment="auto")  # how much, not where
+    assert knobs.augment == Augmentation(flip=True, crop=2, mixup=1.0)
+    assert settled.fields == {"augment": {"flip": True, "crop": 2, "mixup": 1.0}}
+
+
+def test_a_change_that_makes_it_another_class_is_left_out() -> None:
+    left_and_right = Seeing(lambda x: x[..., :8].mean((1, 2, 3)) - x[..., 8:].mean((1, 2, 3)))
+    knobs, _ = settle(left_and_right, augment="auto")
+    assert not knobs.augment.flip
+    one_pixel, _ = settle(Seeing(lambda x: x[:, 0, 5, 5]), augment="auto")
+    assert one_pixel.augment.crop == 0
+
+
+def test_where_there_are_no_classes_of_images_nothing_is_changed() -> None:
+    knobs, _ = settle(Seeing(lambda x: x.mean((1, 2, 3))), task="regression", augment="auto")
+    assert knobs.augment == Augmentation()
+
+
+def test_the_precision_is_what_the_processor_multiplies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, expected in ((("avx512_bf16",), "bfloat16"), (("avx2",), "float32")):
+        monkeypatch.setattr("compress.work.settle_changes.cpu_info", lambda flags=flags: ("a processor", flags))
+        assert settle(Seeing(lambda x: x.mean((1, 2, 3))), precision="auto")[0].precision == expected
+        assert computes_bfloat16("cpu") == (expected == "bfloat16")
+
+
+def test_what_was_found_is_written_into_the_recipe() -> None:
+    model = {"source": "python:a:b", "task": "image-classification"}
+    auto = {"kind": "distill", "augment": "auto", "ema_decay": "auto", "max_seconds": 60.0, "epochs": 9.0}
+    recipe = Recipe.model_validate({"version": 1, "name": "a", "model": model, "passes": (auto,)})
+    found = {"steps": 70, "augment": {"flip": True, "crop": 2, "mixup": 1.0}, "ema_decay": 0.99}
+    again = repeat_training(recipe, {"0": found}).passes[0].model_dump()
+    assert {key: again[key] for key in found} == found
+    assert again["max_seconds"] is None and again["epochs"] is None
+
+
+def test_only_distill_finds_them() -> None:
+    for key in ("augment", "precision", "ema_decay"):
+        with pytest.raises(ValidationError, match=f"{key}: auto is for distill"):
+            Qat(**{key: "auto"})
