@@ -17,6 +17,8 @@ GRIDS: dict[Optimizer, tuple[float, ...]] = {
     "sgd": (0.005, 0.02, 0.08, 0.32),
 }
 """Rates that are tried first, each four times the one before."""
+MIDDLE: dict[Optimizer, tuple[float, ...]] = {optimizer: rates[1:3] for optimizer, rates in GRIDS.items()}
+"""Rates that a course tries that is too short for more."""
 BEYOND = 2
 """Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
 LENGTHS = (1, 2, 4)
@@ -55,6 +57,19 @@ def count_units(optimizers: Sequence[Optimizer]) -> int:
     """Return how many units all trials take at most: of each optimizer its rates, then those of `LENGTHS`."""
     firsts = sum(len(GRIDS[optimizer]) + BEYOND for optimizer in optimizers)
     return firsts * LENGTHS[0] + (2 + len(optimizers)) * LENGTHS[1] + 2 * LENGTHS[2]
+
+
+def count_few(optimizers: Sequence[Optimizer]) -> int:
+    """Return how many arms `choose_roughly` tries."""
+    return sum(len(MIDDLE[optimizer]) for optimizer in optimizers)
+
+
+def choose_roughly(try_arm: TryArm, optimizers: Sequence[Optimizer], steps: int) -> tuple[Arm | None, list[Trial]]:
+    """Return the best of few arms, each tried once with so many steps; else as `choose_arm`."""
+    arms = [Arm(optimizer, rate) for optimizer in optimizers for rate in MIDDLE[optimizer]]
+    trials = [Trial(arm, steps, try_arm(arm, steps)) for arm in arms]
+    best = min(trials, key=lambda trial: trial.loss)
+    return (best.arm if math.isfinite(best.loss) else None), trials
 
 
 def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[Trial]]:

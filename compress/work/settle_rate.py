@@ -16,7 +16,7 @@ from torch import nn
 from compress.context import PassContext
 from compress.distill.course import Course
 from compress.distill.train import Around, Lessons, try_course
-from compress.distill.try_rates import Arm, Trial, choose_arm, count_units
+from compress.distill.try_rates import Arm, Trial, choose_arm, choose_roughly, count_few, count_units
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import AVERAGED, TRIED, TrainingPass
@@ -90,8 +90,13 @@ def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: 
         return loss
 
     steps = max(_foresee_steps(course, lambda n: attempt(Arm(knobs.optimizers[0], knobs.nominal_rate), n)), 1)
-    unit = int(TRIED * steps / count_units(knobs.optimizers)) if knobs.learning_rate == "auto" else 0
-    chosen, trials = choose_arm(attempt, knobs.optimizers, unit) if unit >= LEAST_STEPS else (None, [])
+    budget = int(TRIED * steps) if knobs.learning_rate == "auto" else 0
+    unit, few = budget // count_units(knobs.optimizers), budget // count_few(knobs.optimizers)
+    chosen, trials = None, list[Trial]()
+    if unit >= LEAST_STEPS:
+        chosen, trials = choose_arm(attempt, knobs.optimizers, unit)
+    elif few >= LEAST_STEPS:
+        chosen, trials = choose_roughly(attempt, knobs.optimizers, few)
     if trials and chosen is None:
         raise PassError(f"{knobs.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
     return Tried(chosen, tuple(trials), time.monotonic() - begun, steps)

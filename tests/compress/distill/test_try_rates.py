@@ -7,7 +7,7 @@ import math
 import pytest
 
 from compress.distill.course import Optimizer
-from compress.distill.try_rates import Arm, choose_arm, count_units
+from compress.distill.try_rates import MIDDLE, Arm, choose_arm, choose_roughly, count_few, count_units
 
 
 def bowl(best: dict[Optimizer, float], floors: dict[Optimizer, float] | None = None) -> object:
@@ -47,3 +47,11 @@ def test_where_every_loss_breaks_nothing_is_chosen() -> None:
     chosen, trials = choose_arm(lambda arm, steps: math.inf, ("adamw",), 10)
     assert chosen is None
     assert min(trial.arm.learning_rate for trial in trials) < 1e-4  # lower ones were tried, too
+
+
+def test_a_course_too_short_for_more_tries_the_middle_rates_of_each_optimizer_once() -> None:
+    chosen, trials = choose_roughly(bowl({"adamw": 1e-4, "sgd": 0.1}), ("adamw", "sgd"), 7)
+    assert [trial.arm for trial in trials] == [Arm(name, rate) for name in ("adamw", "sgd") for rate in MIDDLE[name]]
+    assert len(trials) == count_few(("adamw", "sgd")) and {trial.steps for trial in trials} == {7}
+    assert chosen == Arm("sgd", 0.08)
+    assert choose_roughly(lambda arm, steps: math.inf, ("adamw",), 7)[0] is None
