@@ -45,7 +45,7 @@ from compress.planning.inputs import (
     student_spec,
 )
 from compress.planning.judging import explain_not_run
-from compress.planning.make_plan import make_plan, settle_keys
+from compress.planning.make_plan import TO_BE_FOUND, make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
@@ -129,6 +129,8 @@ def _building(
     recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool, earlier: StoredReport | None = None
 ) -> Iterator[_Built]:
     """Yield a new bundle in its staging folder; publish it at the end."""
+    if recipe.seeks_passes:
+        raise PlanError(TO_BE_FOUND)
     with reserve_output(out) as staging:
         ResultCache(root).check_place()
         with blame(out):

@@ -72,6 +72,7 @@ from runtime.report.units import size_text
 
 WORTH_TELLING_BYTES = 2**30
 """Of weight files that were not read: what is smaller is read in less than a second."""
+TO_BE_FOUND = "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
 AS_WRITTEN = "search: this is of the values that stand in the recipe; `compress sweep` tries the others"
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
@@ -92,7 +93,8 @@ def make_plan(
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
-    searched, recipe = recipe.search is not None, _settle_goal(recipe.model_copy(update={"search": None}))
+    told = [AS_WRITTEN] if recipe.search is not None else [TO_BE_FOUND] if recipe.seeks_passes else []
+    recipe = _settle_goal(recipe.model_copy(update={"search": None}))
     _check_work(recipe)
     store = ResultCache(cache or default_root())
     store.refuse_file()
@@ -129,26 +131,22 @@ def make_plan(
     work = (*first, *(planned.work for planned in done))
     unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
     notes = (
-        *((Note("info", AS_WRITTEN),) if searched else ()),
+        *(Note("info", text) for text in told),
         *_collect_notes(inputs),
         *_note_unread(inputs),
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
     rates.mark_start()  # before what is timed next: the run takes that up, and does not time it again
-    latency, told = forecast_latency(inputs, keys, store.root, twins, log)
+    latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log)
     expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
-    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *told), expected, latency, device)
+    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
 
 
 def _settle_goal(recipe: Recipe) -> Recipe:
-    """Return the recipe with the gates of its goal in the goal's place. PlanError where it leaves the passes open."""
-    if recipe.goal and not recipe.passes:
-        raise PlanError(
-            "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
-        )
+    """Return the recipe with the gates of its goal in the goal's place."""
     gates = (*recipe.validate_.gates, *recipe.goal_gates)
     return recipe.model_copy(update={"goal": (), "validate_": replace(recipe.validate_, gates=gates)})
 

@@ -190,6 +190,11 @@ class Recipe(Record):
         return self
 
     @property
+    def seeks_passes(self) -> bool:
+        """Return whether the passes are yet to be found."""
+        return bool(self.goal) and not self.passes
+
+    @property
     def goal_gates(self) -> tuple[Gate, ...]:
         """Return the gates that the goal's terms stand for."""
         return read_goals(tuple(self.goal))
