@@ -2,9 +2,9 @@
 
 Cheap evidence first. Formats alone are foreseen (sizes from the plan, times measured on models made like them), and the
 most hopeful are judged. What they leave to be gained is cut out of the structure, in several mixtures of whole blocks
-and channels; these race with a little training each. The winner, its sizes set right by what was measured, is trained
-with all the time that is left. Each of these is a trial of one study, in a space of chains that grows, so that a run
-that is stopped goes on, and the best so far is on disk at every moment.
+and channels, each fitted to size and time untrained; these race with a little training. The winner is trained with all
+the time that is left. Each of these is a trial of one study, in a space of chains that grows, so that a run that is
+stopped goes on, and the best so far is on disk at every moment.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SHORT, FULL = 0, 1
 MOST_FORMATS = 3
 """Formats that are judged in full."""
 MOST_RACING = 6
-RACE = 0.3
+RACE = 0.35
 """Part of the time left that the race may take."""
 TASTE = 0.035
 """Part of the time left that each structure is trained for in the race; never less than `LEAST_TASTE_S`."""
@@ -80,7 +80,7 @@ YIELDS = (0.2, 1.5)
 """Between these a measured yield is believed."""
 FAR = 1.1
 """How many times less than what is needed a structure may give and still be compared with the others."""
-MOST_FITTINGS = 3
+MOST_FITTINGS, USUAL_FITTINGS = 3, 1.5
 """Times that a structure is judged untrained and changed."""
 SLACK = 0.04
 """How far a structure may be beyond what is asked for and still be taken as it is."""
@@ -434,7 +434,8 @@ class Pursuit:
         """Return the seconds of training for each structure, and how many structures there is time for."""
         left = self.seconds_left()
         taste = max(TASTE * left, LEAST_TASTE_S)
-        each = taste + OVERHEAD * self.judging_s() + CUT_S
+        judged = 1 + USUAL_FITTINGS
+        each = taste + judged * (OVERHEAD * self.judging_s() + CUT_S)
         return taste, min(max(int(RACE * left / each), 1), MOST_RACING)
 
     def train_a_little(self, name: str, taste: float) -> None:
@@ -454,6 +455,8 @@ class Pursuit:
     def learn_yields(self, name: str, structure: Structure) -> None:
         """Note how time and weights followed what was cut of this structure."""
         base, left = self.read_needs(self.known.base), self.read_needs(name)
+        if (self.asks_size and not left.size) or (self.asks_speed and not left.speed):
+            return  # it could not be measured
         macs, weights = count_left(self.ground.facts, structure.keep)
         by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
         yields, found = self.known.yields, dict[str, float]()
@@ -517,12 +520,8 @@ class Pursuit:
 
     def judging_s(self) -> float:
         """Return what building and judging a format alone took."""
-        return max(
-            (t.full.seconds for t in self.study.trials if t.full is not None and self.is_format(t)), default=60.0
-        )
-
-    def is_format(self, trial: Trial) -> bool:
-        return trial.point["passes"] in self.formats
+        runs = [run for name in self.formats if name != GIVEN and (run := self.run_of(name, FULL)) is not None]
+        return max((run.seconds for run in runs), default=JUDGING_S)
 
     # One trial
 
