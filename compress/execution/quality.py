@@ -107,10 +107,11 @@ def shortfall_finder(
     Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
 
     A gate that the float model itself does not hold (too few samples, a bound out of reach) asks for no better than
-    what the float model reaches. None when the recipe has no quality gate, and for language models.
+    what the float model reaches. None when the recipe has no quality gate, for language models, and in a further
+    process, which has no baseline.
     """
     judgement = quality_gates(inputs.recipe.validate_)
-    if not judgement.gates or inputs.recipe.model.generates:
+    if not judgement.gates or inputs.recipe.model.generates or not baseline:
         return None
     labels = columns.get("label")
     task = inputs.recipe.model.task
@@ -150,9 +151,10 @@ def score_finder(
     """Return a function: graph -> the task's main metric over the samples, turned so that more is better.
 
     That is the first against labels, or, of samples without labels, the first against the float model's outputs. None
-    where there is none, and for language models. Broken outputs score minus infinity.
+    where there is none, for language models, and in a further process, which has no baseline. Broken outputs score
+    minus infinity.
     """
-    if inputs.recipe.model.generates:
+    if inputs.recipe.model.generates or not baseline:
         return None
     labels = columns.get("label")
     metrics = select_metrics(inputs.recipe.model.task, baseline, labels, quality_gates(inputs.recipe.validate_))

@@ -90,9 +90,10 @@ def asker(*answers: str) -> tuple[Callable[[str, str], str], list[tuple[str, str
 
 
 def test_a_terminal_is_asked_with_what_was_found_as_defaults(tmp_path: Path) -> None:
-    ask, asked = asker("classifier", "texts.jsonl", "", "openvino")
+    ask, asked = asker("classifier", "texts.jsonl", "", "openvino", "")
     write_recipe(tmp_path / "r.yaml", Answers(), ask=ask)
-    assert asked == [("Model", ""), ("Data", ""), ("Task", "text-classification"), ("Target", "onnxruntime-cpu")]
+    target = ("Target", "onnxruntime-cpu")
+    assert asked == [("Model", ""), ("Data", ""), ("Task", "text-classification"), target, ("Goal,", "")]
     assert load_recipe(tmp_path / "r.yaml").target == "openvino"
     ask, asked = asker("", "")
     write_recipe(tmp_path / "s.yaml", Answers(), ask=ask)
