@@ -123,7 +123,7 @@ class Bench:
     @cached_property
     def length(self) -> int | None:
         """Return the tokens of a usual text of the evaluation set; None of what is no text."""
-        return None if self.synthetic else _find_usual_length(self.draft)
+        return None if self.synthetic else find_usual_length(self.draft)
 
     def make_mapping(self, backend: str, name: str, chain: Chain) -> dict[str, Any]:
         """Return the recipe of a row, as a draft's mapping without passes."""
@@ -270,7 +270,7 @@ def _take_fewer(draft: Draft) -> Draft:
     return replace(draft, recipe={**draft.recipe, "data": data})
 
 
-def _find_usual_length(draft: Draft) -> int | None:
+def find_usual_length(draft: Draft) -> int | None:
     """Return the median tokens of the texts that are evaluated; None where samples are no texts.
 
     Calls of one length are timed: OpenVINO prepares its kernels anew for each length that it meets, which would be most
@@ -339,7 +339,7 @@ def _do_row(bench: Bench, workers: LocalProcesses, begun: BenchRow, measuring_s:
         reach = find_reach(bench, row, chain)
         row = replace(row, passes=tuple(str(values["kind"]) for values in chain.passes))
         row = replace(row, notes=(*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
-        if (known := _explain_not_built(row, reach)) is not None:
+        if (known := explain_not_built(row, reach)) is not None:
             return replace(row, state="not built", why=known, notes=())
         if bench.left_s <= measuring_s:
             return replace(row, state="late", why=f"{LATE}; the same command goes on, or give more --budget")
@@ -383,7 +383,7 @@ def find_reach(bench: Bench, row: BenchRow, chain: Chain) -> Reach:
     return Reach(len(changed), len(before.layers), weights, sum(layer.macs for layer in changed) / max(before.macs, 1))
 
 
-def _explain_not_built(row: BenchRow, reach: Reach) -> str | None:
+def explain_not_built(row: BenchRow, reach: Reach) -> str | None:
     """Return why a format gains nothing here, as far as that is known before it is built; None: it may gain."""
     if row.format == FLOAT:
         return None
@@ -413,7 +413,7 @@ def _choose_chain(bench: Bench, row: BenchRow) -> Chain:
         raise PlanError(f"{row.backend} {fact.text}")
     assert bench.draft.inputs is not None
     data = bench.times_twins or "calibration" in bench.draft.recipe["data"]
-    chain = choose_passes(FORMATS[row.format], row.backend, bench.draft.inputs.facts, data)
+    chain = choose_passes(FORMATS[row.format], row.backend, bench.draft.inputs.facts, data)  # type: ignore[index]
     if row.format != PLACED or row.placement == "searched":
         return chain
     # the usual placement, fastest, times every shape of layer: half a minute and more for each row
@@ -444,7 +444,7 @@ def _build(bench: Bench, workers: LocalProcesses, row: BenchRow, chain: Chain, m
         str(folder / "bundle"),
         str(recipe),
         str(bench.cache),
-        seconds=bench.left_s,
+        seconds=None if row.format == FLOAT else bench.left_s,  # all others are held against it
         backend=row.backend,
         gates=tuple(bench.gates),
         measuring_s=measuring_s,

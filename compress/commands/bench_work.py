@@ -69,7 +69,7 @@ def _do_row(order: RowOrder) -> Answer:
     with stages.time("plan"):
         try:
             recipe = load_recipe(order.recipe)
-            needed = foresee_build(make_plan(recipe, cache, twins=False)) + order.measuring_s
+            needed = foresee_build(make_plan(recipe, cache, timed=False)) + order.measuring_s
         except (CompressError, RuntimeFailure) as error:
             if error.exit_code != 2:
                 raise
@@ -77,7 +77,7 @@ def _do_row(order: RowOrder) -> Answer:
     if order.seconds is not None and needed > order.seconds:
         return Answer("late", f"it takes about {needed:.0f} s, and {max(order.seconds, 0):.0f} s are left")
     with stages.time("build"):
-        build_recipe(recipe, Path(order.out), cache, quiet=True)
+        build_recipe(recipe, Path(order.out), cache, quiet=True, timed=False)
     fields = measure_bundle(Path(order.out), order.backend, order.gates, stages.time)
     return Answer("done", report={**fields, "stages": stages.seconds})
 
