@@ -6,13 +6,14 @@ import hashlib
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from compress.commands.bench_measure import Graphs, measure_graphs, time_finalists
+from compress.commands.bench_measure import FINAL_S, Graphs, measure_graphs, time_finalists
 from compress.commands.bench_rows import (
     ABSENT,
     FLOAT,
@@ -75,7 +76,7 @@ MOST_TRIES, ENDED = 2, "it ended the process that measured it, twice"
 LEFT_FOR_MEASURING = 0.1
 """Of the budget: no build goes on into it, so that the last row and the last rounds are measured in time."""
 LEAST_SHARE = 0.05
-"""Of the weights, and of the products, that a format must reach: with less the result is the float model's like."""
+"""Of the weights or of the products, which a format must reach: with less, what it leaves is the float model."""
 NEARLY_ALL = 0.95
 """Of the weights; a row that reaches less of them says how much."""
 LENGTHS_COUNTED = 256
@@ -356,12 +357,16 @@ def _do_row(bench: Bench, workers: LocalProcesses, begun: BenchRow, measuring_s:
 
 @dataclass(frozen=True)
 class Reach:
-    """How much of a model a format changes: layers, and shares of their weights and products."""
+    """How much of a model a format changes: layers, and shares of their weights and products.
+
+    `why_kept`: why most of the others stay as they are.
+    """
 
     n_layers: int
     of_layers: int
     weights: float
     products: float
+    why_kept: str = ""
 
     @property
     def text(self) -> str:
@@ -373,14 +378,19 @@ def find_reach(bench: Bench, row: BenchRow, chain: Chain) -> Reach:
     """Return how much of the model a row's passes change, as the plan knows it."""
     assert bench.draft.inputs is not None
     before = after = bench.draft.inputs.facts
+    reasons: Counter[str] = Counter()
     for values in chain.passes:
-        after = parse_pass(values).check(after, TARGETS[row.backend]).facts
-    bits = {layer.name: layer.bits for layer in after.layers}
-    changed = [layer for layer in before.layers if bits.get(layer.name) != layer.bits]
+        plan = parse_pass(values).check(after, TARGETS[row.backend])
+        after = plan.facts
+        reasons.update(decision.reason for decision in plan.decisions if decision.action == "kept")
     if not chain.passes or not before.layers:
         return Reach(len(before.layers), len(before.layers), 1.0, 1.0)
-    weights = sum(layer.n_weights for layer in changed) / max(sum(layer.n_weights for layer in before.layers), 1)
-    return Reach(len(changed), len(before.layers), weights, sum(layer.macs for layer in changed) / max(before.macs, 1))
+    bits = {layer.name: layer.bits for layer in after.layers}
+    changed = [layer for layer in before.layers if bits.get(layer.name) != layer.bits]
+    weights = sum(layer.n_weights for layer in changed) / sum(layer.n_weights for layer in before.layers)
+    products = sum(layer.macs for layer in changed) / max(before.macs, 1)
+    commonest = reasons.most_common(1)
+    return Reach(len(changed), len(before.layers), weights, products, commonest[0][0] if commonest else "")
 
 
 def explain_not_built(row: BenchRow, reach: Reach) -> str | None:
@@ -391,7 +401,8 @@ def explain_not_built(row: BenchRow, reach: Reach) -> str | None:
     if fact.verdict == "slow":
         return f"{row.backend} {fact.text}"
     if reach.weights < LEAST_SHARE and reach.products < LEAST_SHARE:
-        return f"nearly the float32 model: it reaches {reach.text} ({fact.text})"
+        kept = f" (the others: {reach.why_kept})" if reach.why_kept else ""
+        return f"nearly the float32 model: it reaches {reach.text}{kept}"
     return None
 
 
@@ -501,6 +512,9 @@ def _time_finals(bench: Bench, table: BenchTable) -> BenchTable:
     rows = [row for row in able if (_row_folder(bench, row) / "bundle").is_dir()][:FINALISTS]
     if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.generates:
         return table  # those of one backend have their ratios to one float32
+    if bench.left_s + LEFT_FOR_MEASURING * bench.budget_s < 2 * FINAL_S:
+        bench.log("the fastest were not timed together: no time was left; the same command does it")
+        return table
     try:
         times = time_finalists([(_row_folder(bench, row) / "bundle", row.backend) for row in rows])
     except RuntimeFailure as error:
