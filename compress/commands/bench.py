@@ -230,8 +230,11 @@ def _explain_slow(bench: Bench, workers: LocalProcesses, table: BenchTable) -> B
 def _search_placements(bench: Bench, workers: LocalProcesses, table: BenchTable) -> BenchTable:
     """Build int8 rows that gain little once more, computing in float what int8 slows down; keep what is faster.
 
-    That times every shape of layer on its backend: so it comes last, and is left out where no time is left.
+    That times every shape of layer on its backend: so it comes last, and is left out where no time is left. Twins are
+    timed in this process, which nothing would end in time.
     """
+    if bench.times_twins:
+        return table
     for row in sorted((row for row in table.rows if row.may_gain), key=lambda row: row.speedup or 0.0):
         start = time.monotonic()
         begun = BenchRow(row.backend, row.format, "begun", placement="searched")
@@ -533,6 +536,12 @@ def _list_notes(bench: Bench, table: BenchTable) -> tuple[str, ...]:
         notes.append("no labels: quality is nearness to float32, not accuracy")
     if any(row.state == "late" for row in table.rows):
         notes.append("out of time: the same command goes on with the rows that are late")
+    if not bench.times_twins:
+        notes += [
+            f"{row.format} on {row.backend}: no time was left to find the layers that gain; the same command does it"
+            for row in table.rows
+            if row.may_gain
+        ]
     load, cores = environment(table.threads)["load_average"], environment(table.threads)["cores"]
     if load is not None and cores is not None and load > cores:
         notes.append(f"the machine was busy: load average {load:g} on {cores} cores; measure again when it is idle")
@@ -556,12 +565,13 @@ def _write_winner(bench: Bench, table: BenchTable) -> str:
 
 
 def _remove_bundles(bench: Bench, table: BenchTable) -> None:
-    """Remove the bundles of rows that did not win; while rows are late all stay, to be timed together at the end."""
-    if any(row.state == "late" for row in table.rows):
+    """Remove the bundles of rows that did not win; while one may change all stay, to be timed together at the end."""
+    if any(row.state == "late" or row.may_gain for row in table.rows):
         return
-    for row in table.rows:
-        if row.name not in (table.fastest, table.smallest):
-            shutil.rmtree(_row_folder(bench, row), ignore_errors=True)
+    kept = {_row_folder(bench, row) for row in table.rows if row.name in (table.fastest, table.smallest)}
+    for folder in (bench.out / "rows").glob("*"):
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_page(table: BenchTable, out: Path) -> Path:
