@@ -52,7 +52,7 @@ def test_a_recipe_reads_says_what_it_is_and_is_written_as_it_reads(path: Path, t
     if any(package in text and find_spec(package) is None for package in NEEDS):
         pytest.skip(f"needs {missing(text)}")
     recipe = read(path)
-    assert recipe.validate_.gates, "a recipe that judges nothing"
+    assert recipe.validate_.gates or recipe.goal, "a recipe that judges nothing"
     assert text.splitlines()[1].startswith("# "), "the second line says what the recipe does"
     written = tmp_path / "recipe.yaml"  # as in a bundle, and as `compress check` prints it
     written.write_text(recipe_to_yaml(recipe))
@@ -90,6 +90,7 @@ def test_a_recipe_plans(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def check_plan(plan: Plan) -> None:
-    assert plan.after.n_bytes < plan.before.n_bytes, "nothing becomes smaller"
+    to_be_found = any("the passes that reach it are yet to be found" in note.text for note in plan.notes)
+    assert to_be_found or plan.after.n_bytes < plan.before.n_bytes, "nothing becomes smaller"
     kept = [decision for step in plan.steps for decision in step.decisions if decision.action == "kept"]
     assert all(decision.reason for decision in kept), "a layer stays without a reason"

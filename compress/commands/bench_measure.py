@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ LEAST_ROUNDS, MOST_ROUNDS, MOST_LARGE = 12, 200, 30
 """Of calls, at most; and of calls with a large batch."""
 MOST_SHOWN = 2
 """Metrics of quality that a row shows."""
-NO_FASTER = 0.98
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,23 @@ class Graphs:
     threads: int
 
 
-def measure_bundle(folder: Path, backend: str, gates: Sequence[Mapping[str, Any]], explain: bool) -> dict[str, Any]:
+def measure_bundle(
+    folder: Path, backend: str, gates: Sequence[Mapping[str, Any]], stage: Callable[[str], AbstractContextManager[None]]
+) -> dict[str, Any]:
     """Return the fields of a `BenchRow` for a bundle that was built and not judged; errors as `validate`.
 
-    `explain`: a candidate that is slower than float32 is profiled.
+    `stage`: is entered for each stage, by its name.
     """
-    case = prepare(folder, [backend], None)
-    evidence, failures = quality(case, run_candidate(case))
+    with stage("quality"):
+        case = prepare(folder, [backend], None)
+        evidence, failures = quality(case, run_candidate(case))
     judged = Judgement(gates=tuple(Gate(**gate) for gate in gates))
     fields: dict[str, Any] = {"broken": next(iter(failures.values()), "")}
     if not failures:
         fields |= {"quality": _choose_shown(evidence, judged), "keeps": _keeps(evidence, judged)}
-    speed = _time_decoder(case) if case.manifest.generates else _time_calls(case)
-    fields |= speed | {"size_bytes": case.manifest.candidate_for(backend).size_bytes}
-    if explain and fields["speedup"] < NO_FASTER:
-        fields["why"] = _find_cause(case)
-    return fields
+    with stage("timing"):
+        speed = _time_decoder(case) if case.manifest.generates else _time_calls(case)
+    return fields | speed | {"size_bytes": case.manifest.candidate_for(backend).size_bytes}
 
 
 def _choose_shown(evidence: Mapping[str, Evidence], judged: Judgement) -> dict[str, float]:
@@ -91,9 +91,10 @@ def _keeps(evidence: Mapping[str, Evidence], judged: Judgement) -> bool:
     return all(result.verdict == "pass" for result in judge(judged, settled))
 
 
-def _find_cause(case: Case) -> str:
-    """Return the first reason for which a candidate is no faster; "" where no profile tells."""
+def find_cause(folder: Path, backend: str) -> str:
+    """Return the first reason for which a bundle's candidate is no faster; "" where no profile tells."""
     try:
+        case = prepare(folder, [backend], None)
         if explain_unprofiled(case.manifest, case.backend) is not None:
             return ""
         causes = explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads).causes

@@ -10,8 +10,11 @@ from runtime.bundle.records import to_json
 from runtime.report.report import finite
 from runtime.report.units import interval_brackets, size_text
 
-State = Literal["measured", "not possible", "failed", "late", "begun"]
-FLOAT = "float32"
+State = Literal["measured", "not possible", "not built", "failed", "late", "begun"]
+FLOAT, PLACED = "float32", "int8-static"
+"""Formats: what all are held against; the one whose layers can be chosen by their times."""
+LITTLE = 1.2
+"""Of float32's speed; an int8 row below it is built once more, with the layers that gain from int8 alone."""
 SAME = 0.02
 """Of a ratio around 1: as fast as float32, whatever the noise of few rounds."""
 ABSENT = "does not work here"
@@ -49,6 +52,10 @@ class BenchRow:
     """Whether `latency_ms` is of the last rounds, in which the fastest of all backends took turns."""
     seconds: float = 0.0
     """That building and measuring took."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Of these, by what was done."""
+    placement: Literal["", "searched", "usual"] = ""
+    """Of int8: the result of a search by times; the usual one, and the search found nothing faster; "": no search."""
     tries: int = 0
     """Times that it was begun."""
 
@@ -66,6 +73,12 @@ class BenchRow:
     def is_slower(self) -> bool:
         """Return whether the format is slower than float32 on its backend."""
         return self.format != FLOAT and self.speedup is not None and self.speedup < 1 - SAME
+
+    @property
+    def may_gain(self) -> bool:
+        """Return whether a search for the layers that gain from int8 may make the row faster."""
+        timed = self.state == "measured" and self.speedup is not None and self.speedup < LITTLE
+        return timed and self.format == PLACED and not self.placement
 
     @property
     def may_win(self) -> bool:

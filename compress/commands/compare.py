@@ -24,10 +24,10 @@ from compress.pages.comparison import ComparisonPart, render_comparison
 from compress.recipe.templates import write_new
 from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
-from runtime.judge.comparison import Comparison, Difference, Verdict
+from runtime.judge.comparison import Comparison, Difference, SliceComparison, Verdict
 from runtime.judge.findings import Side
 from runtime.judge.pairing import compare_reports, list_different_runs
-from runtime.judge.slice_pairing import SliceComparison, compare_slices, order_slices
+from runtime.judge.slice_pairing import compare_slices, order_slices
 from runtime.report.differences import (
     SLICE_HEADS,
     comparison_notes,

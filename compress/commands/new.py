@@ -6,15 +6,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from compress.data.find_sets import parse_mapping
 from compress.errors import RecipeError
 from compress.formats.targets import TARGETS
-from compress.planning.draft import Draft, draft_recipe
-from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, usual_scheme
 from compress.recipe.goal import FORMS, read_goals, split_goal
 from compress.recipe.templates import format_draft, starter, write_new
 from compress.tasks import TORCH_TASKS
+
+if TYPE_CHECKING:
+    from compress.planning.draft import Draft
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default, and returns the answer."""
@@ -89,6 +90,9 @@ def ask_for_answers(ask: Ask) -> Answers:
 
 def make_draft(said: Answers, root: Path) -> Draft:
     """Draft the recipe of what was said, to stand in `root`. Errors as `draft_recipe`."""
+    from compress.data.find_sets import parse_mapping  # with torch, which a template does without
+    from compress.planning.draft import draft_recipe
+
     assert said.model is not None
     goal = _read_goal(said.goal)
     draft = draft_recipe(
@@ -121,6 +125,8 @@ def _read_goal(text: str | None) -> list[str]:
 
 def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
     """Return a drafted recipe as YAML, with its goal or the usual passes and gates, and notes for the user."""
+    from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, usual_scheme
+
     if "goal" in draft.recipe:
         missing = [] if draft.inputs is not None else ["no --data: the recipe has no sets yet, and a goal needs them"]
         return format_draft(draft.recipe, draft.reasons), missing

@@ -99,14 +99,16 @@ def apply_recipe(
     return report
 
 
-def build_recipe(recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False) -> tuple[str, ...]:
+def build_recipe(
+    recipe: Recipe, out: Path, cache: Path | None = None, quiet: bool = False, timed: bool = True
+) -> tuple[str, ...]:
     """Write the bundle of a recipe to `out` as `apply_recipe` does, not judged yet; return this machine's notes.
 
     They are for the report: `runtime.judge.validate.validate(out, notes=...)` writes it. For whoever builds in many
-    processes and measures in one after another.
+    processes and measures in one after another. `timed`: whether its plan forecasts speed, which times an ONNX file.
     """
     out, root = Path(out).resolve(), cache or default_root()
-    with _building(recipe, out, root, quiet, verify=False) as built:
+    with _building(recipe, out, root, quiet, verify=False, timed=timed) as built:
         return tuple(note.text for note in built.notes)
 
 
@@ -126,7 +128,13 @@ class _Built:
 
 @contextmanager
 def _building(
-    recipe: Recipe, out: Path, root: Path, quiet: bool, verify: bool, earlier: StoredReport | None = None
+    recipe: Recipe,
+    out: Path,
+    root: Path,
+    quiet: bool,
+    verify: bool,
+    earlier: StoredReport | None = None,
+    timed: bool = True,
 ) -> Iterator[_Built]:
     """Yield a new bundle in its staging folder; publish it at the end."""
     if recipe.seeks_passes:
@@ -136,7 +144,7 @@ def _building(
         with blame(out):
             journal = Journal(staging / LOG, quiet)
         with _keep_log_on_failure(journal, out), journal.failures():
-            run = _prepare(recipe, ResultCache(root, journal.log), journal, verify)
+            run = _prepare(recipe, ResultCache(root, journal.log), journal, verify, timed)
             _check_room(run.plan, out, root)
             if earlier is not None:
                 _check_earlier(earlier, recipe, out, run.sets["evaluation"])
@@ -180,9 +188,9 @@ def _run_as_worker(recipe: Recipe, cache: ResultCache, verify: bool) -> None:
             block_passes_alone(_prepare(recipe, cache, journal, verify))
 
 
-def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool) -> RunContext:
+def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool, timed: bool = True) -> RunContext:
     """Make the plan, settle the keys of its results and load the data."""
-    plan = make_plan(recipe, cache.root, twins=False, log=journal.log)
+    plan = make_plan(recipe, cache.root, twins=False, log=journal.log, timed=timed)
     with journal.time_stage("digests of the weights"):
         if main_process():
             plan = settle_keys(plan, cache, verify)

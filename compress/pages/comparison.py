@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 
 from compress.pages.charts import MUTED, SERIES, clean_text, draw_chart, tip
 from compress.pages.page import render_page
-from runtime.judge.comparison import Comparison, Difference
-from runtime.judge.slice_pairing import SliceDifference
+from runtime.judge.comparison import Comparison, Difference, SliceDifference
 from runtime.report.differences import SLICE_HEADS, describe_change, format_change, format_value, slice_cells
 
 BETTER, WORSE = SERIES[2], SERIES[1]

@@ -84,12 +84,13 @@ def make_plan(
     twins: bool = True,
     log: Callable[[str], None] | None = None,
     verify: bool = False,
+    timed: bool = True,
 ) -> Plan:
     """Check that the recipe can work and say how. Loads no weights, and no network but for a recipe that names the hub.
 
     Its forecast of speed is measured, which takes seconds the first time; `twins`: also where a torch model has to be
-    built and exported for it. `log`: told what is measured; None: stderr. `verify`: the weight files are read after
-    all, for their digests.
+    built and exported for it; `timed`: whether it is measured at all. `log`: told what is measured; None: stderr.
+    `verify`: the weight files are read after all, for their digests.
     Raises PlanError with all problems at once (naming layers), SourceError for a model, or data, that cannot be read.
     """
     restrict_network(recipe)
@@ -138,7 +139,7 @@ def make_plan(
         *unsaid,
     )
     rates.mark_start()  # before what is timed next: the run takes that up, and does not time it again
-    latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log)
+    latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if timed else (None, [])
     expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed), expected, latency, device)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import takewhile
 from typing import Any, Literal
 
 from compress.recipe.schema import Recipe
+
+USUAL_WORK = "compress.search.trying:obey"
+"""module:function that answers an order in the process that got it, both as JSON values."""
+
+
+def find_work(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that `USUAL_WORK` or its like names."""
+    module, _, function = name.partition(":")
+    work: Callable[[dict[str, Any]], dict[str, Any]] = getattr(import_module(module), function)
+    return work
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,23 @@ from runtime.report.report import to_dict
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
     """Do what an order says and return the answer, both as JSON values. Failures are answers."""
-    start = time.monotonic()
     told = from_json(Order, order, "order")
+    return answer(lambda: _judge(told) if told.do == "judge" else _build(told))
+
+
+def answer(work: Callable[[], Answer]) -> dict[str, Any]:
+    """Do some work and return its answer as JSON values, with its seconds. Failures are answers."""
+    start = time.monotonic()
     try:
-        found = _judge(told) if told.do == "judge" else _build(told)
+        found = work()
     except (CompressError, RuntimeFailure) as error:
         found = Answer("failed", str(error), stop=isinstance(error, OutputError))
     except MemoryError as error:
         found = Answer("failed", f"out of memory: {error}")
     except Exception as error:  # noqa: BLE001  (a trial that fails is a recorded trial, whatever it failed of)
         found = Answer("failed", f"{type(error).__name__}: {error}")
-    answer: dict[str, Any] = to_json(found)
-    return {**answer, "seconds": time.monotonic() - start, "host": platform.node()}
+    values: dict[str, Any] = to_json(found)
+    return {**values, "seconds": time.monotonic() - start, "host": platform.node()}
 
 
 def _build(order: Order) -> Answer:

@@ -6,17 +6,20 @@ import json
 import os
 import sys
 
+from compress.search.orders import find_work
 from runtime.processes.interrupts import Terminated, end_orderly
 
 
-def main() -> None:
-    """Answer orders until there are no more. What the work prints goes to stderr, the study's log of workers."""
+def main(work: str) -> None:
+    """Answer orders by the function `work` (module:name) until there are no more.
+
+    What it prints goes to stderr, the study's log of workers.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
         with end_orderly():
-            from compress.search.trying import obey
-
+            obey = find_work(work)
             for line in sys.stdin:
                 answers.write(json.dumps(obey(json.loads(line))) + "\n")
                 answers.flush()

@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from compress.search.orders import Answer, Order
+from compress.search.orders import USUAL_WORK, Answer, Order, find_work
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import MissingDependency, RuntimeFailure
 from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
 
 GRACE_S = 20.0
 """For a process that is told to end, to put its files in order."""
-STARTED = "from compress.search.worker import main; main()"
+STARTED = "from compress.search.worker import main; main({work!r})"
 
 
 class Workers(Protocol):
@@ -49,27 +49,29 @@ class InThisProcess:
 
     n = 1
     place = "this process"
+    work = USUAL_WORK
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
         return [self.judge(order, deadline) for order in orders]
 
     def judge(self, order: Order, deadline: float | None) -> Answer | None:
-        from compress.search.trying import obey
-
-        return None if deadline is not None and time.monotonic() > deadline else _read_answer(obey(to_json(order)))
+        if deadline is not None and time.monotonic() > deadline:
+            return None
+        return _read_answer(find_work(self.work)(to_json(order)))
 
 
 class LocalProcesses(AbstractContextManager["LocalProcesses"]):
     """Keeps `n` processes of this machine; one that crashes is an answer, and another takes its place.
 
-    `log`: the file that gets what they print.
+    `log`: the file that gets what they print. `work`: what answers an order in them (`USUAL_WORK`).
     """
 
     place = "this machine"
 
-    def __init__(self, n: int, log: Path) -> None:
+    def __init__(self, n: int, log: Path, work: str = USUAL_WORK) -> None:
         self.n = n
         self.log = log
+        self.work = work
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
 
@@ -110,7 +112,7 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
             environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // self.n, 1)))
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                python_command(FOLLOW_PARENT + STARTED),
+                python_command(FOLLOW_PARENT + STARTED.format(work=self.work)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,3 +48,27 @@ class Comparison:
     def find(self, verdict: Verdict) -> list[Difference]:
         """Return the differences with a verdict."""
         return [difference for difference in self.differences if difference.verdict == verdict]
+
+
+@dataclass(frozen=True)
+class SliceDifference:
+    """One metric of two candidates on the `n` samples whose `column` is `value`."""
+
+    column: str
+    value: str
+    n: int
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class SliceComparison:
+    """What is known of the slices of one bundle against another; `not_compared`: "metric by column" -> why."""
+
+    confidence: float
+    """Of all intervals together."""
+    slices: tuple[SliceDifference, ...] = ()
+    not_compared: Mapping[str, str] | None = None
+
+    def find(self, verdict: Verdict) -> list[SliceDifference]:
+        """Return the slices with a verdict."""
+        return [found for found in self.slices if found.difference.verdict == verdict]

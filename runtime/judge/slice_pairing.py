@@ -6,43 +6,19 @@ in the slices' intervals alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.judge.comparison import Difference, Verdict
+from runtime.judge.comparison import Difference, SliceComparison, SliceDifference, Verdict
 from runtime.judge.evidence import slices_by
 from runtime.judge.pairing import explain_unpaired, find_metric, pair_samples
 from runtime.judge.slices import Groups
 from runtime.metrics import Metric
 from runtime.report.slices import choose_slices
 from runtime.report.stored import StoredReport, read_groups
-
-
-@dataclass(frozen=True)
-class SliceDifference:
-    """One metric of two candidates on the `n` samples whose `column` is `value`."""
-
-    column: str
-    value: str
-    n: int
-    difference: Difference
-
-
-@dataclass(frozen=True)
-class SliceComparison:
-    """What is known of the slices of one bundle against another; `not_compared`: "metric by column" -> why."""
-
-    confidence: float
-    """Of all intervals together."""
-    slices: tuple[SliceDifference, ...] = ()
-    not_compared: Mapping[str, str] | None = None
-
-    def find(self, verdict: Verdict) -> list[SliceDifference]:
-        """Return the slices with a verdict."""
-        return [found for found in self.slices if found.difference.verdict == verdict]
 
 
 def compare_slices(old: StoredReport, new: StoredReport) -> SliceComparison | None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from runtime.judge.comparison import Comparison, Difference
+from runtime.judge.comparison import Comparison, Difference, SliceComparison, SliceDifference
 from runtime.judge.gates import GateResult, Verdict
 from runtime.report.units import interval_brackets, size_text
-
-if TYPE_CHECKING:
-    from runtime.judge.slice_pairing import SliceComparison, SliceDifference
 
 SMALL = 0.005
 """Below this a number of four decimals says too little."""

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import image_recipe
+from makers import image_recipe, text_folder, write_texts
 from sample_projects import write_image_files
 from shortcuts import quick_run
 
 from compress.commands import bench as benching
-from compress.commands.bench import bench_model, write_page
+from compress.commands.bench import Reach, bench_model, explain_not_built, find_usual_length, write_page
 from compress.commands.bench_rows import BenchRow, BenchTable, list_cells, render_table, to_dict
-from compress.commands.new import Answers
+from compress.commands.new import Answers, make_draft
 from compress.errors import OutputError
 from compress.recipe.load import load_recipe
 from compress.search.orders import Answer, Order
@@ -34,8 +34,8 @@ class Builders(InThisProcess):
     spoil: Spoil = staticmethod(lambda order: Answer("done", "pass"))
     built: list[str] = []
 
-    def __init__(self, n: int, log: Path) -> None:
-        pass
+    def __init__(self, n: int, log: Path, work: str) -> None:
+        self.work = work
 
     def __enter__(self) -> Builders:
         return self
@@ -45,7 +45,8 @@ class Builders(InThisProcess):
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
         (order,) = orders
-        self.built.append(Path(order.recipe).parent.name)
+        if order.do == "build":
+            self.built.append(Path(order.recipe).parent.name)
         answer = type(self).spoil(order)
         return super().build(orders, None) if answer is not None and answer.reason == "pass" else [answer]
 
@@ -60,7 +61,8 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LATENCY_S", "THROUGHPUT_S"):
         monkeypatch.setattr(f"compress.commands.bench_measure.{name}", 0.1)
     monkeypatch.setattr("compress.commands.bench_measure.probe", lambda *args, **more: Probe((1.0,), (2.0**20,)))
-    monkeypatch.setattr("compress.commands.bench_measure._find_cause", lambda case: "casts")
+    monkeypatch.setattr("compress.commands.bench_work.find_cause", lambda folder, backend: "casts")
+    monkeypatch.setattr("compress.commands.bench_rows.LITTLE", 0.0)
     monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: Answer("done", "pass")))
 
 
@@ -164,6 +166,55 @@ def test_an_interrupted_row_is_not_counted_as_a_crash(
     with pytest.raises(KeyboardInterrupt):
         run(said, tmp_path / "out")
     assert json.loads((tmp_path / "out/bench.json").read_text())["rows"] == []
+
+
+def fake(latency_ms: float, speedup: float, **more: Any) -> Answer:
+    """The answer of a process that built and measured a row."""
+    times = {"latency_ms": latency_ms, "speedup": speedup, "speedup_interval": [speedup, None]}
+    stages = {"plan": 1.0, "build": 2.0, "quality": 3.0, "timing": 4.0}
+    return Answer("done", report={**times, "keeps": True, "size_bytes": 10, "stages": stages, **more})
+
+
+@pytest.mark.parametrize(("searched_ms", "placement"), [(2.0, "searched"), (9.0, "usual")])
+def test_int8_that_gains_little_is_built_once_more_where_its_layers_gain(
+    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched_ms: float, placement: str
+) -> None:
+    def spoil(order: Order) -> Answer:
+        if order.do == "judge":
+            return Answer("done", report={"why": "casts"})
+        name = Path(order.recipe).parent.name
+        placed = [getattr(pass_, "placement", "") for pass_ in load_recipe(order.recipe).passes]
+        (Path(order.out)).mkdir(exist_ok=True)
+        if name.endswith("-float32"):
+            return fake(4.0, 1.0)
+        if name.endswith("-searched"):
+            assert placed[-1] == "fastest" and getattr(order, "measuring_s", 0) == 7.0
+            return fake(searched_ms, 4.0 / searched_ms)
+        assert placed[-1] == "auto"
+        return fake(5.0, 0.8)
+
+    monkeypatch.setattr(Builders, "spoil", staticmethod(spoil))
+    monkeypatch.setattr("compress.commands.bench_rows.LITTLE", 1.2)
+    row = run(said, tmp_path / "out").rows[1]
+    assert (row.placement, row.latency_ms) == (placement, min(searched_ms, 5.0))
+    assert row.why == ("" if placement == "searched" else "casts")
+    assert ("placement: auto" in (tmp_path / "out/recipe.yaml").read_text()) is False
+
+
+def test_what_gains_nothing_is_known_before_it_is_built() -> None:
+    slow = explain_not_built(BenchRow("openvino", "int8-dynamic", "begun"), Reach(9, 9, 1.0, 1.0))
+    assert slow is not None and "slower than float32; use mode: static" in slow
+    little = explain_not_built(BenchRow("onnxruntime-cpu", "int8-dynamic", "begun"), Reach(1, 58, 0.001, 0.0001))
+    assert little is not None and "nearly the float32 model: it reaches 1 of 58 layers, 0.1% of" in little
+    assert explain_not_built(BenchRow("onnxruntime-cpu", "int8-dynamic", "begun"), Reach(9, 9, 1.0, 1.0)) is None
+
+
+def test_calls_are_timed_at_the_usual_length_of_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text_folder(tmp_path / "classifier", "classifier")
+    write_texts(tmp_path / "texts.jsonl", 50)
+    length = find_usual_length(make_draft(Answers("classifier", data="texts.jsonl"), Path()))
+    assert length is not None and length > 2
 
 
 @pytest.mark.slow

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from makers import image_recipe, text_folder, write_texts
 from sample_projects import write_image_files
-from shortcuts import quick_judge, quick_run
 from typer.testing import CliRunner
 
 from compress.cli import app
+from compress.commands import quantize as quantizing
 from compress.commands.new import Answers, write_recipe
 from compress.commands.quantize import quantize_model
 from compress.errors import CompressError
-from compress.planning.draft import draft_recipe
+from compress.planning.draft import Draft, draft_recipe
 from compress.planning.make_plan import make_plan
 from compress.planning.usual import choose_gates, choose_passes, find_scheme
 from compress.recipe.load import load_recipe
+from compress.recipe.schema import Recipe
 from runtime.errors import UsageError
 
-__all__ = ["quick_run"]
 IMAGES = "{kind: image, channels: L}"
 
 
@@ -58,7 +57,8 @@ def test_the_recipe_of_a_model_works_as_it_is_written(place: Path, tmp_path: Pat
         recipe = load_recipe(out)
         assert recipe.data.train is None  # nothing here learns from it
         assert [gate.metric for gate in recipe.validate_.gates] == ["top1", "latency_p50", "size_ratio"]
-        assert make_plan(recipe.at_root(place), tmp_path / "cache").after.n_bytes < make_plan(recipe).before.n_bytes
+        plan = make_plan(recipe.at_root(place), tmp_path / "cache", timed=False)
+        assert plan.after.n_bytes < plan.before.n_bytes
     assert "task: text-classification   # found in config.json: BertForSequenceClassification" in out.read_text()
 
 
@@ -92,8 +92,8 @@ def asker(*answers: str) -> tuple[Callable[[str, str], str], list[tuple[str, str
 def test_a_terminal_is_asked_with_what_was_found_as_defaults(tmp_path: Path) -> None:
     ask, asked = asker("classifier", "texts.jsonl", "", "openvino", "")
     write_recipe(tmp_path / "r.yaml", Answers(), ask=ask)
-    target = ("Target", "onnxruntime-cpu")
-    assert asked == [("Model", ""), ("Data", ""), ("Task", "text-classification"), target, ("Goal,", "")]
+    found = [("Model", ""), ("Data", ""), ("Task", "text-classification"), ("Target", "onnxruntime-cpu"), ("Goal,", "")]
+    assert asked == found
     assert load_recipe(tmp_path / "r.yaml").target == "openvino"
     ask, asked = asker("", "")
     write_recipe(tmp_path / "s.yaml", Answers(), ask=ask)
@@ -105,28 +105,28 @@ def test_no_question_is_asked_without_a_terminal(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "Model" not in done.output
 
 
-def chain(scheme: str, target: str, has_data: bool = True, source: str = "classifier", **given: Any) -> list[str]:
-    made = draft_recipe(source, target=target, root=Path(), **given)
+def chain(scheme: str, target: str, made: Draft, has_data: bool = True) -> list[str]:
     assert made.inputs is not None
     passes = choose_passes(find_scheme(scheme, target), target, made.inputs.facts, has_data).passes
     return [" ".join(str(values.get(key, "")) for key in ("kind", "scheme", "mode")).strip() for values in passes]
 
 
 def test_the_usual_chains() -> None:
-    texts = {"data": "texts.jsonl"}
-    net = {"data": "test.npz", "preprocess": {"kind": "image", "channels": "L"}, "weights": "net.safetensors"}
-    assert chain("w4a16", "onnxruntime-cpu", **texts) == ["gptq W4A16"]
-    assert chain("W4A16", "onnxruntime-cpu", False, **texts) == ["hqq W4A16"]
-    assert chain("W8A16", "onnxruntime-cpu", False, **texts) == ["rtn W8A16"]
-    assert chain("W8A8", "onnxruntime-cpu", **texts) == ["smoothquant", "int8"]
-    assert chain("INT8", "onnxruntime-cpu", source="net.py:make", **net) == ["smoothquant", "int8"]
-    assert chain("W8A8", "vllm", **texts) == ["smoothquant", "gptq W8A8"]
-    assert chain("W8A8", "vllm", False, **texts) == ["rtn W8A8"]
-    assert chain("int8-dynamic", "onnxruntime-cpu", **texts) == ["int8  dynamic"]
-    assert chain("FP16", "openvino", **texts) == ["autocast"]
-    assert chain("Q4_K", "llama.cpp", **texts) == ["gptq Q4_K"]
+    texts = draft_recipe("classifier", root=Path(), data="texts.jsonl")
+    images = {"kind": "image", "channels": "L"}
+    net = draft_recipe("net.py:make", root=Path(), data="test.npz", preprocess=images, weights="net.safetensors")
+    assert chain("w4a16", "onnxruntime-cpu", texts) == ["gptq W4A16"]
+    assert chain("W4A16", "onnxruntime-cpu", texts, False) == ["hqq W4A16"]
+    assert chain("W8A16", "onnxruntime-cpu", texts, False) == ["rtn W8A16"]
+    assert chain("W8A8", "onnxruntime-cpu", texts) == ["smoothquant", "int8"]
+    assert chain("INT8", "onnxruntime-cpu", net) == ["smoothquant", "int8"]
+    assert chain("W8A8", "vllm", texts) == ["smoothquant", "gptq W8A8"]
+    assert chain("W8A8", "vllm", texts, False) == ["rtn W8A8"]
+    assert chain("int8-dynamic", "onnxruntime-cpu", texts) == ["int8  dynamic"]
+    assert chain("FP16", "openvino", texts) == ["autocast"]
+    assert chain("Q4_K", "llama.cpp", texts) == ["gptq Q4_K"]
     with pytest.raises(CompressError, match=r"int8 is measured on samples: give --data|smoothquant is measured on"):
-        chain("INT8", "onnxruntime-cpu", False, **texts)
+        chain("INT8", "onnxruntime-cpu", texts, False)
 
 
 def test_an_unknown_scheme_lists_all_and_names_the_nearest() -> None:
@@ -144,22 +144,20 @@ def test_gates_fit_the_labels() -> None:
     assert choose_gates("generic", has_labels=False) == [{"metric": "sqnr_db", "min": 25}]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_run")
-def test_quantize_writes_the_bundle_and_the_recipe_that_reproduces_it(tmp_path: Path) -> None:
-    out = tmp_path / "b"
-    said = Answers(model=os.path.abspath("classifier"), data=os.path.abspath("texts.jsonl"))
-    with quick_judge():
-        report = quantize_model(said, "W8A16", out, tmp_path / "cache", quiet=True)
-        assert report is not None and report.candidate.size_bytes < report.baseline.size_bytes
-        recipe = load_recipe(tmp_path / "b.yaml")
-        assert [pass_.kind for pass_ in recipe.passes] == ["gptq"]
-        again = quantize_model(
-            Answers(model=os.path.abspath("classifier")), "W4A16", out, tmp_path / "cache", quiet=True
-        )
-    assert again is not None and again.gates == ()
+def test_quantize_writes_the_recipe_that_it_applies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[tuple[Recipe, Path]] = []
+    monkeypatch.setattr(quantizing, "apply_recipe", lambda recipe, out, cache, quiet: applied.append((recipe, out)))
+    out, model = tmp_path / "b", os.path.abspath("classifier")
+    said = Answers(model=model, data=os.path.abspath("texts.jsonl"))
+    quantize_model(said, "W8A16", out)
+    recipe = load_recipe(tmp_path / "b.yaml")
+    assert applied == [(recipe, out)] and [pass_.kind for pass_ in recipe.passes] == ["gptq"]
+    assert [gate.metric for gate in recipe.validate_.gates] == ["top1"]
+    quantize_model(Answers(model=model), "W4A16", out)
+    recipe = load_recipe(tmp_path / "b.yaml")
+    assert applied[1:] == [(recipe, out)] and recipe.validate_.gates == ()
     text = (tmp_path / "b.yaml").read_text()
     assert "judged on synthetic inputs" in text.partition("\n")[0] and "hqq" in text
     (tmp_path / "c.yaml").write_text("mine")
     with pytest.raises(UsageError, match="it is another file"):
-        quantize_model(said, "W8A16", tmp_path / "c", tmp_path / "cache", quiet=True)
+        quantize_model(said, "W8A16", tmp_path / "c")
