@@ -76,6 +76,8 @@ CUT_S, JUDGING_S = 40.0, 60.0
 """What cutting a structure takes, and building and judging a format, before anything was measured."""
 ROOM = {"size": 1.02, "speed": 1.06}
 """By how much structures are made to pass the goal: a file is foreseen better than a time."""
+ENOUGH = {"size": 1.02, "speed": 1.03}
+"""What of that room may be lacking in what was measured: a file has its size, a time is measured again."""
 YIELDS = (0.2, 1.5)
 """Between these a measured yield is believed."""
 FAR = 1.1
@@ -389,19 +391,19 @@ class Pursuit:
         """Fit a structure to the needs for each depth, and train it a little; what one teaches, the next is made by."""
         taste, n = self.plan_race()
         numbers = find_numbers(self.formats[self.known.base])
-        for depth in DEPTHS:
-            if len(self.known.raced) == n:
+        for name in list(self.known.raced):  # of a run that was stopped
+            self.train_a_little(name, taste)
+        for depth in map(str, DEPTHS):
+            if len(self.known.raced) >= n:
                 break
-            name = self.known.fitted.get(str(depth))
-            if name is None:
-                designed = design(self.ground, needs, depth, self.known.yields, numbers)
-                name = "" if designed is None else self.fit(designed)
-                self.known.fitted[str(depth)] = name
+            if depth not in self.known.fitted:
+                designed = design(self.ground, needs, float(depth), self.known.yields, numbers)
+                self.known.fitted[depth] = "" if designed is None else self.fit(designed)
                 self.keep()
+            name = self.known.fitted[depth]
             if name and name not in self.known.raced:
                 self.known.raced.append(name)
                 self.keep()
-            if name:
                 self.train_a_little(name, taste)
 
     def fit(self, structure: Structure) -> str:
@@ -426,7 +428,7 @@ class Pursuit:
 
         def excess(name: str) -> tuple[float, float]:
             size, speed = tried[name].size or 1.0, tried[name].speed or 1.0
-            return max(size, speed, 1.0), -size * speed
+            return max(size / ENOUGH["size"], speed / ENOUGH["speed"], 1.0), -size * speed
 
         return min(tried, key=excess, default="")
 
@@ -491,7 +493,7 @@ class Pursuit:
     def change(self, structure: Structure, name: str) -> Structure:
         """Return the structure with other numbers, where those of the chain that was judged are not near enough."""
         left = self.read_needs(name)  # 1: just so
-        near = {kind: 1 - SLACK <= factor <= 1 for kind, factor in asdict(left).items()}
+        near = {kind: 1 - SLACK <= factor <= ENOUGH[kind] for kind, factor in asdict(left).items()}
         speedup, params = structure.speedup, structure.max_params
         if self.asks_speed and not near["speed"]:
             wanted = (speedup or 1.0) * left.speed ** (1 / self.known.yields.time_by_channels)
