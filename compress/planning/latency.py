@@ -51,6 +51,7 @@ from compress.store.durable import seal, temporary_folder, unseal
 from compress.store.progress import no_progress
 from compress.work import WORK, foresee_pass
 from compress.work.contexts import GraphContext, GraphTiming, ModelContext
+from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS, Feeds, find_backend
 from runtime.bundle.files import write_whole
 from runtime.bundle.manifest import fixed_batch
@@ -69,7 +70,6 @@ GAINS = 1.1
 """Times as fast as float; what gains less is compressed for size, and the plan says so."""
 WEIGHT_GROUP = 32
 MOST_NAMED = 8
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 Log = Callable[[str], None]
 
 
@@ -329,7 +329,7 @@ def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds
             graphs.append(stopwatch.write(round_as_planned(before, dict.fromkeys(wide, four_bits))))
     backends *= len(graphs)
     if stopwatch.backend != "openvino" and BACKENDS["openvino"].available() is None:
-        type_ = "bf16" if BF16_FLAGS & set(cpu_info()[1]) else "float32"
+        type_ = "bf16" if computes_bfloat16("cpu") else "float32"
         names.append(f"target: openvino, float file in {type_}")
         graphs.append(graphs[0])
         backends.append("openvino")

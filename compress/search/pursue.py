@@ -140,7 +140,9 @@ def pursue(
     formats = _list_formats(recipe, ground)
     refuse_unreachable(recipe, ground, formats)
     first = _make_space(bare, recipe.goal_gates, formats)
-    make_plan(first.recipe_at(first.start()), cache, twins=False, log=_say_nothing)  # what is wrong is said at once
+    make_plan(
+        first.recipe_at(first.start()), cache, twins=False, log=choose_log(quiet=True)
+    )  # what is wrong is said at once
     with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, bare, recipe.goal_gates, ground, formats)
@@ -173,7 +175,7 @@ def _list_formats(recipe: Recipe, ground: Ground) -> dict[str, Passes]:
 def refuse_unreachable(recipe: Recipe, ground: Ground, formats: Mapping[str, Passes]) -> None:
     """Raise PlanError for a goal on size that no passes reach, and for one on time where nothing can be timed."""
     problems = []
-    for gate in recipe.goal_gates or ():
+    for gate in recipe.goal_gates:
         problems += _find_size_problem(gate, ground, formats)
         if gate.metric in MEASURED and MEASURED[gate.metric].speed and (why := explain_untimed(recipe, layers=False)):
             problems.append(f"goal: {gate.metric} cannot be measured: {why}; choose a target that runs here")
@@ -274,7 +276,7 @@ class Pursuit:
             return 1.0
         recipe = self.space_of({"tried": passes}).recipe_at({"passes": "tried"})
         try:
-            plan = make_plan(recipe, self.sweep.cache, log=_say_nothing)
+            plan = make_plan(recipe, self.sweep.cache, log=choose_log(quiet=True))
         except CompressError as error:
             self.sweep.log(f"not foreseen: {error}")
             return 1.0
@@ -537,7 +539,7 @@ class Pursuit:
         self.sweep.check_time()
         if passes is not None and name not in self.chains:
             self.study.extend(self.space_of({**self.chains, name: passes}, factor, rough))
-        trial = next((t for t in self.study.trials if t.point["passes"] == name), None)
+        trial = self.find_trial(name)
         if trial is None:
             number = max((t.number for t in self.study.trials), default=-1) + 1
             trial = Trial(number, number, {"passes": name})
@@ -556,12 +558,16 @@ class Pursuit:
         return _make_space(self.recipe, self.gates, chains, factor or FACTOR, rough)
 
     def run_of(self, name: str, rung: int) -> Run | None:
-        trial = next((t for t in self.study.trials if t.point["passes"] == name), None)
+        trial = self.find_trial(name)
         return None if trial is None else trial.run_at(rung)
+
+    def find_trial(self, name: str) -> Trial | None:
+        return next((trial for trial in self.study.trials if trial.point["passes"] == name), None)
 
     def report_of(self, name: str) -> Any:
         """Return the last report of a chain that was judged, as JSON values."""
-        trial = next(t for t in self.study.trials if t.point["passes"] == name)
+        trial = self.find_trial(name)
+        assert trial is not None
         files = [f"{name_trial(trial)}.json", f"{name_trial(trial)}.{SHORT}.json"]
         file = next(f for each in files if (f := self.study.folder / REPORTS / each).exists())
         return json.loads(file.read_text())
@@ -579,7 +585,3 @@ class Pursuit:
 
 def _is_speed(metric: str) -> bool:
     return metric in MEASURED and MEASURED[metric].speed and metric != "load_time"
-
-
-def _say_nothing(text: str) -> None:
-    pass
