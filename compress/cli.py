@@ -168,7 +168,10 @@ def sweep(
             silent = quiet or as_json
             if loaded.goal:
                 from compress.search.pursue import pursue
+                from runtime.errors import UsageError
 
+                if trials is not None:
+                    raise UsageError("--trials: it is not known how many a goal takes; give --budget, as in 45m")
                 study = pursue(loaded, out, cache, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)
             else:
                 study = search(loaded, out, cache, trials=trials, budget_s=seconds, jobs=n_jobs, ray=ray, quiet=silent)

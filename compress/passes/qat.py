@@ -80,6 +80,11 @@ class Qat(LearningPass, WeightPass):
         return self.base().activations is not None
 
     @property
+    def finds_settings(self) -> bool:  # type: ignore[override]
+        """Return whether `auto` is found: not of weights alone, which move by `rounding_rate`, in levels."""
+        return self.integer_inputs
+
+    @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
         """Return whether activations are rounded: their ranges start from what the float model gives."""
         return self.integer_inputs

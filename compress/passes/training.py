@@ -131,7 +131,7 @@ class TrainingPass(Pass):
     def _check_auto(self) -> TrainingPass:
         left = [name for name in AUTOMATIC if getattr(self, name) == "auto"]
         if left and not self.finds_settings:
-            raise ValueError(f"{' and '.join(left)}: auto is for distill; say what it is to be")
+            raise ValueError(f"{' and '.join(left)}: auto is for distill, and for qat of W8A8; say what it is to be")
         if self.optimizer == "auto" and self.learning_rate != "auto":
             raise ValueError("optimizer: auto is chosen by its rate; give learning_rate: auto as well, or name it")
         if self.learning_rate == "auto" and not self.held_out:

@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compress.errors import CompressError, PlanError
+from compress.errors import PlanError
 from compress.planning.inputs import read_inputs
 from compress.planning.make_plan import make_plan
-from compress.planning.timing import explain_untimed
-from compress.recipe.goal import SIZE, SIZE_RATIO, is_better_higher, list_directions
+from compress.recipe.goal import is_better_higher, list_directions
 from compress.recipe.network import restrict_network
 from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
@@ -37,16 +36,14 @@ from compress.search.chains import (
     count_cut,
     count_left,
     design,
-    find_least_bytes,
     find_numbers,
-    find_smallest,
-    foresee_size,
     ground_of,
     list_formats,
     probes,
     train,
     train_rounded,
 )
+from compress.search.foresight import Foresight, is_size, is_speed
 from compress.search.study import LOG, REPORTS, Study, name_trial, open_study
 from compress.search.sweep import NO_TIME, OutOfTime, Prior, Sweep, choose_log, finish_study
 from compress.search.trials import Run, Trial, write_json
@@ -138,14 +135,15 @@ def pursue(
     bare = _without_goal(recipe)
     ground = look(recipe, cache)
     formats = _list_formats(recipe, ground)
-    refuse_unreachable(recipe, ground, formats)
+    ahead = Foresight(bare, recipe.goal_gates, ground, formats, cache)
+    ahead.refuse_unreachable()
     first = _make_space(bare, recipe.goal_gates, formats)
     make_plan(
         first.recipe_at(first.start()), cache, twins=False, log=choose_log(quiet=True)
     )  # what is wrong is said at once
     with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
-        work = Pursuit(sweep, bare, recipe.goal_gates, ground, formats)
+        work = Pursuit(sweep, ahead)
         finish_study(study, work.run)
     return study
 
@@ -172,32 +170,6 @@ def _list_formats(recipe: Recipe, ground: Ground) -> dict[str, Passes]:
     return ({GIVEN: given} if given else {}) | formats
 
 
-def refuse_unreachable(recipe: Recipe, ground: Ground, formats: Mapping[str, Passes]) -> None:
-    """Raise PlanError for a goal on size that no passes reach, and for one on time where nothing can be timed."""
-    problems = []
-    for gate in recipe.goal_gates:
-        problems += _find_size_problem(gate, ground, formats)
-        if gate.metric in MEASURED and MEASURED[gate.metric].speed and (why := explain_untimed(recipe, layers=False)):
-            problems.append(f"goal: {gate.metric} cannot be measured: {why}; choose a target that runs here")
-    if problems:
-        raise PlanError(problems)
-
-
-def _find_size_problem(gate: Gate, ground: Ground, formats: Mapping[str, Passes]) -> list[str]:
-    if gate.metric not in (SIZE, SIZE_RATIO):
-        return []
-    before = ground.facts.n_bytes
-    least, chain = find_least_bytes(ground, formats)
-    most = before / gate.min if gate.metric == SIZE_RATIO and gate.min else gate.max if gate.max else math.inf
-    if least <= most:
-        return []
-    how = ", ".join(str(given["kind"]) for given in chain) or "nothing"
-    wanted = f"size >= {gate.min:g}x" if gate.metric == SIZE_RATIO else f"size <= {most:g} bytes"
-    reach = f"{before / least:.3g}x" if gate.metric == SIZE_RATIO else f"{least:g} bytes"
-    way = "" if ground.has_train else "; with data.train the structure could be cut, too"
-    return [f"goal: {wanted} is out of reach: the least that passes leave of the weights is {reach} ({how}){way}"]
-
-
 def _make_space(
     recipe: Recipe, gates: tuple[Gate, ...], chains: Mapping[str, Passes], factor: int = FACTOR, rough: bool = False
 ) -> SearchSpace:
@@ -215,15 +187,13 @@ def _make_space(
 
 @dataclass
 class Pursuit:
-    """A study of a goal at work. `recipe`: without passes and goal. `formats`: the chains without a cut."""
+    """A study of a goal at work."""
 
     sweep: Sweep
-    recipe: Recipe
-    gates: tuple[Gate, ...]
-    ground: Ground
-    formats: Mapping[str, Passes]
+    ahead: Foresight
 
     def __post_init__(self) -> None:
+        self.gates, self.ground, self.formats = self.ahead.gates, self.ahead.ground, self.ahead.formats
         self.file = self.study.folder / EVIDENCE
         self.known = Evidence.read(self.file)
 
@@ -243,8 +213,10 @@ class Pursuit:
     def try_formats(self) -> str:
         """Judge the most hopeful formats; return why that is enough, "" where it is not."""
         if not self.known.sizes:
-            self.foresee_formats()
-        for name in self.order_formats()[:MOST_FORMATS]:
+            self.known.sizes, self.known.speeds = self.ahead.foresee(self.sweep.log, self.sweep.check_time)
+            self.keep()
+        ordered = self.ahead.order(self.known.sizes, self.known.speeds)
+        for name in sorted(ordered, key=lambda name: name != GIVEN)[:MOST_FORMATS]:
             run = self.try_chain(name, FULL)
             if run is not None and run.holds:
                 return REACHED
@@ -256,76 +228,13 @@ class Pursuit:
         self.keep()
         return "" if self.known.base else "no format could be judged"
 
-    def foresee_formats(self) -> None:
-        """Foresee size and speed of each format alone; raise PlanError where no structure would be fast enough."""
-        speeds: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
-        for name, passes in self.formats.items():
-            self.known.sizes[name] = foresee_size(self.ground, passes)
-            last = json.dumps(passes[-1], sort_keys=True)
-            self.known.speeds[name] = speeds[last] = speeds.get(last) or self.foresee_speed(passes)
-            self.sweep.log(
-                f"{name}: {self.known.sizes[name]:.2f}x smaller, {self.known.speeds[name]:.2f}x as fast, foreseen"
-            )
-            self.sweep.check_time()
-        self.refuse_too_fast()
-        self.keep()
-
-    def foresee_speed(self, passes: Passes) -> float:
-        """Return how many times faster the passes are foreseen to make the model; 1 where that cannot be told."""
-        if not self.asks_speed:
-            return 1.0
-        recipe = self.space_of({"tried": passes}).recipe_at({"passes": "tried"})
-        try:
-            plan = make_plan(recipe, self.sweep.cache, log=choose_log(quiet=True))
-        except CompressError as error:
-            self.sweep.log(f"not foreseen: {error}")
-            return 1.0
-        return plan.latency.speedup if plan.latency is not None else 1.0
-
     @property
     def asks_speed(self) -> bool:
-        return any(_is_speed(gate.metric) for gate in self.gates)
+        return any(is_speed(gate.metric) for gate in self.gates)
 
     @property
     def asks_size(self) -> bool:
-        return any(gate.metric in (SIZE, SIZE_RATIO) for gate in self.gates)
-
-    def refuse_too_fast(self) -> None:
-        """Raise PlanError for a speed that even the smallest structure does not come near."""
-        wanted = max((gate.min_speedup or 0 for gate in self.gates if _is_speed(gate.metric)), default=0)
-        name = max(self.known.speeds, key=self.known.speeds.__getitem__)
-        best = self.known.speeds[name]
-        if best >= wanted:
-            return
-        smallest = find_smallest(self.ground) if self.ground.has_train else []
-        if smallest:
-            best = max(best, self.foresee_speed([*smallest, *self.formats[name]]))
-        if best < wanted:
-            how = "the smallest structure" if smallest else "the fastest format"
-            raise PlanError(
-                f"goal: {wanted:g}x as fast is out of reach: {how} that passes leave here, in {name}, is {best:.3g}x"
-            )
-
-    def order_formats(self) -> list[str]:
-        """Return the formats from the most hopeful on: the least that is foreseen to be missing, then most bits."""
-
-        def miss(name: str) -> tuple[float, float]:
-            size, speed = self.known.sizes[name], self.known.speeds[name]
-            short = 0.0
-            for gate in self.gates:
-                ratio = size if gate.metric in (SIZE, SIZE_RATIO) else speed if _is_speed(gate.metric) else None
-                wanted = self.read_wanted(gate)
-                if ratio is not None and wanted is not None:
-                    short += max(math.log(wanted / ratio), 0.0)
-            return round(short, 1), size
-
-        return sorted(self.formats, key=lambda name: (name != GIVEN, *miss(name)))
-
-    def read_wanted(self, gate: Gate) -> float | None:
-        """Return how many times better than the float model a gate asks for; None where only a judgement tells."""
-        if gate.metric == SIZE and gate.max:
-            return self.ground.facts.n_bytes / gate.max
-        return gate.min if gate.metric == SIZE_RATIO else gate.min_speedup
+        return any(is_size(gate.metric) for gate in self.gates)
 
     def explain_quality_out_of_reach(self, name: str) -> str:
         """Return which bound the float model itself does not keep to by its whole interval; "" where none."""
@@ -373,7 +282,7 @@ class Pursuit:
         """Return what a judged chain lacks of the goal's size and speed, with some room."""
         factors = {"size": 0.0, "speed": 0.0}
         for gate in self.report_of(name)["gates"]:
-            kind = "size" if gate["metric"] in (SIZE, SIZE_RATIO) else "speed" if _is_speed(gate["metric"]) else ""
+            kind = "size" if is_size(gate["metric"]) else "speed" if is_speed(gate["metric"]) else ""
             if kind and gate["value"]:
                 rule, limit = gate["rule"].partition(",")[0].split(" ")
                 ratio = float(limit) / gate["value"] if rule.startswith("min") else gate["value"] / float(limit)
@@ -423,7 +332,7 @@ class Pursuit:
                 break
             tried[structure.name] = self.read_needs(name)
             self.learn_yields(name, structure)
-            better = self.change(structure, name)
+            better = self.change(structure, name, tried[structure.name])
             if better.name in tried or self.ground.explain_misfit(better.passes()):
                 break
             structure = better
@@ -492,9 +401,11 @@ class Pursuit:
         goals = [(metric, goal) for metric, goal in run.goals.items() if metric not in MEASURED]
         return self.find_quality_miss(run), *(-g.value if is_better_higher(metric) else g.value for metric, g in goals)
 
-    def change(self, structure: Structure, name: str) -> Structure:
-        """Return the structure with other numbers, where those of the chain that was judged are not near enough."""
-        left = self.read_needs(name)  # 1: just so
+    def change(self, structure: Structure, name: str, left: Needs) -> Structure:
+        """Return the structure with other numbers, where what the chain of that name has left is not near enough to 1.
+
+        That is: what is needed, over what was measured.
+        """
         near = {kind: 1 - SLACK <= factor <= ENOUGH[kind] for kind, factor in asdict(left).items()}
         speedup, params = structure.speedup, structure.max_params
         if self.asks_speed and not near["speed"]:
@@ -507,9 +418,18 @@ class Pursuit:
 
     def train_in_full(self, raced: str) -> Run | None:
         """Train a structure that was raced with the time that is left, and judge it in full."""
-        name = f"{raced}-trained"
-        chain = self.chains.get(name) or self.chain_of(self.structure_of(raced), self.time_to_train())
+        structure = self.correct(raced)
+        name = f"{structure.name}-trained"
+        chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
         return self.try_chain(name, FULL, chain)
+
+    def correct(self, raced: str) -> Structure:
+        """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""
+        structure, left = self.structure_of(raced), self.read_needs(raced)
+        if left.size <= ENOUGH["size"] and left.speed <= ENOUGH["speed"]:
+            return structure
+        better = self.change(structure, raced, Needs(min(left.size, FAR), min(left.speed, FAR)))
+        return structure if self.ground.explain_misfit(better.passes()) else better
 
     def time_to_train(self) -> float:
         """Return the seconds that training may take, so that what follows it has its time. Raises OutOfTime."""
@@ -555,7 +475,7 @@ class Pursuit:
         return {name: [dict(given) for given in passes] for name, passes in choice.items()}
 
     def space_of(self, chains: Mapping[str, Passes], factor: int = 0, rough: bool = False) -> SearchSpace:
-        return _make_space(self.recipe, self.gates, chains, factor or FACTOR, rough)
+        return _make_space(self.ahead.recipe, self.gates, chains, factor or FACTOR, rough)
 
     def run_of(self, name: str, rung: int) -> Run | None:
         trial = self.find_trial(name)
@@ -581,7 +501,3 @@ class Pursuit:
 
     def keep(self) -> None:
         write_json(self.file, asdict(self.known))
-
-
-def _is_speed(metric: str) -> bool:
-    return metric in MEASURED and MEASURED[metric].speed and metric != "load_time"

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compress.errors import OutputError, PlaceError
+from compress.errors import OutputError, PlaceError, PlanError
 from compress.recipe.load import load_recipe
 from compress.recipe.pinned import pin_recipe
 from compress.recipe.points import SearchSpace, format_point, open_space
@@ -306,9 +306,12 @@ def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) ->
 
     `asked`: the recipe whose goal is sought; the space that has grown for it then takes the place of the one given.
 
+    What is refused before any trial (PlanError) leaves no folder behind that was not there.
+
     Raises PlaceError where another process works on it, it is of another recipe, or the folder holds something else.
     """
     folder = Path(folder).absolute()
+    was_there, is_new = folder.exists(), not (folder / LOCK).exists()
     with blame(folder, PlaceError):
         _check_folder(folder)
         for name in (BUNDLES, RECIPES, REPORTS, TRIALS):
@@ -328,10 +331,23 @@ def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) ->
         (folder / WORK).mkdir()
         study = Study(folder, space, _forget_untried(folder / TRIALS))
         study.write()  # a killed run may have recorded a trial, or placed a bundle, and not what follows from it
-        yield study
+        try:
+            yield study
+        except PlanError:
+            if is_new and not study.trials:
+                _take_away(folder, was_there)
+            raise
         shutil.rmtree(folder / WORK, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+def _take_away(folder: Path, was_there: bool) -> None:
+    """Remove what a study without a trial has put into its folder, and the folder, unless it was there before."""
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if not was_there:
+        folder.rmdir()
 
 
 def _forget_untried(folder: Path) -> list[Trial]:

@@ -31,6 +31,8 @@ from compress.quantize.simulated import SimulatedGraph
 from compress.quantize.state import GraphState
 from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
+from compress.work.settle_changes import settle_changes
+from compress.work.settle_rate import settle_rate
 from compress.work.training import (
     batches_of,
     describe_kept_steps,
@@ -91,12 +93,15 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> Pass
     simulated = SimulatedGraph(begun.model, context.target.flavour, knobs.learn_scales)
     loaded, teacher = _feed_as_graph(loaded, feeds)
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
-    course = knobs.course(trainset.n, context.seed)
+    knobs, changes = settle_changes(knobs, loaded, teacher, trainset, context)
     with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
         lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
-        log = train(pupil, lessons, course, _make_callbacks(knobs, pupil, simulated, context))
-    return _make_result(begun, simulated.decide(), log, (*goal.notes, *_note_not_simulated(knobs)), sample, context)
+        around = _make_callbacks(knobs, pupil, simulated, context)
+        knobs, rate = settle_rate(knobs, pupil, lessons, around, context)
+        log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
+    notes = (*goal.notes, *_note_not_simulated(knobs))
+    return changes.add_to(rate.add_to(_make_result(begun, simulated.decide(), log, notes, sample, context)))
 
 
 def check_in_torch(state: GraphState, feeds: Feeds) -> None:

@@ -95,6 +95,15 @@ def test_a_goal_out_of_reach_is_refused_before_any_work_with_the_nearest_that_is
     assert not (tmp_path / "study").exists()
 
 
+def test_a_speed_that_no_structure_has_is_refused_and_nothing_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.search.foresight.explain_untimed", lambda recipe, layers: "")  # all is foreseen at 1x
+    with pytest.raises(PlanError, match=r"900x as fast is out of reach: the smallest structure .* is 1x"):
+        reach(asked(tmp_path, "latency_p50 >= 900x"), tmp_path)
+    assert not (tmp_path / "study").exists()
+
+
 @pytest.mark.slow
 def test_a_quality_that_the_float_model_has_not_is_said_after_the_first_judgement(tmp_path: Path) -> None:
     recipe = asked(tmp_path, "size >= 6.5x, ece <= 0.0000001")
@@ -119,6 +128,9 @@ def test_a_model_data_and_a_goal_are_enough(tmp_path: Path) -> None:
     refused = cli(["auto", *model, "--goal", "small", "--out", "other"], tmp_path)
     assert refused.returncode == 2
     assert "--goal: 'small' is no goal; write a metric" in refused.stderr
+    counted = cli(["sweep", "goal.yaml", "--out", "other", "--trials", "3"], tmp_path)
+    assert counted.returncode == 2 and "--trials: it is not known how many a goal takes" in counted.stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_apply_leaves_a_goal_without_passes_to_sweep(tmp_path: Path) -> None:

@@ -200,6 +200,19 @@ def test_a_graph_may_have_inputs_and_outputs_that_the_torch_module_has_not() -> 
     ]
 
 
+@pytest.mark.slow
+def test_what_is_left_open_is_found_from_where_rounding_begins() -> None:
+    """By trials that leave the rounded graph as it was: a run that is given what they found ends in the same bytes."""
+    model, data = separable(), pictures(64)
+    context, left = around(loaded_of(model), data), {"learning_rate": "auto", "ema_decay": "auto", "augment": "auto"}
+    found = apply_qat_int8(knobs(steps=120, **left), GraphState(model), context)
+    assert found.settled["learning_rate"] > 5e-4 and found.settled["ema_decay"] == pytest.approx(1 - 20 / 120, abs=1e-5)
+    assert any("found by 2 trials of 6 to 6 steps" in note.text for note in found.notes)
+    given = apply_qat_int8(knobs(steps=120, **found.settled), GraphState(model), context)
+    same(given.model, found.model)
+    assert given.measured["qat"]["loss_after"] < given.measured["qat"]["loss_before"]
+
+
 def test_labels_alone_teach_too() -> None:
     model = separable()
     context = around(loaded_of(model), pictures(64))

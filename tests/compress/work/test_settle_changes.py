@@ -85,7 +85,8 @@ def test_what_was_found_is_written_into_the_recipe() -> None:
     assert again["max_seconds"] is None and again["epochs"] is None
 
 
-def test_only_distill_finds_them() -> None:
+def test_weights_alone_leave_nothing_to_be_found() -> None:
     for key in ("augment", "precision", "ema_decay"):
-        with pytest.raises(ValidationError, match=f"{key}: auto is for distill"):
+        assert getattr(Qat(scheme="W8A8", **{key: "auto"}), key) == "auto"
+        with pytest.raises(ValidationError, match=f"{key}: auto is for distill, and for qat of W8A8"):
             Qat(**{key: "auto"})

@@ -1,0 +1,129 @@
+"""What formats are foreseen to give before anything is built, and which goals no passes reach.
+
+Sizes follow from the plan; times are measured on models made like those that the passes would leave.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from compress.errors import CompressError, PlanError
+from compress.planning.make_plan import make_plan
+from compress.planning.timing import explain_untimed
+from compress.planning.usual import parse_pass
+from compress.recipe.goal import SIZE, SIZE_RATIO
+from compress.recipe.schema import Recipe
+from compress.search.chains import Ground, Passes, find_least_bytes, find_smallest, foresee_size
+from compress.search.sweep import choose_log
+from runtime.bundle.format import Gate
+from runtime.metrics import MEASURED
+
+
+def is_size(metric: str) -> bool:
+    return metric in (SIZE, SIZE_RATIO)
+
+
+def is_speed(metric: str) -> bool:
+    return metric in MEASURED and MEASURED[metric].speed and metric != "load_time"
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """A goal before the first trial. `recipe`: without passes and goal. `formats`: the chains without a cut."""
+
+    recipe: Recipe
+    gates: tuple[Gate, ...]
+    ground: Ground
+    formats: Mapping[str, Passes]
+    cache: Path | None = None
+
+    def refuse_unreachable(self) -> None:
+        """Raise PlanError for a goal on size that no passes reach, and for one on time where nothing can be timed."""
+        problems = [self.explain_size_out_of_reach(gate) for gate in self.gates if is_size(gate.metric)]
+        for gate in self.gates:
+            timed = gate.metric in MEASURED and MEASURED[gate.metric].speed
+            if timed and (why := explain_untimed(self.recipe, layers=False)):
+                problems.append(f"goal: {gate.metric} cannot be measured: {why}; choose a target that runs here")
+        if any(problems):
+            raise PlanError([problem for problem in problems if problem])
+
+    def explain_size_out_of_reach(self, gate: Gate) -> str:
+        """Return what the least is that passes leave of the weights, where a gate asks for less; "" where not."""
+        wanted, before = self.read_wanted(gate), self.ground.facts.n_bytes
+        least, chain = find_least_bytes(self.ground, self.formats)
+        if wanted is None or before / least >= wanted:
+            return ""
+        how = ", ".join(str(given["kind"]) for given in chain) or "nothing"
+        asked = f"size >= {gate.min:g}x" if gate.metric == SIZE_RATIO else f"size <= {gate.max:g} bytes"
+        reach = f"{before / least:.3g}x" if gate.metric == SIZE_RATIO else f"{least:g} bytes"
+        way = "" if self.ground.has_train else "; with data.train the structure could be cut, too"
+        return f"goal: {asked} is out of reach: the least that passes leave of the weights is {reach} ({how}){way}"
+
+    def read_wanted(self, gate: Gate) -> float | None:
+        """Return how many times better than the float model a gate asks for; None where only a judgement tells."""
+        if gate.metric == SIZE:
+            return self.ground.facts.n_bytes / gate.max if gate.max else None
+        return gate.min if gate.metric == SIZE_RATIO else gate.min_speedup
+
+    def foresee(self, log: Callable[[str], None], check_time: Callable[[], None]) -> tuple[dict[str, float], ...]:
+        """Return how many times smaller, and how many times faster, each format is foreseen to make the model.
+
+        Raises PlanError where even the smallest structure would not be fast enough, and what `check_time` raises.
+        """
+        sizes: dict[str, float] = {}
+        speeds: dict[str, float] = {}
+        same: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
+        for name, passes in self.formats.items():
+            sizes[name] = foresee_size(self.ground, passes)
+            last = json.dumps(passes[-1], sort_keys=True)
+            speeds[name] = same[last] = same.get(last) or self.foresee_speed(passes, log)
+            log(f"{name}: {sizes[name]:.2f}x smaller, {speeds[name]:.2f}x as fast, foreseen")
+            check_time()
+        self.refuse_too_fast(speeds, log)
+        return sizes, speeds
+
+    def foresee_speed(self, passes: Passes, log: Callable[[str], None]) -> float:
+        """Return how many times faster the passes are foreseen to make the model; 1 where that cannot be told."""
+        if not any(is_speed(gate.metric) for gate in self.gates):
+            return 1.0
+        recipe = self.recipe.model_copy(update={"passes": tuple(map(parse_pass, passes))})
+        try:
+            plan = make_plan(recipe, self.cache, log=choose_log(quiet=True))
+        except CompressError as error:
+            log(f"not foreseen: {error}")
+            return 1.0
+        return plan.latency.speedup if plan.latency is not None else 1.0
+
+    def refuse_too_fast(self, speeds: Mapping[str, float], log: Callable[[str], None]) -> None:
+        """Raise PlanError for a speed that even the smallest structure does not come near."""
+        wanted = max((gate.min_speedup or 0 for gate in self.gates if is_speed(gate.metric)), default=0)
+        name = max(speeds, key=speeds.__getitem__)
+        best = speeds[name]
+        if best >= wanted:
+            return
+        smallest = find_smallest(self.ground) if self.ground.has_train else []
+        if smallest:
+            best = max(best, self.foresee_speed([*smallest, *self.formats[name]], log))
+        if best < wanted:
+            how = "the smallest structure" if smallest else "the fastest format"
+            raise PlanError(
+                f"goal: {wanted:g}x as fast is out of reach: {how} that passes leave here, in {name}, is {best:.3g}x"
+            )
+
+    def order(self, sizes: Mapping[str, float], speeds: Mapping[str, float]) -> list[str]:
+        """Return the formats from the most hopeful on: the least that is foreseen to be missing, then most bits."""
+
+        def miss(name: str) -> tuple[float, float]:
+            short = 0.0
+            for gate in self.gates:
+                ratio = sizes[name] if is_size(gate.metric) else speeds[name] if is_speed(gate.metric) else None
+                wanted = self.read_wanted(gate)
+                if ratio is not None and wanted is not None:
+                    short += max(math.log(wanted / ratio), 0.0)
+            return round(short, 1), sizes[name]
+
+        return sorted(self.formats, key=miss)
