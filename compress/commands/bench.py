@@ -45,6 +45,7 @@ from compress.search.workers import LocalProcesses
 from compress.store.cache import default_root
 from compress.tasks import TORCH_TASKS
 from compress.version import __version__
+from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS
 from runtime.bundle.files import write_whole
 from runtime.bundle.records import from_json, to_json
@@ -542,6 +543,8 @@ def _list_notes(bench: Bench, table: BenchTable) -> tuple[str, ...]:
             for row in table.rows
             if row.may_gain
         ]
+    if computes_bfloat16("cpu") and any(row.backend == "openvino" and row.state == "measured" for row in table.rows):
+        notes.append("openvino: what is not in integers computes in bfloat16 on this processor, as float32, too")
     load, cores = environment(table.threads)["load_average"], environment(table.threads)["cores"]
     if load is not None and cores is not None and load > cores:
         notes.append(f"the machine was busy: load average {load:g} on {cores} cores; measure again when it is idle")

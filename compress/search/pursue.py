@@ -301,15 +301,13 @@ class Pursuit:
     def race(self, needs: Needs) -> None:
         """Fit a structure to the needs for each depth, and train it a little; what one teaches, the next is made by."""
         taste, n = self.plan_race()
-        numbers = find_numbers(self.formats[self.known.base])
         for name in list(self.known.raced):  # of a run that was stopped
             self.train_a_little(name, taste)
         for depth in map(str, DEPTHS):
             if len(self.known.raced) >= n:
                 break
             if depth not in self.known.fitted:
-                designed = design(self.ground, needs, float(depth), self.known.yields, numbers)
-                self.known.fitted[depth] = "" if designed is None else self.fit(designed)
+                self.known.fitted[depth] = self.fit(needs, float(depth))
                 self.keep()
             name = self.known.fitted[depth]
             if name and name not in self.known.raced:
@@ -317,22 +315,29 @@ class Pursuit:
                 self.keep()
                 self.train_a_little(name, taste)
 
-    def fit(self, structure: Structure) -> str:
+    def design(self, needs: Needs, depth: float) -> Structure | None:
+        return design(self.ground, needs, depth, self.known.yields, find_numbers(self.formats[self.known.base]))
+
+    def fit(self, needs: Needs, depth: float) -> str:
         """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
 
-        Returns the name of the one that has what is needed with the least beyond it; else of the nearest.
+        Returns the name of the one that has what is needed with the least beyond it; else of the nearest; "" where
+        nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
-        for _ in range(MOST_FITTINGS):
+        structure = self.design(needs, depth)
+        while structure is not None and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
             name = f"{structure.name}-untrained"
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
                 break
-            tried[structure.name] = self.read_needs(name)
+            tried[structure.name] = left = self.read_needs(name)
             self.learn_yields(name, structure)
-            better = self.change(structure, name, tried[structure.name])
+            better = self.change(structure, name, left)
+            if better == structure and max(left.size, left.speed) < 1 - SLACK:  # too many blocks went
+                better = self.design(needs, depth) or structure
             if better.name in tried or self.ground.explain_misfit(better.passes()):
                 break
             structure = better
@@ -349,7 +354,7 @@ class Pursuit:
         taste = max(TASTE * left, LEAST_TASTE_S)
         judged = 1 + USUAL_FITTINGS
         each = taste + judged * (OVERHEAD * self.judging_s() + CUT_S)
-        return taste, min(max(int(RACE * left / each), 1), MOST_RACING)
+        return taste, min(max(round(RACE * left / each), 1), MOST_RACING)
 
     def train_a_little(self, name: str, taste: float) -> None:
         """Train a structure for a part of the time that the last training will have, and judge it."""
