@@ -57,6 +57,8 @@ GIVEN = "given"
 """The chain that stands in the recipe."""
 BUDGET_S = 3600.0
 REACHED = "the goal is reached"
+UNTRAINED, TRAINED = "-untrained", "-trained"
+"""Of a structure's name, its chain before the race, and behind it."""
 FACTOR = 16
 """By which the short rung is shorter than the full one, where nothing else follows."""
 SHORT, FULL = 0, 1
@@ -92,9 +94,9 @@ class Evidence:
     """What a study of a goal found out, as it is kept on disk.
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
-    `structures`: name -> what is cut. `fitted`: depth -> the structure that has what is needed; `raced`: those that
-    were trained a little. `yields`: what was learned of how size and time follow. `planned_s`: of the last training, as
-    it was planned for the race.
+    `structures`: name -> what is cut. `fitted`: depth -> the structure that has what is needed; `raced`: those
+    of them that may be the best. `yields`: what was learned of how size and time follow. `planned_s`: of the last
+    training, as it was planned for the race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
@@ -291,7 +293,7 @@ class Pursuit:
 
     def train_whole(self) -> str:
         """Train the whole model in the format that falls short of quality alone."""
-        name = f"{self.known.base}-trained"
+        name = f"{self.known.base}{TRAINED}"
         passes = train_rounded(self.formats[self.known.base], self.time_to_train())
         if not passes or self.ground.explain_misfit(passes):
             return f"{self.known.base} falls short of quality alone, and nothing trains in it"
@@ -299,21 +301,40 @@ class Pursuit:
         return REACHED if run is not None and run.holds else f"{name} was trained"
 
     def race(self, needs: Needs) -> None:
-        """Fit a structure to the needs for each depth, and train it a little; what one teaches, the next is made by."""
+        """Fit a structure to the needs for each depth; where several may be the best, train these a little."""
         taste, n = self.plan_race()
-        for name in list(self.known.raced):  # of a run that was stopped
-            self.train_a_little(name, taste)
         for depth in map(str, DEPTHS):
-            if len(self.known.raced) >= n:
-                break
-            if depth not in self.known.fitted:
+            if depth not in self.known.fitted and len(self.list_fitted()) < n:
                 self.known.fitted[depth] = self.fit(needs, float(depth))
                 self.keep()
-            name = self.known.fitted[depth]
-            if name and name not in self.known.raced:
-                self.known.raced.append(name)
-                self.keep()
-                self.train_a_little(name, taste)
+        self.known.raced = self.known.raced or self.choose_racing()
+        self.keep()
+        for name in self.known.raced if len(self.known.raced) > 1 else ():
+            self.train_a_little(name, taste)
+
+    def list_fitted(self) -> list[str]:
+        return list(dict.fromkeys(filter(None, self.known.fitted.values())))
+
+    def choose_racing(self) -> list[str]:
+        """Return the structures that may be the best: whose quality, untrained, reaches the best one's by its interval.
+
+        Without those that are far larger or slower than what is needed, whose quality says little, unless all are.
+        """
+        fitted = self.list_fitted()
+        near = [name for name in fitted if not self.is_far(name)] or fitted
+        runs = {name: run for name in near if (run := self.run_of(f"{name}{UNTRAINED}", SHORT)) is not None}
+        best = min(runs.values(), key=self.rank_key, default=None)
+        return [name for name in near if best is None or self.reaches(runs[name], best)]
+
+    def reaches(self, run: Run, best: Run) -> bool:
+        """Return whether a run may be as good as another: by the better end of an interval of its quality."""
+        for metric, goal in best.goals.items():
+            ends = run.goals[metric].interval
+            if metric in MEASURED or ends is None:
+                continue
+            if ends[1] < goal.compared if is_better_higher(metric) else ends[0] > goal.compared:
+                return False
+        return True
 
     def design(self, needs: Needs, depth: float) -> Structure | None:
         return design(self.ground, needs, depth, self.known.yields, find_numbers(self.formats[self.known.base]))
@@ -329,7 +350,7 @@ class Pursuit:
         while structure is not None and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
-            name = f"{structure.name}-untrained"
+            name = f"{structure.name}{UNTRAINED}"
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
                 break
@@ -379,7 +400,7 @@ class Pursuit:
         by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
         yields, found = self.known.yields, dict[str, float]()
         if self.asks_size and structure.keep is not None:
-            smaller = math.log(base.size / left.size * (structure.max_params or 1))
+            smaller = math.log(base.size / left.size * count_cut(self.ground.facts, self.report_of(name)["layers"]))
             found["weights_by_blocks"] = smaller / math.log(1 / weights)
         if self.asks_speed and by_blocks > 2 * by_channels:
             faster = math.log(base.speed / left.speed) - yields.time_by_channels * by_channels
@@ -392,14 +413,16 @@ class Pursuit:
         self.keep()
 
     def rank_structures(self) -> list[str]:
-        """Return the structures that were judged with a little training, the best quality first.
-
-        Without those that are far larger or slower than what is needed, whose quality says little, unless all are.
-        """
+        """Return the structures that were judged with a little training, the best quality first; one alone as it is."""
+        if len(self.known.raced) == 1:
+            return self.known.raced
         judged = {n: run for n in self.known.raced if (run := self.run_of(n, SHORT)) and run.state == "judged"}
-        left = {name: self.read_needs(name) for name in judged}
-        near = [name for name in judged if max(left[name].size, left[name].speed) <= FAR]
-        return sorted(near or judged, key=lambda name: self.rank_key(judged[name]))
+        return sorted(judged, key=lambda name: self.rank_key(judged[name]))
+
+    def is_far(self, name: str) -> bool:
+        """Return whether a fitted structure is far larger or slower than what is needed."""
+        left = self.read_needs(f"{name}{UNTRAINED}")
+        return max(left.size, left.speed) > FAR
 
     def rank_key(self, run: Run) -> tuple[float, ...]:
         """Return what a run is ranked by: by how much quality falls short, then quality itself."""
@@ -424,13 +447,16 @@ class Pursuit:
     def train_in_full(self, raced: str) -> Run | None:
         """Train a structure that was raced with the time that is left, and judge it in full."""
         structure = self.correct(raced)
-        name = f"{structure.name}-trained"
+        name = f"{structure.name}{TRAINED}"
         chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
         return self.try_chain(name, FULL, chain)
 
     def correct(self, raced: str) -> Structure:
         """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""
-        structure, left = self.structure_of(raced), self.read_needs(raced)
+        structure = self.structure_of(raced)
+        if not self.run_of(raced, SHORT):
+            return structure
+        left = self.read_needs(raced)
         if left.size <= ENOUGH["size"] and left.speed <= ENOUGH["speed"]:
             return structure
         better = self.change(structure, raced, Needs(min(left.size, FAR), min(left.speed, FAR)))

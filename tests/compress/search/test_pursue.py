@@ -1,0 +1,59 @@
+"""A goal's structures: what a measurement teaches, without building one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_chains import ground
+
+from compress.search.chains import Needs, Structure, Yields
+from compress.search.pursue import FAR, Evidence, Pursuit
+from compress.search.trials import GoalValue, Run
+from runtime.bundle.format import Gate
+
+
+class Measured(Pursuit):
+    """A pursuit whose trials left what it is told, as times that are needed over what was measured; 1: just so."""
+
+    def __init__(self, left: dict[str, Needs], runs: dict[str, Run] | None = None) -> None:
+        self.left, self.ground, self.runs = left, ground(), runs or dict.fromkeys(left, run(0.9, 0.01))
+        self.gates = (Gate("size_ratio", min=5.0), Gate("latency_p50", min_speedup=3.0))
+        structures = {"cut": {"keep": 6, "max_params": 0.8, "speedup": 1.2}}
+        self.known = Evidence(structures=structures, yields=Yields(time_by_channels=0.5))
+
+    def read_needs(self, name: str) -> Needs:
+        return self.left[name]
+
+    def report_of(self, name: str) -> Any:
+        return {"layers": [{"layer": "blocks.0.up", "type": "Conv2d", "action": "pruned", "width": 32}]}
+
+    def run_of(self, name: str, rung: int) -> Run | None:
+        return self.runs.get(name) if name in self.left else None
+
+
+def run(top1: float, half: float) -> Run:
+    goals = {"top1": GoalValue(top1, None, top1 - half, top1 + half), "latency_p50": GoalValue(1.0, 3.0, 2.9, 3.1)}
+    return Run(0, 0.5, "judged", goals=goals)
+
+
+def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None:
+    fast = Structure(6, 0.8, 1.2)
+    assert Measured({"cut": Needs(1.0, 1.0)}).correct("cut") == fast
+    slower = Measured({"cut": Needs(1.0, 1.08)}).correct("cut")
+    assert slower.speedup == pytest.approx(1.2 * 1.08**2, abs=1e-3)  # half of what channels promise is measured
+    assert slower.max_params is not None and slower.keep == 6
+    hiccup = Measured({"cut": Needs(1.0, 3.0)}).correct("cut")
+    assert hiccup.speedup == pytest.approx(1.2 * FAR**2, abs=1e-3)
+    assert Measured({}).correct("cut") == fast  # one alone was in no race
+
+
+def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:
+    runs = {"a-untrained": run(0.88, 0.03), "b-untrained": run(0.84, 0.03), "c-untrained": run(0.86, 0.03)}
+    pursuit = Measured({name: Needs(1.0, 1.0) for name in runs}, runs)
+    pursuit.known.fitted = {"1.0": "a", "0.7": "b", "0.4": "", "0.0": "c"}
+    assert pursuit.choose_racing() == ["a", "c"]  # 0.87 is below the best
+    pursuit.left["a-untrained"] = Needs(1.0, 1.2)
+    assert pursuit.choose_racing() == ["b", "c"]  # of a slow one, quality says little
+    pursuit.left = {name: Needs(2.0, 1.0) for name in runs}
+    assert pursuit.choose_racing() == ["a", "c"]
