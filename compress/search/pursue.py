@@ -329,7 +329,7 @@ class Pursuit:
     def reaches(self, run: Run, best: Run) -> bool:
         """Return whether a run may be as good as another: by the better end of an interval of its quality."""
         for metric, goal in best.goals.items():
-            ends = run.goals[metric].interval
+            ends = run.goals[metric].interval if metric in run.goals else None
             if metric in MEASURED or ends is None:
                 continue
             if ends[1] < goal.compared if is_better_higher(metric) else ends[0] > goal.compared:
@@ -357,8 +357,8 @@ class Pursuit:
             tried[structure.name] = left = self.read_needs(name)
             self.learn_yields(name, structure)
             better = self.change(structure, name, left)
-            if better == structure and max(left.size, left.speed) < 1 - SLACK:  # too many blocks went
-                better = self.design(needs, depth) or structure
+            if structure.keep is not None and (structure.speedup is None or max(left.size, left.speed) < 1 - SLACK):
+                better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
             if better.name in tried or self.ground.explain_misfit(better.passes()):
                 break
             structure = better
