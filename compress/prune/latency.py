@@ -247,7 +247,7 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, in
         value = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
         weights.append(numpy_helper.from_array(value, f"w{number}"))
         nodes.append(_make_node(shape, groups, current, number))
-        nodes.append(helper.make_node("Relu", [f"y{number}"], [f"r{number}"]))
+        nodes.append(helper.make_node("Relu", [f"y{number}"], [f"r{number}"], f"relu{number}"))
         current = f"r{number}"
     io = [1, width, *shape.places] if shape.kernel else [1, *shape.places, width]
     graph = helper.make_graph(
@@ -266,9 +266,16 @@ def _make_node(shape: LayerShape, groups: int, current: str, number: int) -> onn
     """Return the node of one layer, padded so that it gives as many places as it takes."""
     names = [current, f"w{number}"]
     if not shape.kernel:
-        return helper.make_node("MatMul", names, [f"y{number}"])
+        return helper.make_node("MatMul", names, [f"y{number}"], f"layer{number}")
     reach = [d * (k - 1) for d, k in zip(shape.dilation, shape.kernel, strict=True)]
     pads = [r // 2 for r in reach] + [r - r // 2 for r in reach]
     return helper.make_node(
-        "Conv", names, [f"y{number}"], kernel_shape=shape.kernel, dilations=shape.dilation, pads=pads, group=groups
+        "Conv",
+        names,
+        [f"y{number}"],
+        f"layer{number}",  # forms of the graph name what they add after its nodes
+        kernel_shape=shape.kernel,
+        dilations=shape.dilation,
+        pads=pads,
+        group=groups,
     )

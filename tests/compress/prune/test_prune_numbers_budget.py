@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
+from compress.graph.fast_forms import pad_input_channels
 from compress.prune.budget import Limit, Options, choose_widths, list_widths
 from compress.prune.costs import AxisSize, Cost, Term, macs_cost, parameters_cost
 from compress.prune.coupling import find_coupling
@@ -30,6 +32,8 @@ from compress.prune.latency import (
     to_json,
 )
 from compress.prune.surgery import remove
+from compress.quantize.latency import round_all_roughly
+from compress.quantize.qdq import write_state
 from runtime.backends import find_backend
 
 
@@ -170,6 +174,15 @@ def test_a_chain_runs_and_has_the_layers_it_says(tmp_path: Path) -> None:
         found = session.run({"x": np.ones(size, np.float32)})
         assert next(iter(found.values())).shape == size
     assert chain(LayerShape((), (), (1,), 0, 1), 2048, 1024)[1] == 1
+
+
+def test_a_chain_whose_channels_are_padded_for_int8_runs(tmp_path: Path) -> None:
+    """Three channels, as of an image: what pads them is named after the layers."""
+    model, links = chain(LayerShape((3, 3), (1, 1), (8, 8), 0, 1), 6, 3)
+    written = write_state(round_all_roughly(ir.from_proto(model)), "u8s8")
+    assert pad_input_channels(written) == 2 * links
+    ir.save(written, tmp_path / "chain.onnx")
+    find_backend("onnxruntime-cpu").open(tmp_path / "chain.onnx", 1, {}).close()
 
 
 @pytest.mark.slow
