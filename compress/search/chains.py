@@ -7,7 +7,7 @@ passes' own checks take it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress.facts import ModelFacts
@@ -31,6 +31,8 @@ LEAST_SMALLER = 1.1
 """What a format must make of the model's size to be worth a look."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
+EASED = 0.8
+"""Part of a gain that is asked for where all of it was out of reach."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,12 @@ def design(ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in:
     params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
     found = Structure(keep, params, speedup, timed_in)
     return None if not found.passes() or ground.explain_misfit(found.passes()) else found
+
+
+def ease(structure: Structure) -> Structure | None:
+    """Return a structure that asks for less speed of its channels, where what it asks was out of their reach."""
+    speedup = 1 + EASED * ((structure.speedup or 1) - 1)
+    return replace(structure, speedup=round(speedup, 3)) if speedup > LEAST_GAIN else None
 
 
 def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields) -> tuple[int | None, float, float]:

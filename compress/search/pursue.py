@@ -36,6 +36,7 @@ from compress.search.chains import (
     count_cut,
     count_left,
     design,
+    ease,
     find_numbers,
     ground_of,
     list_formats,
@@ -346,14 +347,16 @@ class Pursuit:
         nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
-        structure = self.design(needs, depth)
+        structure, failed = self.design(needs, depth), 0
         while structure is not None and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
             name = f"{structure.name}{UNTRAINED}"
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
-                break
+                failed += 1
+                structure = ease(structure) if failed < MOST_FITTINGS else None
+                continue
             tried[structure.name] = left = self.read_needs(name)
             self.learn_yields(name, structure)
             better = self.change(structure, name, left)

@@ -13,6 +13,7 @@ from compress.search.chains import (
     Yields,
     count_cut,
     design,
+    ease,
     find_least_bytes,
     find_smallest,
     ground_of,
@@ -52,6 +53,11 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
     after = given.facts_after(found.passes())
     assert after.n_bytes <= given.facts.n_bytes / size * 1.001
     assert after.macs <= given.facts.macs / speed * 1.001  # as the plan foresees measured times
+
+
+def test_less_speed_is_asked_for_where_it_is_out_of_reach_and_none_where_there_is_little() -> None:
+    assert ease(Structure(6, 0.8, 1.5)) == Structure(6, 0.8, 1.4)
+    assert ease(Structure(6, 0.8)) is None and ease(Structure(6, 0.8, 1.02)) is None
 
 
 def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:
