@@ -29,11 +29,11 @@ from torch import nn
 def make() -> nn.Module:
     """Two plain stages of convolutions, no shortcuts, two linear layers behind them."""
     layers, width = [], 1
-    for out, pool in ((40, False), (40, True), (80, False), (80, False), (80, True)):
+    for out, pool in ((64, False), (64, True), (128, False), (128, False), (128, True)):
         layers += [nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
         layers += [nn.MaxPool2d(2)] if pool else []
         width = out
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(80 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
 '''
 
 

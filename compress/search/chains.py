@@ -31,8 +31,8 @@ LEAST_SMALLER = 1.1
 """What a format must make of the model's size to be worth a look."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
-EASED = 0.8
-"""Part of a gain that is asked for where all of it was out of reach."""
+EASED = 0.7
+"""Part of a further gain that is asked for where all of it was out of reach."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,14 @@ def design(ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in:
     return None if not found.passes() or ground.explain_misfit(found.passes()) else found
 
 
-def ease(structure: Structure) -> Structure | None:
-    """Return a structure that asks for less speed of its channels, where what it asks was out of their reach."""
-    speedup = 1 + EASED * ((structure.speedup or 1) - 1)
-    return replace(structure, speedup=round(speedup, 3)) if speedup > LEAST_GAIN else None
+def ease(structure: Structure, reached: float) -> Structure | None:
+    """Return a structure that asks for less speed of its channels, where what it asks was out of their reach.
+
+    `reached`: a speed-up that they have given; 1: none is known.
+    """
+    asked = structure.speedup or 1
+    speedup = round(reached + EASED * (asked - reached), 3)
+    return replace(structure, speedup=speedup) if speedup > reached * LEAST_GAIN else None
 
 
 def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields) -> tuple[int | None, float, float]:

@@ -304,7 +304,8 @@ class Pursuit:
     def race(self, needs: Needs) -> None:
         """Fit a structure to the needs for each depth; where several may be the best, train these a little."""
         taste, n = self.plan_race()
-        for depth in map(str, DEPTHS):
+        mixtures = DEPTHS if len(self.ground.facts.removable or ()) > 1 else DEPTHS[-1:]
+        for depth in map(str, mixtures):
             if depth not in self.known.fitted and len(self.list_fitted()) < n:
                 self.known.fitted[depth] = self.fit(needs, float(depth))
                 self.keep()
@@ -347,7 +348,7 @@ class Pursuit:
         nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
-        structure, failed = self.design(needs, depth), 0
+        structure, failed, reached = self.design(needs, depth), 0, 1.0
         while structure is not None and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
@@ -355,9 +356,10 @@ class Pursuit:
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
                 failed += 1
-                structure = ease(structure) if failed < MOST_FITTINGS else None
+                structure = ease(structure, reached) if failed < MOST_FITTINGS else None
                 continue
             tried[structure.name] = left = self.read_needs(name)
+            reached = structure.speedup or 1.0
             self.learn_yields(name, structure)
             better = self.change(structure, name, left)
             if structure.keep is not None and (structure.speedup is None or max(left.size, left.speed) < 1 - SLACK):

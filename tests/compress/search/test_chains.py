@@ -56,8 +56,9 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
 
 
 def test_less_speed_is_asked_for_where_it_is_out_of_reach_and_none_where_there_is_little() -> None:
-    assert ease(Structure(6, 0.8, 1.5)) == Structure(6, 0.8, 1.4)
-    assert ease(Structure(6, 0.8)) is None and ease(Structure(6, 0.8, 1.02)) is None
+    assert ease(Structure(6, 0.8, 1.5), 1.0) == Structure(6, 0.8, 1.35)
+    assert ease(Structure(6, 0.8, 1.7), 1.35) == Structure(6, 0.8, 1.595)
+    assert ease(Structure(6, 0.8), 1.0) is None and ease(Structure(6, 0.8, 1.37), 1.35) is None
 
 
 def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:
