@@ -20,6 +20,8 @@ from compress.planning.usual import find_pass_problems, parse_pass
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
 """By what the target reads: ONNX stores nothing in less than four bits."""
+TABLE_BITS = (8, 4)
+"""Of embeddings and the output layer: what every target looks up."""
 GROUP = 32
 """Inputs that share a scale in few bits: what every target has kernels for."""
 DEPTHS = (1.0, 0.7, 0.4, 0.0)
@@ -73,7 +75,8 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
     for bits in FEWER_BITS[ground.target.reads]:
         weights = {"kind": rounding, "bits": bits, "group_size": GROUP, "indivisible": "fit"}
         found[f"w{bits}"] = [weights]
-        found[f"w{bits}-tables"] = [weights | {"embeddings": "W8", "lm_head": "W8"}]
+        for tables in (n for n in TABLE_BITS if n >= bits):
+            found[f"w{bits}-tables{tables}"] = [weights | {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}]
     fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
     return {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= LEAST_SMALLER}
 
