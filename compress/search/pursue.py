@@ -66,6 +66,8 @@ SHORT, FULL = 0, 1
 """The rungs: a little training, all of it."""
 MOST_FORMATS = 3
 """Formats that are judged in full."""
+MORE = 1.1
+"""Times what a judged format is foreseen to give, from which on another is worth a look."""
 MOST_RACING = 6
 RACE = 0.35
 """Part of the time left that the race may take."""
@@ -219,17 +221,27 @@ class Pursuit:
             self.known.sizes, self.known.speeds = self.ahead.foresee(self.sweep.log, self.sweep.check_time)
             self.keep()
         ordered = self.ahead.order(self.known.sizes, self.known.speeds)
-        for name in sorted(ordered, key=lambda name: name != GIVEN)[:MOST_FORMATS]:
+        left, tried = sorted(ordered, key=lambda name: name != GIVEN), 0
+        while left and tried < MOST_FORMATS:
+            name, tried = left.pop(0), tried + 1
             run = self.try_chain(name, FULL)
-            if run is not None and run.holds:
+            if run is None or run.state != "judged":
+                continue
+            if run.holds:
                 return REACHED
-            if run is not None and (why := self.explain_quality_out_of_reach(name)):
+            if why := self.explain_quality_out_of_reach(name):
                 return why
-            if run is not None and not self.find_quality_miss(run):
-                break
+            if not self.find_quality_miss(run):
+                left = [other for other in left if self.gives_more(other, name)]
         self.known.base = self.choose_base()
         self.keep()
         return "" if self.known.base else "no format could be judged"
+
+    def gives_more(self, other: str, judged: str) -> bool:
+        """Return whether a format is foreseen to give more of what a judged one has too little of."""
+        needs, known = self.read_needs(judged), self.known
+        smaller = needs.size > ROOM["size"] and known.sizes[other] > MORE * known.sizes[judged]
+        return smaller or (needs.speed > ROOM["speed"] and known.speeds[other] > MORE * known.speeds[judged])
 
     @property
     def asks_speed(self) -> bool:
