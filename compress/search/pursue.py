@@ -462,11 +462,18 @@ class Pursuit:
         return replace(structure, speedup=speedup, max_params=params)
 
     def train_in_full(self, raced: str) -> Run | None:
-        """Train a structure that was raced with the time that is left, and judge it in full."""
-        structure = self.correct(raced)
-        name = f"{structure.name}{TRAINED}"
-        chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
-        return self.try_chain(name, FULL, chain)
+        """Train a structure that was raced with the time that is left, and judge it in full.
+
+        As it was raced, where what it then lacked is out of reach.
+        """
+        run = None
+        for structure in dict.fromkeys((self.correct(raced), self.structure_of(raced))):
+            name = f"{structure.name}{TRAINED}"
+            chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
+            run = self.try_chain(name, FULL, chain)
+            if run is not None and run.state == "judged":
+                break
+        return run
 
     def correct(self, raced: str) -> Structure:
         """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""

@@ -48,6 +48,22 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
     assert Measured({}).correct("cut") == fast  # one alone was in no race
 
 
+def test_a_winner_whose_lack_is_out_of_reach_is_trained_as_it_was_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def try_chain(self: Pursuit, name: str, rung: int, passes: Any) -> Run:
+        tried.append(name)
+        return Run(rung, 1.0, "failed" if len(tried) == 1 else "judged")
+
+    monkeypatch.setattr(Measured, "chains", {})
+    monkeypatch.setattr(Measured, "chain_of", lambda self, structure, seconds: [])
+    monkeypatch.setattr(Measured, "time_to_train", lambda self: 60.0)
+    monkeypatch.setattr(Measured, "try_chain", try_chain)
+    run = Measured({"cut": Needs(1.0, 1.08)}).train_in_full("cut")
+    assert run is not None and run.state == "judged"
+    assert tried[0] != tried[1] == "blocks6-params80-faster120-trained"
+
+
 def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:
     runs = {"a-untrained": run(0.88, 0.03), "b-untrained": run(0.84, 0.03), "c-untrained": run(0.86, 0.03)}
     pursuit = Measured({name: Needs(1.0, 1.0) for name in runs}, runs)
