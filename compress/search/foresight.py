@@ -39,17 +39,27 @@ class Foresight:
     gates: tuple[Gate, ...]
     ground: Ground
     formats: Mapping[str, Passes]
-    cache: Path | None = None
+    cache: Path | None
+    log: Callable[[str], None]
+
+    @property
+    def asks_speed(self) -> bool:
+        return any(is_speed(gate.metric) for gate in self.gates)
+
+    @property
+    def asks_size(self) -> bool:
+        return any(is_size(gate.metric) for gate in self.gates)
 
     def refuse_unreachable(self) -> None:
         """Raise PlanError for a goal on size that no passes reach, and for one on time where nothing can be timed."""
-        problems = [self.explain_size_out_of_reach(gate) for gate in self.gates if is_size(gate.metric)]
+        sizes = [gate for gate in self.gates if is_size(gate.metric)]
+        problems = [text for gate in sizes if (text := self.explain_size_out_of_reach(gate))]
         for gate in self.gates:
             timed = gate.metric in MEASURED and MEASURED[gate.metric].speed
             if timed and (why := explain_untimed(self.recipe, layers=False)):
                 problems.append(f"goal: {gate.metric} cannot be measured: {why}; choose a target that runs here")
-        if any(problems):
-            raise PlanError([problem for problem in problems if problem])
+        if problems:
+            raise PlanError(problems)
 
     def explain_size_out_of_reach(self, gate: Gate) -> str:
         """Return what the least is that passes leave of the weights, where a gate asks for less; "" where not."""
@@ -69,7 +79,7 @@ class Foresight:
             return self.ground.facts.n_bytes / gate.max if gate.max else None
         return gate.min if gate.metric == SIZE_RATIO else gate.min_speedup
 
-    def foresee(self, log: Callable[[str], None], check_time: Callable[[], None]) -> tuple[dict[str, float], ...]:
+    def foresee(self, check_time: Callable[[], None]) -> tuple[dict[str, float], ...]:
         """Return how many times smaller, and how many times faster, each format is foreseen to make the model.
 
         Raises PlanError where even the smallest structure would not be fast enough, and what `check_time` raises.
@@ -80,25 +90,25 @@ class Foresight:
         for name, passes in self.formats.items():
             sizes[name] = foresee_size(self.ground, passes)
             last = json.dumps(passes[-1], sort_keys=True)
-            speeds[name] = same[last] = same.get(last) or self.foresee_speed(passes, log)
-            log(f"{name}: {sizes[name]:.2f}x smaller, {speeds[name]:.2f}x as fast, foreseen")
+            speeds[name] = same[last] = same.get(last) or self.foresee_speed(passes)
+            self.log(f"{name}: {sizes[name]:.2f}x smaller, {speeds[name]:.2f}x as fast, foreseen")
             check_time()
-        self.refuse_too_fast(speeds, log)
+        self.refuse_too_fast(speeds)
         return sizes, speeds
 
-    def foresee_speed(self, passes: Passes, log: Callable[[str], None]) -> float:
+    def foresee_speed(self, passes: Passes) -> float:
         """Return how many times faster the passes are foreseen to make the model; 1 where that cannot be told."""
-        if not any(is_speed(gate.metric) for gate in self.gates):
+        if not self.asks_speed:
             return 1.0
         recipe = self.recipe.model_copy(update={"passes": tuple(map(parse_pass, passes))})
         try:
             plan = make_plan(recipe, self.cache, log=choose_log(quiet=True))
         except CompressError as error:
-            log(f"not foreseen: {error}")
+            self.log(f"not foreseen: {error}")
             return 1.0
         return plan.latency.speedup if plan.latency is not None else 1.0
 
-    def refuse_too_fast(self, speeds: Mapping[str, float], log: Callable[[str], None]) -> None:
+    def refuse_too_fast(self, speeds: Mapping[str, float]) -> None:
         """Raise PlanError for a speed that even the smallest structure does not come near."""
         wanted = max((gate.min_speedup or 0 for gate in self.gates if is_speed(gate.metric)), default=0)
         name = max(speeds, key=speeds.__getitem__)
@@ -107,7 +117,7 @@ class Foresight:
             return
         smallest = find_smallest(self.ground) if self.ground.has_train else []
         if smallest:
-            best = max(best, self.foresee_speed([*smallest, *self.formats[name]], log))
+            best = max(best, self.foresee_speed([*smallest, *self.formats[name]]))
         if best < wanted:
             how = "the smallest structure" if smallest else "the fastest format"
             raise PlanError(

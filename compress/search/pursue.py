@@ -140,12 +140,11 @@ def pursue(
     bare = _without_goal(recipe)
     ground = look(recipe, cache)
     formats = _list_formats(recipe, ground)
-    ahead = Foresight(bare, recipe.goal_gates, ground, formats, cache)
+    ahead = Foresight(bare, recipe.goal_gates, ground, formats, cache, log)
     ahead.refuse_unreachable()
     first = _make_space(bare, recipe.goal_gates, formats)
-    make_plan(
-        first.recipe_at(first.start()), cache, twins=False, log=choose_log(quiet=True)
-    )  # what is wrong is said at once
+    start = first.recipe_at(first.start())
+    make_plan(start, cache, twins=False, log=choose_log(quiet=True))  # what is wrong is said at once
     with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, ahead)
@@ -218,7 +217,7 @@ class Pursuit:
     def try_formats(self) -> str:
         """Judge the most hopeful formats; return why that is enough, "" where it is not."""
         if not self.known.sizes:
-            self.known.sizes, self.known.speeds = self.ahead.foresee(self.sweep.log, self.sweep.check_time)
+            self.known.sizes, self.known.speeds = self.ahead.foresee(self.sweep.check_time)
             self.keep()
         ordered = self.ahead.order(self.known.sizes, self.known.speeds)
         left, tried = sorted(ordered, key=lambda name: name != GIVEN), 0
@@ -242,14 +241,6 @@ class Pursuit:
         needs, known = self.read_needs(judged), self.known
         smaller = needs.size > ROOM["size"] and known.sizes[other] > MORE * known.sizes[judged]
         return smaller or (needs.speed > ROOM["speed"] and known.speeds[other] > MORE * known.speeds[judged])
-
-    @property
-    def asks_speed(self) -> bool:
-        return any(is_speed(gate.metric) for gate in self.gates)
-
-    @property
-    def asks_size(self) -> bool:
-        return any(is_size(gate.metric) for gate in self.gates)
 
     def explain_quality_out_of_reach(self, name: str) -> str:
         """Return which bound the float model itself does not keep to by its whole interval; "" where none."""
@@ -411,18 +402,18 @@ class Pursuit:
     def learn_yields(self, name: str, structure: Structure) -> None:
         """Note how time and weights followed what was cut of this structure."""
         base, left = self.read_needs(self.known.base), self.read_needs(name)
-        if (self.asks_size and not left.size) or (self.asks_speed and not left.speed):
+        if (self.ahead.asks_size and not left.size) or (self.ahead.asks_speed and not left.speed):
             return  # it could not be measured
         macs, weights = count_left(self.ground.facts, structure.keep)
         by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
         yields, found = self.known.yields, dict[str, float]()
-        if self.asks_size and structure.keep is not None:
+        if self.ahead.asks_size and structure.keep is not None:
             smaller = math.log(base.size / left.size * count_cut(self.ground.facts, self.report_of(name)["layers"]))
             found["weights_by_blocks"] = smaller / math.log(1 / weights)
-        if self.asks_speed and by_blocks > 2 * by_channels:
+        if self.ahead.asks_speed and by_blocks > 2 * by_channels:
             faster = math.log(base.speed / left.speed) - yields.time_by_channels * by_channels
             found["time_by_blocks"] = faster / by_blocks
-        elif self.asks_speed and by_channels:
+        elif self.ahead.asks_speed and by_channels:
             faster = math.log(base.speed / left.speed) - yields.time_by_blocks * by_blocks
             found["time_by_channels"] = faster / by_channels
         low, high = YIELDS
@@ -453,10 +444,10 @@ class Pursuit:
         """
         near = {kind: 1 - SLACK <= factor <= ENOUGH[kind] for kind, factor in asdict(left).items()}
         speedup, params = structure.speedup, structure.max_params
-        if self.asks_speed and not near["speed"]:
+        if self.ahead.asks_speed and not near["speed"]:
             wanted = (speedup or 1.0) * left.speed ** (1 / self.known.yields.time_by_channels)
             speedup = round(wanted, 3) if wanted > LEAST_GAIN else None
-        if self.asks_size and (speedup != structure.speedup or not near["size"]):
+        if self.ahead.asks_size and (speedup != structure.speedup or not near["size"]):
             share = count_cut(self.ground.facts, self.report_of(name)["layers"]) / left.size
             params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
         return replace(structure, speedup=speedup, max_params=params)

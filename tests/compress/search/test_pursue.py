@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from test_chains import ground
 
+from compress.recipe.schema import Recipe
 from compress.search.chains import Needs, Structure, Yields
+from compress.search.foresight import Foresight
 from compress.search.pursue import FAR, Evidence, Pursuit
 from compress.search.trials import GoalValue, Run
 from runtime.bundle.format import Gate
@@ -18,7 +20,11 @@ class Measured(Pursuit):
 
     def __init__(self, left: dict[str, Needs], runs: dict[str, Run] | None = None) -> None:
         self.left, self.ground, self.runs = left, ground(), runs or dict.fromkeys(left, run(0.9, 0.01))
-        self.gates = (Gate("size_ratio", min=5.0), Gate("latency_p50", min_speedup=3.0))
+        gates = (Gate("size_ratio", min=5.0), Gate("latency_p50", min_speedup=3.0))
+        recipe = Recipe.model_validate(
+            {"version": 1, "name": "a", "model": {"source": "python:a:b", "task": "generic"}}
+        )
+        self.ahead = Foresight(recipe, gates, self.ground, {}, None, print)
         structures = {"cut": {"keep": 6, "max_params": 0.8, "speedup": 1.2}}
         self.known = Evidence(structures=structures, yields=Yields(time_by_channels=0.5))
 
