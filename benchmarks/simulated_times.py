@@ -106,6 +106,45 @@ def settling_subjects() -> Iterator[Subject]:
         yield Subject("added rounds", f"ratio keeps {keeps:g}", draw, truths, sizes=(100, 200, 500))
 
 
+def pace_subjects() -> Iterator[Subject]:
+    """Speed-ups on a machine of two paces, which takes turns in seconds and slows one of the models more.
+
+    The rounds are those of so many seconds; a pace lasts two on average in its slower, four in its faster turn.
+    """
+    for a_second in (100, 1000):
+
+        def draw(rng: Rng, n: int, a_second: int = a_second) -> Mapping[str, Evidence]:
+            slow, lasts, rounds = rng.random() < 1 / 3, (4 * a_second, 2 * a_second), n * a_second
+            paces = np.empty(rounds, bool)
+            begun = 0
+            while begun < rounds:
+                ended = begun + 1 + int(rng.exponential(lasts[slow]))
+                paces[begun:ended] = slow
+                begun, slow = ended, not slow
+            seconds = np.exp(0.05 * rng.normal(size=(2, rounds))) * np.where(rng.random((2, rounds)) < 0.02, 3.0, 1.0)
+            seconds[0] *= np.where(paces, 1.4, 1.0)
+            seconds[1] *= np.where(paces, 1.4 * SLOWED, 1.0) / FASTER
+            return {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
+
+        ratios = Machine(0, 0, math.hypot(0.05, 0.05))
+        truths: dict[Rule, float] = {("latency_p50", "min_speedup"): FASTER * _find_median_of_paces(ratios)}
+        yield Subject("two paces", f"{a_second} rounds a second", draw, truths, sizes=(2, 5, 20, 60))
+
+
+def _find_median_of_paces(ratios: Machine) -> float:
+    """Return the median of ratios a third of which are SLOWED; spikes of either side are as many above as below."""
+    normal = NormalDist(0, ratios.noise)
+    low, high = -1.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = 0.0
+        for share, shift in ((2 / 3, 0.0), (1 / 3, -math.log(SLOWED))):
+            for chance, spike in ((0.9608, 0.0), (0.0196, math.log(3)), (0.0196, -math.log(3))):
+                below += share * chance * normal.cdf(middle - shift - spike)
+        low, high = (middle, high) if below < 0.5 else (low, middle)
+    return math.exp(low)
+
+
 def limited_subjects() -> Iterator[Subject]:
     """Each side at its own largest batch in time: rounds that are not paired."""
     for shape in ("idle", "spikes", "short drift"):
@@ -121,6 +160,8 @@ def limited_subjects() -> Iterator[Subject]:
         yield Subject(name, shape, draw, {(name, "min"): rate, (name, "min_speedup"): 0.5, (name, "max_drop"): rate})
 
 
+SLOWED = 1.25
+"""How much more a candidate suffers from the slow one of two paces."""
 MOST_ADDED = 16
 """How many times as many rounds `timing.time_rounds` has made when its time is up, in this simulation."""
 TOKENS = 16
@@ -182,6 +223,7 @@ def process_subjects() -> Iterator[Subject]:
 def time_subjects() -> Iterator[Subject]:
     yield from timing_subjects()
     yield from settling_subjects()
+    yield from pace_subjects()
     yield from limited_subjects()
     yield from request_subjects()
     yield from process_subjects()

@@ -363,7 +363,8 @@ class _Run:
             seconds = self.judged_seconds() if self.in_files else self.evaluation_seconds(JUDGING_RUNS + between)
             return seconds + between * self.export_seconds() + self._request_seconds(calls)
         seconds = self.evaluation_seconds(between) + between * self.export_seconds()
-        return seconds + judging_seconds(speed, self.volumes.samples.get("evaluation", 0), calls)
+        n_samples = self.volumes.samples.get("evaluation", 0)
+        return seconds + judging_seconds(speed, n_samples, calls, self.recipe.validate_.gates)
 
     def find_calls(self) -> Calls:
         """Return how long a call of a sample takes on the timed threads: measured, or by its work."""

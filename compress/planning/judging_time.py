@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.bundle.manifest import Benchmark
+from runtime.bundle.manifest import Benchmark, Gate
 from runtime.judge.alternatives import FIDELITY_SAMPLES
-from runtime.measure.benchmark import ANSWERS_BUDGET_S, LATENCY_BUDGET_S, SHOWN_PROCESSES, THROUGHPUT_BUDGET_S
+from runtime.measure.benchmark import (
+    ANSWERS_BUDGET_S,
+    LATENCIES,
+    LATENCY_BUDGET_S,
+    RATES,
+    SHOWN_PROCESSES,
+    THROUGHPUT_BUDGET_S,
+    find_lasting_s,
+)
 from runtime.measure.probe import RUNS
 from runtime.measure.timing import (
     MIN_ROUNDS,
@@ -45,14 +53,17 @@ class Calls:
         return [self.float_s * size, self.candidate_s * size]
 
 
-def judging_seconds(speed: Benchmark, n_samples: int, calls: Calls) -> float:
+def judging_seconds(speed: Benchmark, n_samples: int, calls: Calls, gates: Sequence[Gate] = ()) -> float:
     """Return the seconds of judging a model that is called, as `runtime.judge.validate` does it: no decoder's."""
     single = [*calls.of_batch(speed.batch_size), *[calls.float_s * speed.batch_size] * calls.n_between]
     many = calls.of_batch(speed.throughput_batch_size)
     budget = LATENCY_BUDGET_S * (1 + calls.n_between / 2)
     seconds = n_samples * calls.candidate_s
-    seconds += rounds_seconds(single, speed.iterations, speed.warmup, budget, SETTLING_S)
-    seconds += rounds_seconds(many, large_batch_rounds(speed), min(speed.warmup, 3), THROUGHPUT_BUDGET_S, SETTLING_S)
+    seconds += rounds_seconds(
+        single, speed.iterations, speed.warmup, budget, SETTLING_S, find_lasting_s(gates, LATENCIES)
+    )
+    rounds, warmup = large_batch_rounds(speed), min(speed.warmup, 3)
+    seconds += rounds_seconds(many, rounds, warmup, THROUGHPUT_BUDGET_S, SETTLING_S, find_lasting_s(gates, RATES))
     answers = sum(calls.of_batch(speed.batch_size))
     seconds += speed.warmup * answers + min(speed.iterations * answers, max(ANSWERS_BUDGET_S, MIN_ROUNDS * answers))
     seconds += sum(SHOWN_PROCESSES * (calls.process_s + RUNS * call) for call in calls.of_batch(speed.batch_size))
@@ -79,10 +90,17 @@ def requests_seconds(speed: Benchmark, calls: Calls, tokens_s: Sequence[float]) 
     return min(warmup * pace, WARMUP_BUDGET_S + pace) + made * pace + probes
 
 
-def rounds_seconds(calls: Sequence[float], rounds: int, warmup: int, budget_s: float, settling_s: float = 0.0) -> float:
+def rounds_seconds(
+    calls: Sequence[float],
+    rounds: int,
+    warmup: int,
+    budget_s: float,
+    settling_s: float = 0.0,
+    lasting_s: float = 0.0,
+) -> float:
     """Return the seconds of `runtime.measure.timing.time_rounds`, of models whose calls take so long."""
     pace = sum(seconds * (1 if seconds >= SETTLED_S else 2) for seconds in calls)
-    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(pace, 1e-9))))
+    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(pace, 1e-9))), int(lasting_s / max(pace, 1e-9)))
     warm = sum(min(max(warmup, 1) * seconds, WARMUP_BUDGET_S + seconds) for seconds in calls)
     settled = min(max(SURE_ROUNDS - made, 0) * pace, settling_s) if made >= MIN_ROUNDS else 0.0
     return warm + made * pace + settled

@@ -143,7 +143,11 @@ def find_nearest(trials: Sequence[Trial], search: Search) -> Trial | None:
 
 
 def rank(trials: Sequence[Trial], run_of: Callable[[Trial], Run | None], search: Search) -> list[Trial]:
-    """Return the judged trials from the best on: gates first, then all goals together, then the earlier one."""
+    """Return the judged trials from the best on: gates first, then all goals together, then the earlier one.
+
+    Of gates first by how much their values fall short: one that misses by its interval alone is nearer than one that
+    misses, however tight the bound is and however wide the interval.
+    """
     judged = [(trial, run) for trial in trials if (run := run_of(trial)) is not None and run.state == "judged"]
     columns = list(zip(*(scores(run, search) for _, run in judged), strict=True))
     lows, highs = [min(column) for column in columns], [max(column) for column in columns]
@@ -152,5 +156,8 @@ def rank(trials: Sequence[Trial], run_of: Callable[[Trial], Run | None], search:
         own = scores(run, search)
         return sum((s - low) / ((high - low) or 1.0) for s, low, high in zip(own, lows, highs, strict=True))
 
-    keyed = [((total_miss(run), distance(run), trial.number), trial) for trial, run in judged]
+    def miss(run: Run) -> tuple[float, float]:
+        return sum(gate.short for gate in run.gates), total_miss(run)
+
+    keyed = [((*miss(run), distance(run), trial.number), trial) for trial, run in judged]
     return [trial for _, trial in sorted(keyed, key=lambda pair: pair[0])]

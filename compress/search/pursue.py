@@ -359,7 +359,9 @@ class Pursuit:
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
                 failed += 1
-                structure = ease(structure, reached) if failed < MOST_FITTINGS else None
+                if self.list_fitted() or failed == MOST_FITTINGS:  # another depth has what is needed already
+                    break
+                structure = ease(structure, reached)
                 continue
             tried[structure.name] = left = self.read_needs(name)
             reached = structure.speedup or 1.0

@@ -22,6 +22,10 @@ MIN_INDEPENDENT_ROUNDS = 15
 """Rounds, after what they share is taken out, below which their order statistics say nothing."""
 MIN_DRIFTING_ROUNDS = 30
 """Rounds of a drifting machine that cross their median at least once, but in 3 % of runs."""
+MOST_TELLING_ROUNDS = 500
+"""Of more rounds, neighbours count as calls of one: a pace lasts for seconds, not for a number of rounds."""
+_SIDE_OF_A_GROUP = 2.5
+"""Calls on the rarer side of a percentile in the groups whose range is taken: no single hiccup moves what they show."""
 _TAIL_FACTOR = 2.0
 """How much longer the tail is taken to be than the sample shows: a sample that misses the truth is one that has not
 drawn its tail, and shows half the skewness there is (measured on lognormal and Pareto samples of 50 to 1,000)."""
@@ -279,39 +283,67 @@ def percentile_interval(times: np.ndarray, percentile: float, confidence: float)
     """Return a percentile of times [rounds] or [rounds, calls], with the binomial interval of its order statistics.
 
     Exact where the rounds are independent; where they follow each other, n of them count as the fewer independent ones
-    that would scatter as much, and where these are too few to count, only the whole range of the rounds is sure.
+    that would scatter as much, and where these are too few to count, only the whole range of the rounds is sure: of
+    groups of neighbours, where there are enough, since a single call that was held up says nothing of the pace.
     """
-    rounds = times.reshape(len(times), -1)
-    n, value, share = rounds.size, float(np.percentile(rounds, percentile)), percentile / 100
+    rounds = _join_neighbours(times)
+    n, value, share = rounds.size, float(np.percentile(times, percentile)), percentile / 100
     below = (rounds <= value).mean(axis=1)  # [rounds]
     dependence = _dependence_of_rounds(rounds, value)
     calls = rounds.shape[1]
     shared = 1.0 if calls == 1 else max(1.0, calls * float(np.var(below)) / (share * (1 - share)))
-    independent, ordered = n / (shared * dependence), np.sort(rounds, axis=None)
+    independent = n / (shared * dependence)
     drifting = min(independent, len(rounds) / dependence) < MIN_INDEPENDENT_ROUNDS
-    if drifting and len(rounds) < MIN_DRIFTING_ROUNDS:
-        return unknown(
-            value, f"{len(rounds)} rounds", _format_needed_rounds(rounds, independent, MIN_INDEPENDENT_ROUNDS)
-        )
+    if drifting and len(times) < MIN_DRIFTING_ROUNDS:
+        return unknown(value, f"{len(times)} rounds", _format_needed_rounds(times, independent, MIN_INDEPENDENT_ROUNDS))
     count = MIN_INDEPENDENT_ROUNDS if drifting else int(independent)
     from_first, from_last = _find_order_statistics(count, share, confidence)
-    if drifting:
-        from_first, from_last = min(from_first, 1), min(from_last, 1)
-    else:
-        from_first, from_last = (int(place * n / count + 1e-9) for place in (from_first, from_last))
-    low = float(ordered[from_first - 1]) if from_first else -math.inf
-    high = float(ordered[n - from_last]) if from_last else math.inf
     lacking = ""
     if not (from_first and from_last):
         needed = math.log((1 - confidence) / 2) / math.log1p(-min(share, 1 - share))
-        lacking = _format_needed_rounds(rounds, independent, needed)
+        lacking = _format_needed_rounds(times, independent, needed)
+    if drifting:
+        ordered = _percentiles_of_groups(times, percentile)
+        from_first, from_last = min(from_first, 1), min(from_last, 1)
+    else:
+        ordered = np.sort(rounds, axis=None)
+        from_first, from_last = (int(place * n / count + 1e-9) for place in (from_first, from_last))
+    low = float(ordered[from_first - 1]) if from_first else -math.inf
+    high = float(ordered[-from_last]) if from_last else math.inf
     return Estimate(value, low, high, WHOLE_RANGE if drifting else ORDER_STATISTICS, lacking)
+
+
+def _join_neighbours(times: np.ndarray) -> np.ndarray:
+    """Return times [rounds] or [rounds, calls] as at most about MOST_TELLING_ROUNDS rounds of several, [rounds, calls].
+
+    The first few are left out where they do not fill one.
+    """
+    rounds = times.reshape(len(times), -1)
+    together = len(rounds) // MOST_TELLING_ROUNDS
+    if together < 2:
+        return rounds
+    return rounds[len(rounds) % together :].reshape(-1, together * rounds.shape[1])
+
+
+def _percentiles_of_groups(times: np.ndarray, percentile: float) -> np.ndarray:
+    """Return the percentile of each group of neighbouring times, in order; the times where they are too few for groups.
+
+    A machine's pace lasts longer than a group, a hiccup is shorter, and does not widen the range of what they show.
+    """
+    calls = times.reshape(-1)
+    size = math.ceil(_SIDE_OF_A_GROUP / min(percentile / 100, 1 - percentile / 100))
+    n_groups = len(calls) // size
+    if n_groups < MIN_DRIFTING_ROUNDS:
+        return np.sort(calls)
+    groups = calls[len(calls) - n_groups * size :].reshape(n_groups, size)
+    ordered: np.ndarray = np.sort(np.percentile(groups, percentile, axis=1))
+    return ordered
 
 
 def is_drifting(series: np.ndarray) -> bool:
     """Return whether rounds [n] follow each other so closely that their median's interval is their whole range."""
-    rounds = series[:, None]
-    return len(series) / _dependence_of_rounds(rounds, float(np.median(series))) < MIN_INDEPENDENT_ROUNDS
+    rounds = _join_neighbours(series)
+    return len(rounds) / _dependence_of_rounds(rounds, float(np.median(series))) < MIN_INDEPENDENT_ROUNDS
 
 
 def _dependence_of_rounds(rounds: np.ndarray, value: float) -> float:
@@ -326,9 +358,9 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def _format_needed_rounds(rounds: np.ndarray, independent: float, needed: float) -> str:
+def _format_needed_rounds(times: np.ndarray, independent: float, needed: float) -> str:
     """Say how many rounds would make up as many independent times as are needed."""
-    return f"at least {math.ceil(len(rounds) * needed / independent)} would be needed"
+    return f"at least {math.ceil(len(times) * needed / independent)} would be needed"
 
 
 def _find_order_statistics(n: int, share: float, confidence: float) -> tuple[int, int]:

@@ -6,8 +6,8 @@ power-of-two batch whose p95 keeps the limit. Of a decoder whole requests are ti
 `prompt_tokens` and `new_tokens` after each: the first token, and every further one. Load time and peak memory come from
 fresh processes. Whole answers, from bytes to labels, are timed beside calls; and energy, where the machine counts it.
 
-Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds; rounds that
-drift are added to for a few seconds.
+Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds. Rounds whose
+speed a gate is about last ten seconds at least, and rounds that drift are added to for as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifa
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
+from runtime.bundle.format import (
+    Artifact,
+    Benchmark,
+    Gate,
+    Judgement,
+    KvCacheSpec,
+    Manifest,
+    inside,
+    read_samples,
+    verify,
+)
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
@@ -47,6 +57,7 @@ from runtime.measure.energy import find_meter, measure_energy
 from runtime.measure.environment import environment
 from runtime.measure.probe import Probe, probe
 from runtime.measure.timing import (
+    LASTING_S,
     SETTLING_S,
     Best,
     Prompts,
@@ -62,7 +73,7 @@ from runtime.measure.timing import (
     time_rounds,
 )
 from runtime.measure.workload import bound_batch, make_feeds, settings_for
-from runtime.metrics.measured import END_TO_END_PERCENTILES
+from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.tasks import find_task
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
 
@@ -73,6 +84,9 @@ SHOWN_PROCESSES = 3
 """Fresh processes for load time and memory that no gate is about."""
 THROUGHPUT_BUDGET_S = 30.0
 ANSWERS_BUDGET_S = 20.0
+LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
+RATES = frozenset({"throughput", "cost_per_million"})
+"""Metrics of single calls, and of large batches."""
 Between = tuple[Path, KvCacheSpec | None]
 """A model's file, and a decoder's cache."""
 
@@ -249,11 +263,24 @@ def measure(
             return [make_feeds(p, given, batch_size, seed, settings.sequence_length) for p in preprocessors]
 
         single = make_batches(settings.batch_size)
-        latency = time_rounds(sessions, single, settings.iterations, settings.warmup, seed, budget_s, SETTLING_S)
+        gates = manifest.judgement.gates
+        lasting_s = find_lasting_s(gates, LATENCIES)
+        latency = time_rounds(
+            sessions, single, settings.iterations, settings.warmup, seed, budget_s, SETTLING_S, lasting_s
+        )
         del sessions[2:], preprocessors[2:], single[2:]
         on_device = device_rounds(sessions, single, settings.iterations)
         many, rounds = make_batches(settings.throughput_batch_size), large_batch_rounds(settings)
-        throughput = time_rounds(sessions, many, rounds, min(settings.warmup, 3), seed, THROUGHPUT_BUDGET_S, SETTLING_S)
+        throughput = time_rounds(
+            sessions,
+            many,
+            rounds,
+            min(settings.warmup, 3),
+            seed,
+            THROUGHPUT_BUDGET_S,
+            SETTLING_S,
+            find_lasting_s(gates, RATES),
+        )
         answers = _time_answers(manifest, given, sessions, preprocessors, settings)
         energy = _measure_energy(
             backend, [_run_feeds(*pair) for pair in zip(sessions, many, strict=True)], settings.throughput_batch_size
@@ -291,6 +318,11 @@ def measure(
         answers_s=answers,
         energy=energy,
     )
+
+
+def find_lasting_s(gates: Sequence[Gate], metrics: frozenset[str]) -> float:
+    """Return how many seconds the rounds that tell these metrics last at least: some, where a gate is about them."""
+    return LASTING_S if metrics & {gate.metric for gate in gates} else 0.0
 
 
 def _time_answers(

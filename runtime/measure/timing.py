@@ -35,7 +35,9 @@ SURE_ROUNDS = 200
 """Of fewer, a slow drift shows too little to be told from none: as many are made where `SETTLING_S` is long enough."""
 SETTLED_S = 0.05
 WARMUP_BUDGET_S = 10.0
-SETTLING_S = 5.0
+LASTING_S = 10.0
+"""How long rounds last where a gate asks for speed: a shared machine has several paces, and keeps each for seconds."""
+SETTLING_S = 10.0
 """How long rounds that drift are added to: 200 of a model of 50 us are over in one hiccup of the machine."""
 PROMPTS = 16
 """Different batches of prompts that the rounds go through in turn."""
@@ -58,20 +60,21 @@ def time_rounds(
     seed: int,
     budget_s: float,
     settling_s: float = 0.0,
+    lasting_s: float = 0.0,
 ) -> np.ndarray:
     """Return seconds per call, float64 [models, rounds].
 
     feeds[m] are model m's batches, taken in turn, round r the r-th. At most `rounds`; fewer, but at least MIN_ROUNDS
-    (or `rounds`, if that is less), where they would take more than `budget_s`. Where the ratio of the first two models
-    drifts from round to round, as many are added again and again until it does no longer, for at most `settling_s`; so
-    are they where fewer than SURE_ROUNDS were made. Only that decides, never the ratio itself, so that its interval
-    keeps its promise.
+    (or `rounds`, if that is less), where they would take more than `budget_s`; more, where they would not last
+    `lasting_s`. Where the ratio of the first two models drifts from round to round, as many are added again and again
+    until it does no longer, for at most `settling_s`; so are they where fewer than SURE_ROUNDS were made. Only that
+    decides, never the ratio itself, so that its interval keeps its promise.
     """
     rng = np.random.default_rng(seed)
     pace = [_warm_up(session, batches, warmup) for session, batches in zip(sessions, feeds, strict=True)]
     repeats = [1 if seconds >= SETTLED_S else 2 for seconds in pace]
     per_round = max(1e-9, sum(seconds * calls for seconds, calls in zip(pace, repeats, strict=True)))
-    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / per_round)))
+    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / per_round)), int(lasting_s / per_round))
 
     def run_rounds(first: int, n: int) -> np.ndarray:
         seconds = np.empty((len(sessions), n))

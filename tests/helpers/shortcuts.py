@@ -24,7 +24,7 @@ def without_probes() -> Iterator[None]:
 def few_rounds() -> Iterator[None]:
     """Time in the fewest rounds that give an interval, whether they drift or not."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SETTLING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
+        for name in ("LASTING_S", "SETTLING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
             patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
         patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
         patch.setattr("runtime.judge.validate.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
