@@ -107,40 +107,50 @@ def settling_subjects() -> Iterator[Subject]:
 
 
 def pace_subjects() -> Iterator[Subject]:
-    """Speed-ups on a machine of two paces, which takes turns in seconds and slows one of the models more.
+    """Speed-ups on a machine of two paces that take turns, of which the slow one holds up the candidate more.
 
-    The rounds are those of so many seconds; a pace lasts two on average in its slower, four in its faster turn.
+    `n` are seconds of rounds, and as many again are added while they drift. The slow pace lasts two seconds on average,
+    the fast one four. What outlasts the rounds is not seen: this tells how often that deceives.
     """
     for a_second in (100, 1000):
 
         def draw(rng: Rng, n: int, a_second: int = a_second) -> Mapping[str, Evidence]:
-            slow, lasts, rounds = rng.random() < 1 / 3, (4 * a_second, 2 * a_second), n * a_second
-            paces = np.empty(rounds, bool)
-            begun = 0
-            while begun < rounds:
-                ended = begun + 1 + int(rng.exponential(lasts[slow]))
-                paces[begun:ended] = slow
-                begun, slow = ended, not slow
-            seconds = np.exp(0.05 * rng.normal(size=(2, rounds))) * np.where(rng.random((2, rounds)) < 0.02, 3.0, 1.0)
-            seconds[0] *= np.where(paces, 1.4, 1.0)
-            seconds[1] *= np.where(paces, 1.4 * SLOWED, 1.0) / FASTER
-            return {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
+            most = 2 * n * a_second
+            is_slow = _draw_paces(rng, most, 4 * a_second, 2 * a_second)
+            seconds = np.exp(PACES.noise * rng.normal(size=(2, most)))
+            seconds *= np.where(rng.random((2, most)) < PACES.spikes, 3.0, 1.0)
+            seconds *= np.where(is_slow, [[1.4], [1.4 * HELD_UP]], 1.0)
+            seconds[1] /= FASTER
+            first = n * a_second
+            made = most if may_drift(seconds[0, :first] / seconds[1, :first]) else first
+            return {"latency_p50": timing_evidence("latency_p50", 50, seconds[:, :made], Judgement())}
 
-        ratios = Machine(0, 0, math.hypot(0.05, 0.05))
-        truths: dict[Rule, float] = {("latency_p50", "min_speedup"): FASTER * _find_median_of_paces(ratios)}
-        yield Subject("two paces", f"{a_second} rounds a second", draw, truths, sizes=(2, 5, 20, 60))
+        truths: dict[Rule, float] = {("latency_p50", "min_speedup"): FASTER * _find_median_of_paces()}
+        yield Subject("two paces", f"{a_second} rounds a second", draw, truths, sizes=(1, 5, 10, 30))
 
 
-def _find_median_of_paces(ratios: Machine) -> float:
-    """Return the median of ratios a third of which are SLOWED; spikes of either side are as many above as below."""
-    normal = NormalDist(0, ratios.noise)
+def _draw_paces(rng: Rng, rounds: int, fast: float, slow: float) -> Array:
+    """Return for each round whether the machine is slow, bool [rounds]; paces last so many rounds on average."""
+    paces, begun, is_slow = np.empty(rounds, bool), 0, bool(rng.random() < slow / (fast + slow))
+    while begun < rounds:
+        ended = begun + 1 + int(rng.exponential(slow if is_slow else fast))
+        paces[begun:ended] = is_slow
+        begun, is_slow = ended, not is_slow
+    return paces
+
+
+def _find_median_of_paces() -> float:
+    """Return the median of baseline over candidate where a third of the rounds hold the candidate up, by halving."""
+    normal, once = NormalDist(0, math.sqrt(2) * PACES.noise), PACES.spikes * (1 - PACES.spikes)
+    spikes = ((1 - 2 * once, 0.0), (once, math.log(3)), (once, -math.log(3)))  # of neither or both, of one of them
     low, high = -1.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        below = 0.0
-        for share, shift in ((2 / 3, 0.0), (1 / 3, -math.log(SLOWED))):
-            for chance, spike in ((0.9608, 0.0), (0.0196, math.log(3)), (0.0196, -math.log(3))):
-                below += share * chance * normal.cdf(middle - shift - spike)
+        below = sum(
+            share * chance * normal.cdf(middle + held_up - spike)
+            for share, held_up in ((2 / 3, 0.0), (1 / 3, math.log(HELD_UP)))
+            for chance, spike in spikes
+        )
         low, high = (middle, high) if below < 0.5 else (low, middle)
     return math.exp(low)
 
@@ -160,8 +170,10 @@ def limited_subjects() -> Iterator[Subject]:
         yield Subject(name, shape, draw, {(name, "min"): rate, (name, "min_speedup"): 0.5, (name, "max_drop"): rate})
 
 
-SLOWED = 1.25
-"""How much more a candidate suffers from the slow one of two paces."""
+PACES = Machine(0, 0, 0.05, spikes=0.02)
+"""Either of them."""
+HELD_UP = 1.25
+"""How much more the slow pace slows the candidate than the baseline."""
 MOST_ADDED = 16
 """How many times as many rounds `timing.time_rounds` has made when its time is up, in this simulation."""
 TOKENS = 16
@@ -223,7 +235,6 @@ def process_subjects() -> Iterator[Subject]:
 def time_subjects() -> Iterator[Subject]:
     yield from timing_subjects()
     yield from settling_subjects()
-    yield from pace_subjects()
     yield from limited_subjects()
     yield from request_subjects()
     yield from process_subjects()

@@ -78,8 +78,17 @@ def run_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator
 def run_tokens(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
     """Yield the outputs by name, batch by batch, without what was computed of padding: for statistics."""
     for feeds in batches:
-        for outputs in run_batches(session, [feeds]):
-            yield {name: drop_padding(values, feeds.get(MASK)) for name, values in outputs.items()}
+        yield _drop_all_padding(next(run_batches(session, [feeds])), feeds.get(MASK))
+
+
+def take_each(outputs: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield what is in the mapping, in order, and take it out: it is gone before the next batch is computed."""
+    for name in list(outputs):
+        yield name, outputs.pop(name)
+
+
+def _drop_all_padding(outputs: dict[str, np.ndarray], mask: np.ndarray | None) -> dict[str, np.ndarray]:
+    return {name: drop_padding(values, mask) for name, values in outputs.items()}
 
 
 def drop_padding(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:

@@ -308,10 +308,16 @@ class Pursuit:
         """Fit a structure to the needs for each depth; where several may be the best, train these a little."""
         taste, n = self.plan_race()
         mixtures = DEPTHS if len(self.ground.facts.removable or ()) > 1 else DEPTHS[-1:]
-        for depth in map(str, mixtures):
-            if depth not in self.known.fitted and len(self.list_fitted()) < n:
-                self.known.fitted[depth] = self.fit(needs, float(depth))
-                self.keep()
+        last = self.seconds_left() * (1 - RACE)
+        for depth in (depth for depth in map(str, mixtures) if depth not in self.known.fitted):
+            if len(self.list_fitted()) >= n:
+                break
+            begun = self.seconds_left()
+            self.known.fitted[depth] = self.fit(needs, float(depth))
+            self.keep()
+            took = begun - self.seconds_left()
+            if self.list_fitted() and self.seconds_left() - took - taste < last:
+                break  # the time is better spent on training what there is
         self.known.raced = self.known.raced or self.choose_racing()
         self.keep()
         for name in self.known.raced if len(self.known.raced) > 1 else ():

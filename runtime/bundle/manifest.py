@@ -234,7 +234,8 @@ class Benchmark:
     warmup: int = 10
     """Calls that are run first and not counted."""
     iterations: int = 100
-    """Calls that are counted, for each of baseline and candidate."""
+    """Calls that are counted, for each of baseline and candidate; more where a gate is about speed (ten seconds of
+    them), and where it drifts."""
     threads: int = 1
     """Threads inside one operator."""
     sequence_length: int | None = None

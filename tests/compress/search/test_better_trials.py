@@ -91,6 +91,23 @@ def test_before_the_end_of_a_race_values_decide_and_in_full_intervals(tmp_path: 
     assert [each.number for each in rank(cheap, lambda each: each.last, search)] == [0, 1]
 
 
+def test_what_misses_one_tight_gate_is_nearer_than_what_misses_two_by_half(tmp_path: Path) -> None:
+    """However wide its interval is: a drop of 0.0136 of 0.010, up to 0.0213, against half of size and speed."""
+    search = searched(tmp_path).search
+    assert search is not None
+    runs = []
+    for size, drop, wide, speed in ((3.6, 0.0, 0.001, 2.4), (6.1, 0.0136, 0.0077, 4.6)):
+        report = make_report(size, drop, limit=0.01)
+        report["gates"][0]["interval"] = [drop - wide, drop + wide]
+        for metric, rule, value in (("size_ratio", "min 6", size), ("latency_p50", "min_speedup 4", speed)):
+            holds = value >= float(rule.split()[1])
+            gate = {"metric": metric, "rule": rule, "value": value, "interval": [value, value], "holds": holds}
+            report["gates"].append({**gate, "verdict": "pass" if holds else "fail", "why": ""})
+        runs.append(Run(0, 1.0, "judged", goals=read_goals(report, search), gates=read_gates(report)))
+    nearest = find_nearest([Trial(i, 0, {}, (run,)) for i, run in enumerate(runs)], search)
+    assert nearest is not None and nearest.number == 1
+
+
 def test_a_forecast_refuses_only_what_is_far_from_its_gate() -> None:
     from compress.search.outcome import explain_foreseen_miss
 

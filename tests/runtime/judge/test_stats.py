@@ -16,6 +16,7 @@ from runtime.judge.stats import (
     divide,
     exact,
     fresh_processes_needed,
+    is_drifting,
     paired_difference,
     paired_ratio,
     percentile_interval,
@@ -274,12 +275,29 @@ def test_rounds_that_follow_each_other_count_as_fewer() -> None:
         widths.append(found.high - found.low)
     assert widths[0] > 2 * widths[1]
     drifting = percentile_interval(walk[:60], 50, 0.95)
-    assert (drifting.low, drifting.high, drifting.method) == (
-        min(walk[:60]),
-        max(walk[:60]),
-        "range of drifting rounds",
-    )
+    assert (drifting.low, drifting.high) == (min(walk[:60]), max(walk[:60]))
+    assert drifting.method == "range of drifting rounds"
     assert "would be needed" in percentile_interval(walk[:29], 50, 0.95).lacking
+
+
+def test_a_call_that_was_held_up_does_not_widen_the_range_of_what_drifts() -> None:
+    """Two paces, of 1 and 2; now and then a call takes ten times as long, which is neither."""
+    rng = np.random.default_rng(0)
+    times = np.where(np.arange(400) // 100 % 2, 2.0, 1.0) + 0.01 * rng.normal(size=400)
+    held_up = np.where(rng.random(400) < 0.03, 10.0, 1.0)
+    found = percentile_interval(times * held_up, 50, 0.95)
+    assert found.method == "range of drifting rounds"
+    assert 0.98 < found.low < 1.0 and 2.0 < found.high < 2.05
+
+
+def test_a_pace_that_lasts_for_seconds_counts_as_often_as_it_changed() -> None:
+    """However many rounds there are in a second: 300 turns are 300 turns."""
+    for a_turn in (5, 500):
+        rng = np.random.default_rng(0)
+        times = np.repeat(rng.normal(size=300), a_turn) + rng.normal(size=300 * a_turn)
+        assert not is_drifting(times)
+        widths = [(lambda e: e.high - e.low)(percentile_interval(t, 50, 0.95)) for t in (times, rng.permutation(times))]
+        assert widths[0] > 2 * widths[1]
 
 
 def test_calls_that_share_a_round_count_as_fewer() -> None:

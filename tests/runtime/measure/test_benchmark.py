@@ -16,23 +16,26 @@ import pytest
 
 from runtime.backends import BACKENDS, tensorrt
 from runtime.bundle.engine import EngineRecord
-from runtime.bundle.format import Benchmark, Judgement, read_manifest, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement, read_manifest, write_bundle
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.alternatives import available_others
 from runtime.measure.benchmark import (
+    LATENCIES,
+    RATES,
     BenchmarkResult,
     backend_of,
     benchmark,
     choose_backend,
+    find_lasting_s,
     graph_backend,
     settings_for,
     speed_evidence,
 )
 from runtime.measure.environment import cpu_info, environment
 from runtime.measure.probe import probe
-from runtime.measure.timing import MIN_ROUNDS, SURE_ROUNDS, time_rounds
+from runtime.measure.timing import LASTING_S, MIN_ROUNDS, SURE_ROUNDS, time_rounds
 from runtime.measure.workload import make_feeds, stretch
 from runtime.metrics import MEASURED
 from runtime.nvidia.gpu import Gpu
@@ -153,12 +156,14 @@ class Clock:
         return self.now
 
 
-def rounds_made(monkeypatch: pytest.MonkeyPatch, pace_of_b: Callable[[int], float]) -> int:
+def rounds_made(
+    monkeypatch: pytest.MonkeyPatch, pace_of_b: Callable[[int], float], settling_s: float = 5.0, lasting_s: float = 0.0
+) -> int:
     clock = Clock({"a": lambda call: 0.01 + 1e-4 * (call * 7 % 13), "b": pace_of_b})
     monkeypatch.setattr("runtime.measure.timing._time_call", clock.timed)
     monkeypatch.setattr("runtime.measure.timing.time.perf_counter", clock.perf_counter)
     feeds = [{"x": np.array([0])}]
-    return time_rounds([Recorder(n, []) for n in "ab"], [feeds, feeds], 40, 1, 0, 60.0, 5.0).shape[1]
+    return time_rounds([Recorder(n, []) for n in "ab"], [feeds, feeds], 40, 1, 0, 60.0, settling_s, lasting_s).shape[1]
 
 
 def test_rounds_whose_ratio_drifts_are_added_to_until_it_does_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +174,15 @@ def test_rounds_whose_ratio_drifts_are_added_to_until_it_does_no_longer(monkeypa
     assert slower_once in (80, 160)
     for_ever = rounds_made(monkeypatch, lambda call: 0.01 * (1 + call / 100))
     assert 100 < for_ever < 200, "all of five seconds, no more"
+
+
+def test_rounds_last_as_long_as_a_gate_on_speed_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.measure.timing.SURE_ROUNDS", 0)
+    lasting = rounds_made(monkeypatch, lambda call: 0.01, settling_s=0.0, lasting_s=8.0)
+    assert 180 <= lasting <= 220  # both are called twice a round, 10 ms each
+    gates = [Gate("latency_p95", max=5.0), Gate("top1", max_drop=0.01)]
+    assert find_lasting_s(gates, LATENCIES) == LASTING_S
+    assert find_lasting_s(gates, RATES) == find_lasting_s([], LATENCIES) == 0.0
 
 
 def test_every_round_calls_each_model_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
