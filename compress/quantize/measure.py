@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.layers import find_layers
-from compress.graph.run import TAPPED, Feeds, open_session, run_batches, tap
+from compress.graph.run import TAPPED, Feeds, open_session, run_batches, take_each, tap
 from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
@@ -87,10 +87,10 @@ def layer_sqnr_db(
     signal, noise = dict.fromkeys(tensors.values(), 0.0), dict.fromkeys(tensors.values(), 0.0)
     for feeds in batches:
         exact, rounded = next(run_batches(plain, [feeds])), next(run_batches(other, [feeds]))
-        for name, values in exact.items():
+        for name, values in take_each(exact):
             key = name.removesuffix(TAPPED)
             signal[key] += float(np.square(values, dtype=np.float64).sum())
-            noise[key] += float(np.square(values.astype(np.float64) - rounded[name]).sum())
+            noise[key] += float(np.square(values.astype(np.float64) - rounded.pop(name)).sum())
     return {layer: decibel(signal[tensor], noise[tensor]) for layer, tensor in tensors.items()}
 
 
