@@ -22,7 +22,7 @@ from measuring import ONNXRUNTIME, THREADS, Entry, feeds_for, open_judged, speed
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.peaks import measure_peaks, time_products
-from runtime.measure.profile import ProfileOrder, profile_models
+from runtime.measure.profile_models import ProfileOrder, profile_models
 
 NEEDS = (
     *("data/stsb/sts-train.csv", "data/stsb/sts-dev.csv", "data/cifar10/test.npz", "data/bccd/JPEGImages"),

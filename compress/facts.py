@@ -54,6 +54,11 @@ class LayerFacts:
         return math.prod(self.shape)
 
     @property
+    def n_outputs(self) -> int:
+        """Count the numbers that it gives for one sample, by its multiplications; 0 for a table."""
+        return self.macs * self.shape[0] // max(self.n_weights, 1)
+
+    @property
     def n_bytes(self) -> int:
         return math.ceil(self.n_weights * self.bits / 8)
 

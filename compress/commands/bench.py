@@ -50,7 +50,7 @@ from runtime.backends import BACKENDS
 from runtime.bundle.files import write_whole
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
-from runtime.measure.environment import cpu_info, environment
+from runtime.measure.environment import cpu_info, environment, say_busy
 
 BUDGET_S = 300.0
 FEWEST, MOST_CALIBRATED, MOST_EVALUATED, MACS = 64, 128, 512, 5e10
@@ -545,10 +545,7 @@ def _list_notes(bench: Bench, table: BenchTable) -> tuple[str, ...]:
         ]
     if computes_bfloat16("cpu") and any(row.backend == "openvino" and row.state == "measured" for row in table.rows):
         notes.append("openvino: what is not in integers computes in bfloat16 on this processor, as float32, too")
-    load, cores = environment(table.threads)["load_average"], environment(table.threads)["cores"]
-    if load is not None and cores is not None and load > cores:
-        notes.append(f"the machine was busy: load average {load:g} on {cores} cores; measure again when it is idle")
-    return tuple(notes)
+    return tuple(filter(None, [*notes, say_busy(environment(table.threads))]))
 
 
 def _write_winner(bench: Bench, table: BenchTable) -> str:

@@ -321,6 +321,10 @@ class _Run:
         if self.on_blocks(number):
             return self.base_bytes + max(self._training(number).memory_bytes, self.stream_bytes(number))
         calibrated = self.volumes.batch * self.before.peak_activation_bytes if pass_.needs_calibration else 0
+        if (
+            calibrated and pass_.stage_on(self.before) == "graph"
+        ):  # all layers' outputs, float and rounded, are compared
+            calibrated += 2 * FLOAT_BYTES * self.volumes.batch * sum(layer.n_outputs for layer in self.before.layers)
         held = self.graph_bytes() if self.recipe.has_onnx else self.base_bytes
         return held + max(self._training(number).memory_bytes, calibrated)
 

@@ -353,7 +353,7 @@ class Pursuit:
     def fit(self, needs: Needs, depth: float) -> str:
         """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
 
-        Returns the name of the one that has what is needed with the least beyond it; else of the nearest; "" where
+        Returns the name of the one that has what is needed, untrained the best of them; else of the nearest; "" where
         nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
@@ -379,11 +379,13 @@ class Pursuit:
                 break
             structure = better
 
-        def excess(name: str) -> tuple[float, float]:
-            size, speed = tried[name].size or 1.0, tried[name].speed or 1.0
-            return max(size / ENOUGH["size"], speed / ENOUGH["speed"], 1.0), -size * speed
+        def lack(name: str) -> tuple[float, ...]:
+            run = self.run_of(f"{name}{UNTRAINED}", SHORT)
+            assert run is not None
+            lacking = max(tried[name].size / ENOUGH["size"], tried[name].speed / ENOUGH["speed"], 1.0)
+            return lacking, *self.rank_key(run)
 
-        return min(tried, key=excess, default="")
+        return min(tried, key=lack, default="")
 
     def plan_race(self) -> tuple[float, int]:
         """Return the seconds of training for each structure, and how many structures there is time for."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.bundle.onnx_file import GraphFacts
-from runtime.judge.causes import FIXED_COST_MS
+from runtime.judge.causes_operators import FIXED_COST_MS
 from runtime.judge.evidence import Evidence
 from runtime.judge.why import Explanation
+from runtime.measure.environment import say_busy
 from runtime.report.units import interval_words
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
@@ -207,12 +208,7 @@ def _format_closeness(row: Mapping[str, Any]) -> str:
 
 def noisy(evidence: Mapping[str, Evidence], environment: Mapping[str, Any]) -> list[str]:
     """Warn where the machine had other work, or p99 is far above p50: then no latency here is worth much."""
-    sentences = []
-    load, cores = environment.get("load_average"), environment.get("cores")
-    if load is not None and cores is not None and load > cores:
-        sentences.append(
-            f"The machine was busy: load average {load:g} on {cores} cores. Measure again when it is idle."
-        )
+    sentences = list(filter(None, [say_busy(environment)]))
     p50, p99 = evidence["latency_p50"], evidence["latency_p99"]
     sides = [(p50.candidate, p99.candidate), *([(p50.baseline, p99.baseline)] if p50.baseline and p99.baseline else [])]
     spread = max(late.value / usual.value for usual, late in sides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from runtime.errors import UsageError
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.benchmark import Variant, backend_of, list_variants
+from runtime.measure.environment import environment, say_busy
 from runtime.measure.peaks import measure_peaks, time_products
-from runtime.measure.profile import PROFILERS, ProfileOrder, profile_models
+from runtime.measure.profile_models import PROFILERS, ProfileOrder, profile_models
 from runtime.measure.timing import make_prompts, make_sources, run_request
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
@@ -43,7 +45,8 @@ def explain_path(path: str | Path, backend: str | None = None, threads: int | No
         )
     if (reason := explain_unprofiled(manifest, chosen)) is not None:
         raise UsageError(f"{root}: {reason}")
-    return explain_bundle(root, manifest, read_samples(root, manifest), chosen, threads)
+    busy = say_busy(environment(0))  # before the profile's own work
+    return replace(explain_bundle(root, manifest, read_samples(root, manifest), chosen, threads), busy=busy)
 
 
 def explain_unprofiled(manifest: Manifest, backend: str) -> str | None:

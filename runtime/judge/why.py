@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from runtime.judge.causes import FINDERS, QUANTIZING, Cause, round_digits
+from runtime.judge.cause import Cause, round_digits
+from runtime.judge.causes import FINDERS
+from runtime.judge.causes_int8 import QUANTIZING
 from runtime.judge.twins import ProfiledPair
 from runtime.measure.peaks import Peaks
 from runtime.measure.profile import NodeTime, Profile
@@ -72,6 +74,8 @@ class Explanation:
     """Q, DQ and casts that are executed: operator -> their time. Empty: all were fused or folded."""
     causes: tuple[Cause, ...] = ()
     """The most worth ending first."""
+    busy: str = ""
+    """A sentence where the machine had other work as the profile began, so that its times say little."""
 
 
 def explain(pair: ProfiledPair, unit: str = "call") -> Explanation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def environment(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _find_version(name))} | plugin_versions(),
     }
+
+
+def say_busy(machine: Mapping[str, Any]) -> str:
+    """Return a sentence where an `environment` had more work than cores; else ""."""
+    load, cores = machine.get("load_average"), machine.get("cores")
+    if load is None or cores is None or load <= cores:
+        return ""
+    return f"The machine was busy: load average {load:g} on {cores} cores. Measure again when it is idle."
 
 
 def cpu_info(path: Path = Path("/proc/cpuinfo")) -> tuple[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.judge.causes import Cause
+from runtime.judge.cause import Cause
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime
 from runtime.report.units import ms_text
 
@@ -83,6 +83,8 @@ def render_explanation(explanation: Explanation) -> str:
 
 def _render_lines(explanation: Explanation) -> Iterator[str]:
     yield headline(explanation)
+    if explanation.busy:
+        yield explanation.busy
     yield ""
     yield from align([OPERATOR_HEADS, *operator_cells(explanation)])
     yield ""

@@ -19,7 +19,8 @@ from runtime.bundle.onnx_file import Graph, GraphNode
 from runtime.judge.twins import ProfiledPair, match_twins
 from runtime.judge.why import Explanation, explain
 from runtime.measure.peaks import Peaks, Product
-from runtime.measure.profile import NodeTime, Profile, Tensor, profile_model
+from runtime.measure.profile import NodeTime, Profile, Tensor
+from runtime.measure.profile_models import profile_model
 
 ZEN4 = Peaks({"float32": 100.0, "uint8": 430.0, "int8": 34.0}, 20.0)
 """Measured on a CPU with VNNI in ONNX Runtime 1.31: signed by signed int8 is the slow path."""

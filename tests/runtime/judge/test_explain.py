@@ -16,6 +16,7 @@ from runtime.judge import explain, validate
 from runtime.judge.explain import explain_path, explain_unprofiled
 from runtime.judge.twins import ProfiledPair
 from runtime.measure.peaks import Peaks
+from runtime.report.why import render_explanation
 
 KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
 
@@ -63,6 +64,12 @@ def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, mon
         report = validate.validate(bundle, ["onnxruntime-cpu"])
     assert report.verdict == "pass"
     assert "Why it is no faster is not known: its profile failed: no room" in report.advice
+
+
+def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "environment", lambda threads: {"load_average": 9.5, "cores": 2})
+    found = explain_path(make_bundle("image", tmp_path / "image"))
+    assert found.busy.startswith("The machine was busy: load average 9.5") and found.busy in render_explanation(found)
 
 
 def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ from runtime.bundle.onnx_write import write_model
 from runtime.errors import BundleError
 from runtime.measure import peaks
 from runtime.measure.peaks import Peaks, Product, measure_peaks
-from runtime.measure.profile import Profile, average_undisturbed, profile_model, read_onnxruntime_profile
+from runtime.measure.profile import Profile, average_undisturbed
+from runtime.measure.profile_models import profile_model
+from runtime.measure.profile_onnxruntime import read_onnxruntime_profile
 
 
 def save_cnn(path: Path, external: bool = False) -> Path:

@@ -1,0 +1,142 @@
+"""Calls that ONNX Runtime profiles: the executed graph, which it writes, with the times of its nodes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runtime.backends import Feeds, Session
+from runtime.backends.base import EncoderDecoderSession, Options
+from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, open_handle, session_options
+from runtime.bundle.files import find_encoder, model_files
+from runtime.bundle.onnx_file import Graph, GraphNode, read_graph
+from runtime.errors import RuntimeFailure
+from runtime.measure.profile import NodeTime, Profile, Profiled, Tensor, average_undisturbed
+
+INT8_LEVEL = 4
+"""MatMulNBits' accuracy_level at which it multiplies in eight bits; below it does so in float32."""
+_CPU = ["CPUExecutionProvider"]
+_KERNEL = "_kernel_time"
+
+
+@dataclass
+class _OnnxRuntimeProfile:
+    session: Session
+    handle: Any
+    executed: Path
+    feeds: Feeds | None
+
+    def after_call(self) -> None:
+        pass
+
+    def read(self, keep: Callable[[int], bool]) -> Profile:
+        path = Path(self.handle.end_profiling())
+        try:
+            events = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # the disk was full, or a node's name is no JSON
+            raise RuntimeFailure(f"ONNX Runtime's profile cannot be read: {error}") from error
+        return read_onnxruntime_profile(events, read_graph(self.executed), self.feeds or {}, keep)
+
+
+def profile_onnxruntime(path: Path, threads: int, options: Options, feeds: Feeds | None, folder: Path) -> Profiled:
+    settings: Any = session_options(threads)
+    settings.enable_profiling = True
+    settings.profile_file_prefix = str(folder / "profile")
+    executed = folder / "executed.onnx"
+    settings.optimized_model_filepath = str(executed)
+    # weights beside the graph: one file of more than 2 GiB cannot be written
+    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
+    model_files(path)
+    handle, inputs, outputs = open_handle(path, settings, ["CPUExecutionProvider"])
+    (folder / "weights.bin").unlink(missing_ok=True)
+    session: Session = OnnxRuntimeSession(path, inputs, outputs, handle)
+    encoder = find_encoder(path)
+    if encoder is not None:
+        plain = OnnxRuntimeSession(encoder, *_reorder(open_handle(encoder, session_options(threads), _CPU)))
+        session = EncoderDecoderSession(path, plain, session)
+    return _OnnxRuntimeProfile(session, handle, executed, feeds)
+
+
+def _reorder(opened: Any) -> tuple[Any, Any, Any]:
+    handle, inputs, outputs = opened
+    return inputs, outputs, handle
+
+
+def read_onnxruntime_profile(
+    events: Sequence[Mapping[str, Any]], executed: Graph, feeds: Feeds, keep: Callable[[int], bool]
+) -> Profile:
+    """Read ONNX Runtime's profile: the nodes of the executed graph with their mean times in undisturbed calls.
+
+    Events of subgraphs (If, Loop) are counted in their node's time. A time is in whole microseconds, so that a mean
+    of calls says more than a median.
+    """
+    runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda event: event["ts"])
+    chosen = [run for number, run in enumerate(runs) if keep(number)] or runs
+    names = Counter(node.name for node in executed.nodes)
+    by_name = {node.name: node for node in executed.nodes if node.name and names[node.name] == 1}
+    known = {tensor: Tensor(tensor, *facts, constant=True) for tensor, facts in executed.constants.items()}
+    known |= {name: Tensor(name, array.dtype.name, array.shape) for name, array in feeds.items()}
+    times: dict[str, list[float]] = defaultdict(list)
+    last: dict[str, Mapping[str, Any]] = {}
+    nodes = sorted((e for e in events if e["cat"] == "Node" and e["name"].endswith(_KERNEL)), key=lambda e: e["ts"])
+    position = 0
+    for run in chosen:
+        seen: Counter[str] = Counter()
+        while position < len(nodes) and nodes[position]["ts"] < run["ts"]:
+            position += 1
+        while position < len(nodes) and nodes[position]["ts"] <= run["ts"] + run["dur"]:
+            event = nodes[position]
+            name = event["name"].removesuffix(_KERNEL)
+            key = name if name in by_name else f"{event['args']['op_name']}#{seen[event['args']['op_name']]}"
+            seen[event["args"]["op_name"]] += name not in by_name
+            times[key].append(event["dur"] / 1000)
+            last.setdefault(key, event)
+            position += 1
+    unnamed = _number_by_operator(node for node in executed.nodes if node.name not in by_name)
+    timed: list[tuple[str, GraphNode]] = [
+        (key, node) for key in times if (node := by_name.get(key) or unnamed.get(key)) is not None
+    ]
+    for key, node in timed:
+        for output, kind in zip(
+            (o for o in node.outputs if o), last[key]["args"].get("output_type_shape", []), strict=False
+        ):
+            for dtype, shape in kind.items():  # one; none of a sequence
+                known[output] = Tensor(output, _numpy_name(dtype), tuple(shape))
+    return Profile(
+        "onnxruntime-cpu",
+        tuple(_make_node(key, node, average_undisturbed(times[key]), known) for key, node in timed),
+        len(chosen),
+    )
+
+
+def _number_by_operator(nodes: Iterable[GraphNode]) -> dict[str, GraphNode]:
+    """Return nodes without a name of their own by operator and number, as they follow each other in every call."""
+    counts: Counter[str] = Counter()
+    numbered = {}
+    for node in nodes:
+        numbered[f"{node.operator}#{counts[node.operator]}"] = node
+        counts[node.operator] += 1
+    return numbered
+
+
+def _make_node(name: str, node: GraphNode, ms: float, known: Mapping[str, Tensor]) -> NodeTime:
+    inputs = tuple(known.get(tensor, Tensor(tensor, "float32", None)) for tensor in node.inputs)
+    outputs = tuple(known.get(tensor, Tensor(tensor, "float32", None)) for tensor in node.outputs)
+    made = NodeTime(name, node.operator, ms, inputs, outputs, node.integers)
+    return replace(made, computes_in=_find_number_type(made))
+
+
+def _find_number_type(node: NodeTime) -> str:
+    if node.operator == "MatMulNBits":
+        return "uint8" if node.integers.get("accuracy_level", 0) >= INT8_LEVEL else "float32"
+    if node.operator == "DynamicQuantizeMatMul":
+        return "uint8"
+    return node.inputs[0].dtype if node.inputs else "float32"
+
+
+def _numpy_name(dtype: str) -> str:
+    return {"float": "float32", "double": "float64"}.get(dtype, dtype)
