@@ -26,7 +26,7 @@ class Batch:
     `rows`: int64 [b], their numbers in the training set. `feeds`: [b, ...] by parameter of forward. `weights`: float32
     [b], what each sample counts in a mean. `labels`: int64 [b] classes or float32 [b] scores. `augmented`: the feeds
     are not those of the rows as they are. `loss_mask`: int64 [b, T], 1 for each token whose prediction is learned;
-    None: all are. `drawn`: (step, micro-batch) of a training in which it came first; None: the rows as they are.
+    None: all are.
     """
 
     rows: np.ndarray
@@ -36,7 +36,6 @@ class Batch:
     mixed: Mixed | None = None
     augmented: bool = False
     loss_mask: Tensor | None = None
-    drawn: tuple[int, int] | None = None
 
     @property
     def mask(self) -> Tensor | None:

@@ -31,9 +31,8 @@ class Course:
     between two looks at the samples held out. `patience`: looks without a better one after which training ends; None:
     never. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall to zero by
     then, too, warm-up is the shorter and looks come the sooner, and what a run gives depends on the machine.
-    `ema_decay`: of the average of the states, which is kept in their place; 0: none. `views`: epochs after which the
-    samples come again as they were changed in these, in the same batches, but in another order; 0: always changed anew.
-    `save_seconds`: what a killed run may lose.
+    `ema_decay`: of the average of the states, which is kept in their place; 0: none. `save_seconds`: what a killed run
+    may lose.
     """
 
     steps: int
@@ -55,7 +54,6 @@ class Course:
     dropout: bool = False
     freeze_batchnorm: bool = False
     ema_decay: float = 0.0
-    views: int = 0
     save_seconds: float = 10.0
     seed: int = 0
 
@@ -91,21 +89,12 @@ def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
     return np.sort(order[n_held:]), np.sort(order[:n_held])
 
 
-def find_first(course: Course, n_rows: int, step: int) -> int:
-    """Return the step in which what this one learns from came first: the same rows, changed in the same way."""
-    n_new = course.views * n_rows // course.samples
-    if not n_new or step < n_new:
-        return step
-    turn, place = divmod(step, n_new)
-    return int(_permute(n_new, course.seed, 4, turn)[place])
-
-
 def step_rows(rows: Rows, course: Course, step: int) -> list[Rows]:
     """Return the rows of each micro-batch. Samples come in an endless row of permutations, one for each epoch."""
     first = step * course.samples
     numbers = np.arange(first, first + course.samples)
     epochs, places = numbers // len(rows), numbers % len(rows)
-    orders = {epoch: _permute(len(rows), course.seed, 1, epoch) for epoch in np.unique(epochs).tolist()}
+    orders = {epoch: _permute_rows(len(rows), course.seed, epoch) for epoch in np.unique(epochs).tolist()}
     drawn = np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)])
     return np.split(rows[drawn], course.accumulate)
 
@@ -120,6 +109,6 @@ def step_seed(course: Course, step: int, micro: int, rank: int) -> int:
     return int(np.random.default_rng([course.seed, 3, step, micro, rank]).integers(2**62))
 
 
-@lru_cache(maxsize=4)
-def _permute(n: int, *seeds: int) -> Rows:
-    return np.random.default_rng(seeds).permutation(n)
+@lru_cache(maxsize=2)
+def _permute_rows(n: int, seed: int, epoch: int) -> Rows:
+    return np.random.default_rng([seed, 1, epoch]).permutation(n)

@@ -1,7 +1,6 @@
-"""What a teacher gives for a batch: computed, read from disk where its outputs were kept, or remembered. Torch.
+"""What a teacher gives for a batch: computed, or read from disk where its outputs were kept. Torch.
 
 Kept outputs are worth their disk where every sample is seen again as it is: no augmentation, more than one epoch.
-Where samples are changed at random and come again so, answers are remembered by the batch.
 """
 
 from __future__ import annotations
@@ -37,25 +36,6 @@ class Kept:
     def __call__(self, batch: Batch) -> Seen:
         values = torch.from_numpy(np.ascontiguousarray(self.values[batch.rows]))
         return Seen({self.name: values.to(batch.weights.device)})
-
-
-class Remembering:
-    """A teacher that is asked once for each batch. Its answers stay in memory, on the CPU, as long as this does.
-
-    Of one training set and one way of changing it: a batch is known by its rows and by when it was first drawn.
-    """
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-        self.known: dict[tuple[bytes, tuple[int, int] | None], dict[str, Tensor]] = {}
-
-    def __call__(self, batch: Batch) -> Seen:
-        key = (batch.rows.tobytes(), batch.drawn)
-        if key not in self.known:
-            seen = self.answer(batch)
-            self.known[key] = {name: tensor.detach().cpu() for name, tensor in seen.outputs.items()}
-            return seen
-        return Seen({name: tensor.to(batch.weights.device) for name, tensor in self.known[key].items()})
 
 
 def keep_outputs(

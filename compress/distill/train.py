@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.course import (
     Course,
     Rows,
-    find_first,
     learning_rate,
     looks_due,
     progress_made,
@@ -205,17 +204,13 @@ class _Training:
         """Make one optimizer step; return its loss, or NaN if loss or gradient are not finite and nothing was done."""
         self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
         set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
-        batches = self._draw(find_first(self.course, len(self.rows), step))
+        drawn = enumerate(step_rows(self.rows, self.course, step))
+        batches = [self.lessons.batch(rows, step_random(self.course, step, k)) for k, rows in drawn]
         loss_sum = float(self.sum(self._where_it_fits(lambda: self._sum_gradients(step, batches))))
         if not math.isfinite(loss_sum) or not self._clip():
             return math.nan
         self._apply(step)
         return loss_sum
-
-    def _draw(self, step: int) -> list[Batch]:
-        drawn = enumerate(step_rows(self.rows, self.course, step))
-        made = [self.lessons.batch(rows, step_random(self.course, step, k)) for k, rows in drawn]
-        return [replace(batch, drawn=(step, k)) for k, batch in enumerate(made)]
 
     def _sum_gradients(self, step: int, batches: Sequence[Batch]) -> Tensor:
         """Set the gradients of this process's part of a step; return its part of the loss."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from compress.models.load import TorchModel
 
 EPOCHS = 10.0
-AUTOMATIC = ("learning_rate", "optimizer", "precision", "augment", "ema_decay", "views")
+AUTOMATIC = ("learning_rate", "optimizer", "precision", "augment", "ema_decay")
 """What a pass that finds its settings may be left to find."""
 AVERAGED = 20
 """A run's steps over those that `ema_decay: auto` averages."""
@@ -48,10 +48,6 @@ Layers = tuple[tuple[str, str], ...] | LayerPattern
 UNIFORM = "uniform"
 CACHE_BYTES = 2 * 2**30
 """Of a teacher's outputs that `teacher_cache: auto` keeps on disk, at most."""
-VIEWS = 8
-"""Of each sample, that `views: auto` asks for."""
-REMEMBERED_BYTES = 256 * 2**20
-"""Of a teacher's answers to these, at most."""
 
 
 class Augmentation(Record):
@@ -133,7 +129,7 @@ class TrainingPass(Pass):
 
     @model_validator(mode="after")
     def _check_auto(self) -> TrainingPass:
-        left = [name for name in AUTOMATIC if getattr(self, name, None) == "auto"]
+        left = [name for name in AUTOMATIC if getattr(self, name) == "auto"]
         if left and not self.finds_settings:
             raise ValueError(f"{' and '.join(left)}: auto is for distill, and for qat of W8A8; say what it is to be")
         if self.optimizer == "auto" and self.learning_rate != "auto":
@@ -343,9 +339,6 @@ class LearningPass(TrainingPass):
     """Term of the loss; null: not in it."""
     teacher_cache: Literal["auto"] | bool = "auto"
     """Keep the teacher's outputs on disk; auto: where samples come again unchanged and 2 GiB hold them."""
-    views: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """Ways in which `augment` changes each image: after so many epochs their batches come again in another order, and
-    the teacher's answers to them are remembered. null: always changed anew; auto: 8, where 256 MiB hold the answers."""
 
     @property
     def by_default(self) -> bool:
@@ -385,13 +378,6 @@ class LearningPass(TrainingPass):
                 f"{self.kind}: teacher_cache: only one vector a sample can be kept, and only without augment, hidden "
                 "and attention; leave it at auto"
             )
-        if self.n_views and self.augment != "auto" and not self.changes.any:
-            problems.append(f"{self.kind}: views: without augment there is one view of each sample; leave it out")
-        if self.n_views and not self._find_answer_width(facts):
-            problems.append(
-                f"{self.kind}: views: only a teacher's answer of one vector a sample can be remembered, and only "
-                "without hidden and attention; leave it out"
-            )
         return problems + _layer_problems(self, facts)
 
     def describe_loss(self, task: str) -> str:
@@ -429,31 +415,6 @@ class LearningPass(TrainingPass):
         n_bytes, course = 4 * n_samples * self._find_width(facts), self.course(n_samples, 0)
         again = course.steps * course.samples > n_samples
         return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
-
-    @property
-    def n_views(self) -> int:
-        """Return the views of each sample; 0: as many as epochs, or that is to be found."""
-        return self.views if isinstance(self.views, int) else 0
-
-    def find_views(self, facts: ModelFacts | TorchModel, n_samples: int) -> int | None:
-        """Return the views that `auto` stands for, once it is known how images are changed."""
-        n_bytes = 4 * VIEWS * n_samples * self._find_answer_width(facts)
-        return VIEWS if self.changes.any and 0 < n_bytes <= REMEMBERED_BYTES else None
-
-    def course(self, n_samples: int, seed: int) -> Course:
-        return replace(super().course(n_samples, seed), views=self.n_views)
-
-    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
-        cost = super().estimate_training(facts, n_samples, forward_seconds)
-        remembered = 4 * self.n_views * n_samples * self._find_answer_width(facts)
-        if self.views == "auto":
-            remembered = min(4 * VIEWS * n_samples * self._find_answer_width(facts), REMEMBERED_BYTES)
-        return replace(cost, memory_bytes=cost.memory_bytes + remembered)
-
-    def _find_answer_width(self, facts: ModelFacts | TorchModel) -> int:
-        """Count the numbers of a teacher's answer for one sample; 0 where it is not asked, or for no such vector."""
-        terms = self.terms(facts.task)
-        return self._find_width(facts) if terms.outputs_alone and (terms.logits or terms.output) else 0
 
     def _find_width(self, facts: ModelFacts | TorchModel) -> int:
         """Count the numbers that the teacher's only output has for one sample; 0 where that is not fixed."""

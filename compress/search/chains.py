@@ -232,7 +232,6 @@ def train(seconds: float) -> dict[str, Any]:
         "precision": "auto",
         "augment": "auto",
         "ema_decay": "auto",
-        "views": "auto",
         "max_seconds": round(seconds, 1),
     }
 
@@ -247,7 +246,7 @@ def train_rounded(format_passes: Passes, seconds: float) -> Passes:
     """Return the passes that train the model with its numbers rounded as a format rounds them; [] where none does."""
     kinds = {given["kind"]: given for given in format_passes}
     if "int8" in kinds and kinds["int8"].get("mode") != "dynamic":
-        found = {"learning_rate": "auto", "augment": "auto", "views": "auto"}
+        found = {"learning_rate": "auto", "augment": "auto"}
         return [{"kind": "qat", "scheme": "W8A8", **found, "epochs": MOST_EPOCHS, "max_seconds": round(seconds, 1)}]
     weights = next((given for given in format_passes if "bits" in given), None)
     if weights is None:

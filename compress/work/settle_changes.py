@@ -1,4 +1,4 @@
-"""`augment`, `precision` and `views: auto`: what the teacher goes on recognising, and what the device computes fast.
+"""`augment: auto` and `precision: auto`: what the teacher goes on recognising, and what the device computes fast.
 
 An image changed at random teaches only while the teacher still knows what it sees: a mirrored digit does not.
 So each change is tried on the teacher alone, and kept where it gives nearly all images the class that it gave before.
@@ -18,7 +18,7 @@ from compress.context import PassContext, TrainSet
 from compress.distill.lessons import is_channels_first, shift_images
 from compress.facts import Note
 from compress.models.load import TorchModel
-from compress.passes.training import Augmentation, LearningPass
+from compress.passes.training import Augmentation, TrainingPass
 from compress.quantize.outputs import first_output
 from compress.tasks import find_torch_task
 from compress.work.settled import Settled
@@ -34,7 +34,7 @@ BLENDED = 1.0
 """Beta's alpha where images are blended; what a blend is, the teacher says."""
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Of processors that multiply in bfloat16."""
-Pass = TypeVar("Pass", bound=LearningPass)
+Pass = TypeVar("Pass", bound=TrainingPass)
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
@@ -47,8 +47,6 @@ def settle_changes(
         found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
     if knobs.precision == "auto":
         found["precision"] = "bfloat16" if computes_bfloat16(context.device) else "float32"
-    if knobs.views == "auto":
-        found["views"] = knobs.model_copy(update=found).find_views(loaded, trainset.n)
     if not found:
         return knobs, Settled()
     note = Note("info", f"{knobs.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")

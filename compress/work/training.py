@@ -39,7 +39,7 @@ from compress.distill.objective import (
     total_loss,
 )
 from compress.distill.student import rename_inputs
-from compress.distill.teacher import Answer, Remembering, keep_outputs
+from compress.distill.teacher import Answer, keep_outputs
 from compress.distill.training_log import TrainLog, numbers, summary
 from compress.distill.watch import Seen, Watched, attention_modules, module_names
 from compress.errors import PassError
@@ -148,8 +148,6 @@ def objective(
         answer = _make_answer(answering, teacher, pooling)
         if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
-        elif knobs.n_views:
-            answer = Remembering(answer)
         weighted = _weigh_terms(terms, compared, loaded)
         yield Objective(_make_loss(weighted, watched, answer, pooling), compared.projections, compared.notes)
 

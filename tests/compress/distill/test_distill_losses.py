@@ -10,7 +10,7 @@ import pytest
 import torch
 from distilling import COURSE
 
-from compress.distill.course import find_first, learning_rate, looks_due, split_rows, step_random, step_rows, step_seed
+from compress.distill.course import learning_rate, looks_due, split_rows, step_random, step_rows, step_seed
 from compress.distill.lessons import blend_images, flip_images, is_channels_first, shift_images
 from compress.distill.losses import (
     Pooling,
@@ -136,15 +136,6 @@ def test_every_epoch_has_every_row_once() -> None:
     assert drawn[:27].tolist() != drawn[27:54].tolist()
     whole = step_rows(rows, replace(course, batch_size=12, accumulate=1), 4)
     assert np.concatenate(step_rows(rows, course, 4)).tolist() == whole[0].tolist()
-
-
-def test_after_its_views_every_step_comes_again_once_a_turn() -> None:
-    course = replace(COURSE, batch_size=6, views=3)  # of 27 rows: 13 steps that are new, and half a batch is left out
-    drawn = [find_first(course, 27, step) for step in range(39)]
-    assert drawn[:13] == list(range(13))
-    assert sorted(drawn[13:26]) == sorted(drawn[26:]) == drawn[:13] and drawn[13:26] != drawn[26:]
-    assert [find_first(replace(course, views=0), 27, step) for step in (0, 40)] == [0, 40]
-    assert find_first(replace(course, views=1), 5, 7) == 7  # not a whole batch: nothing comes again
 
 
 def test_what_is_drawn_follows_from_seed_and_step() -> None:

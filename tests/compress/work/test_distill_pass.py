@@ -142,10 +142,6 @@ def test_what_is_wrong_is_said_by_the_plan() -> None:
     )
     cached = Distill(teacher_cache=True, augment=Augmentation(flip=True))
     assert problems(cached)[0].startswith("distill: teacher_cache: only one vector a sample can be kept")
-    alike = "distill: views: without augment there is one view of each sample; leave it out"
-    assert problems(Distill(views=4)) == (alike,)
-    answered = Distill(views=4, augment=Augmentation(flip=True), labels=LabelsTerm())
-    assert problems(answered)[0].startswith("distill: views: only a teacher's answer of one vector a sample")
     mixed = Distill(augment=Augmentation(mixup=0.2), attention=AttentionTerm(), logits=LogitsTerm())
     assert problems(mixed)[0].startswith("distill: mixup blends images")
 
@@ -234,23 +230,6 @@ def test_labels_and_augmentation_are_learned_from() -> None:
     student = noisy(conv_net())
     result = apply_pass(knobs, image_model(student), around(images(), lambda: image_model(conv_net())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
-
-
-def test_a_teacher_is_asked_once_for_each_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = small(augment=Augmentation(flip=True, crop=1, mixup=0.3), views=2, steps=30)
-    asked: list[int] = []
-
-    def learn() -> dict[str, torch.Tensor]:
-        student, teacher = noisy(conv_net()), conv_net()
-        asked.clear()
-        teacher.register_forward_hook(lambda module, args, out: asked.append(len(out)))
-        apply_pass(knobs, image_model(student), around(images(), lambda: image_model(teacher)))
-        return student.state_dict()
-
-    remembered, times = learn(), len(asked)
-    monkeypatch.setattr("compress.work.training.Remembering", lambda answer: answer)
-    assert all(torch.equal(value, remembered[name]) for name, value in learn().items())
-    assert times < 0.6 * len(asked)
 
 
 def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> None:

@@ -1,4 +1,4 @@
-"""What is left to `auto`: changes that the teacher still knows, numbers that the machine has, how often they differ."""
+"""`augment`, `precision` and `ema_decay: auto`: changes that the teacher still knows, numbers that the machine has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.models.load import TorchModel
 from compress.passes.distill import Distill
 from compress.passes.qat import Qat
-from compress.passes.training import VIEWS, Augmentation
+from compress.passes.training import Augmentation
 from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
 from compress.work.settle_changes import computes_bfloat16, settle_changes
@@ -68,16 +68,6 @@ def test_where_there_are_no_classes_of_images_nothing_is_changed() -> None:
     assert knobs.augment == Augmentation()
 
 
-def test_views_are_as_many_as_the_answers_to_them_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike, changed = Seeing(lambda x: x.abs().mean((1, 2, 3)) - 0.5), {"augment": {"flip": True}, "views": "auto"}
-    assert settle(alike, augment="auto", views="auto")[1].fields["views"] == VIEWS
-    assert settle(alike, **changed)[0].views == VIEWS
-    for never in ({"augment": {}}, {"labels": {}}, {"logits": {}, "hidden": {}}):
-        assert settle(alike, **changed | never)[0].views is None
-    monkeypatch.setattr("compress.passes.training.REMEMBERED_BYTES", 4 * VIEWS * 200 * 2 - 1)
-    assert settle(alike, **changed)[0].views is None
-
-
 def test_the_precision_is_what_the_processor_multiplies_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, expected in ((("avx512_bf16",), "bfloat16"), (("avx2",), "float32")):
         monkeypatch.setattr("compress.work.settle_changes.cpu_info", lambda flags=flags: ("a processor", flags))
@@ -96,7 +86,7 @@ def test_what_was_found_is_written_into_the_recipe() -> None:
 
 
 def test_weights_alone_leave_nothing_to_be_found() -> None:
-    for key in ("augment", "precision", "ema_decay", "views"):
+    for key in ("augment", "precision", "ema_decay"):
         assert getattr(Qat(scheme="W8A8", **{key: "auto"}), key) == "auto"
         with pytest.raises(ValidationError, match=f"{key}: auto is for distill, and for qat of W8A8"):
             Qat(**{key: "auto"})
