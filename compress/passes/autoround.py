@@ -41,7 +41,9 @@ class AutoRound(WeightPass):
     def explain_refusal(self, target: Target) -> str | None:
         return None if self.start == "given" else super().explain_refusal(target)
 
-    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+    def estimate_training(
+        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
+    ) -> TrainingCost:
         return learning_cost(facts, whole=False)
 
     def shorten(self, share: float) -> AutoRound:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from compress.facts import ModelFacts, Note, PassPlan
+from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.schemes import KvScheme, WeightScheme
 from compress.formats.targets import Target
 from compress.passes.distill_student import Student
@@ -37,7 +38,8 @@ class BlockWorkload:
     `searches`: times that a weight's scales are searched and it is rounded to them. `trials`: scales that AWQ tries on
     `TRIED_ROWS` rows of each group's weights. `sweeps`: of coordinate descent behind GPTQ's loop; None: no such loop.
     `solver_steps`: of HQQ. `learning_steps` of `learning_rows` tokens each, for each block, or with `whole` for all
-    together. `gradient_rows`: tokens that first go forward and back to measure what each of `choices` of bits costs.
+    together, `max_learning_seconds` of it at most. `gradient_rows`: tokens that first go forward and back to measure
+    what each of `choices` of bits costs.
     """
 
     forwards: float = 0.0
@@ -52,8 +54,28 @@ class BlockWorkload:
     learning_steps: int = 0
     learning_rows: int = 0
     whole: bool = False
+    max_learning_seconds: float = math.inf
     gradient_rows: int = 0
     choices: int = 0
+
+
+@dataclass(frozen=True)
+class PruningWorkload:
+    """What a pass that makes a model smaller does with it, for the forecast: what stays counts, not what it finds.
+
+    `forwards`: times that all calibration samples go through the model; `tried`: times that as many do as have
+    `tried_rows` tokens together, on which blocks and widths are tried one by one. `read`: layers whose inputs'
+    products are summed; `fitted`: layers that are fitted anew. `exports`: models that are written to be timed, in
+    `timed` comparisons.
+    """
+
+    forwards: float = 0.0
+    tried: float = 0.0
+    tried_rows: int = 0
+    read: tuple[LayerFacts, ...] = ()
+    fitted: tuple[LayerFacts, ...] = ()
+    exports: int = 0
+    timed: int = 0
 
 
 TRIED_ROWS = 256
@@ -136,13 +158,23 @@ class Pass(Record):
         """Return how many units of each coupled group that is cut are to stay; under a budget, about."""
         return {}
 
-    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
-        """Estimate what training on `n_samples` costs, one of which takes `forward_seconds` through the model."""
+    def estimate_training(
+        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
+    ) -> TrainingCost:
+        """Estimate what training on `n_samples` costs.
+
+        `forward_seconds`: of one through the model, as long as it can be; `filled`: how long a usual one is, as a part
+        of that.
+        """
         return TrainingCost()
 
     def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
         """Count what the pass does to such a model block by block; `sample_rows`: tokens of a calibration sample."""
         return BlockWorkload(forwards=self.calibration_runs)
+
+    def count_pruning(self, facts: ModelFacts) -> PruningWorkload:
+        """Count what the pass does to take structure out of such a model; nothing where it takes none."""
+        return PruningWorkload()
 
     def find_weight_scheme(self) -> WeightScheme | None:
         """Return how the pass stores weights that no override names; None where it stores none."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.distill.course import LOOKS, Course, Optimizer, Precision
-from compress.facts import ModelFacts, Note
+from compress.facts import FLOAT_BYTES, ModelFacts, Note
 from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
@@ -40,6 +40,10 @@ FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 BFLOAT16 = 0.65
 """Part of float32's time that a training step takes in bfloat16, where the processor has it."""
+KEPT_COPIES = 3
+"""Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
+LONGEST = 3.0
+"""Times a usual text that the longest of a batch is, to which the others are padded."""
 TRAINED_COPIES = 9
 """Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 Weight = Annotated[float, Field(gt=0)]
@@ -191,10 +195,13 @@ class TrainingPass(Pass):
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
         return tried * FORWARDS * course.steps * course.samples + 2 * looks
 
-    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
-        seconds = self.train_runs(n_samples) * forward_seconds * (BFLOAT16 if self.precision == "bfloat16" else 1)
-        # what backward needs is half a forward pass's peak of each layer
-        activations = self.batch_size * facts.peak_activation_bytes * len(facts.layers) // 2
+    def estimate_training(
+        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
+    ) -> TrainingCost:
+        seconds = self.train_runs(n_samples) * filled * forward_seconds
+        seconds *= BFLOAT16 if self.precision == "bfloat16" else 1
+        outputs = FLOAT_BYTES * sum(layer.n_outputs for layer in facts.layers)
+        activations = int(self.batch_size * min(LONGEST * filled, 1) * KEPT_COPIES * outputs)
         return TrainingCost(
             seconds=seconds if self.max_seconds is None else min(seconds, self.max_seconds),
             memory_bytes=TRAINED_COPIES * facts.n_bytes + activations,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -126,7 +127,9 @@ class Tune(WeightPass):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
-    def estimate_training(self, facts: ModelFacts, n_samples: int, forward_seconds: float) -> TrainingCost:
+    def estimate_training(
+        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
+    ) -> TrainingCost:
         return learning_cost(facts, whole=self._foresee_how(facts) == "whole")
 
     def estimate_extra_bytes(self, facts: ModelFacts) -> int:
@@ -147,6 +150,7 @@ class Tune(WeightPass):
             learning_steps=self.steps if whole else self.block_steps,
             learning_rows=self.find_batch_size(sample_rows) * sample_rows if whole else STEP_ROWS,
             whole=whole,
+            max_learning_seconds=math.inf if self.max_seconds is None else self.max_seconds,
         )
         return self.with_measuring(work) if rounds else work
 

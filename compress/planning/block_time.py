@@ -181,7 +181,8 @@ class BlockTime:
         look = self.forward_seconds(Tokens(max(int(HELD_OUT * tokens.n), 1), tokens.a_sample))
         if work.whole:
             step += LEARNED_FORWARDS * self.head_seconds(rows) + self.forward_seconds(Tokens(rows, tokens.a_sample))
-        return work.learning_steps * (step + self._count(chosen) / self.rates.learn(scheme)) + CHECKS * look
+        learned = work.learning_steps * (step + self._count(chosen) / self.rates.learn(scheme))
+        return min(learned, work.max_learning_seconds) + CHECKS * look
 
     def head_seconds(self, rows: int) -> float:
         """Return the seconds of the products behind the blocks, of so many tokens."""

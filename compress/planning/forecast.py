@@ -30,6 +30,7 @@ from compress.planning.judging import is_scored_by_torch
 from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
+from compress.planning.pruning_time import PruningTime
 from compress.planning.rates import SIDE, Rates, time_call
 from compress.quantize.fastest import CANDIDATES_BUDGET_S
 from compress.quantize.latency import ROUNDS
@@ -305,7 +306,23 @@ class _Run:
             timed = BlockTime(self.before, self.rates)
             return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.find_rounded(number))
         runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
-        return trained + self.choosing_seconds(number) + runs * self.forward
+        return trained + self.choosing_seconds(number) + runs * self.forward + self.pruning_seconds(number)
+
+    def pruning_seconds(self, number: int) -> float:
+        """Return the seconds of finding what goes, and of fitting what stays."""
+        work = self.recipe.passes[number].count_pruning(self.before)
+        if not (work.forwards or work.tried):
+            return 0.0
+        calls = self.find_calls() if work.timed else Calls(0.0, 0.0, 0.0)
+        timed = PruningTime(
+            self.rates,
+            self.volumes.samples.get("calibration", 0),
+            self.calibration.a_sample,
+            self.forward,
+            self.export_seconds(),
+            (calls.float_s, calls.candidate_s),
+        )
+        return timed.pass_seconds(work)
 
     def choosing_seconds(self, number: int) -> float:
         """Return the seconds of timing placements whole; layers alone were timed for the plan, and are kept."""
@@ -506,7 +523,7 @@ class _Run:
 
     def _training(self, number: int) -> TrainingCost:
         samples = self.volumes.samples.get("train", 0)
-        return self.recipe.passes[number].estimate_training(self.before, samples, self.forward * self.volumes.filled)
+        return self.recipe.passes[number].estimate_training(self.before, samples, self.forward, self.volumes.filled)
 
 
 def find_inner_width(facts: ModelFacts) -> int:

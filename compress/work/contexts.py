@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import onnx_ir as ir
 from torch import nn
@@ -19,21 +21,31 @@ from compress.quantize.latency import Stopwatch
 from compress.quantize.state import GraphState
 
 Form = Callable[[ir.Model], ir.Model]
-TimeModules = Callable[[Sequence[nn.Module], Form], Sequence[float]]
+
+
+class ModuleTimer(Protocol):
+    """Times torch modules that take the model's inputs as the target runs them: exported. Raises what that raises."""
+
+    def export(self, module: nn.Module, form: Form) -> Path:
+        """Write a module's graph as the form says; the file stays until the timer is closed."""
+        ...
+
+    def time(self, graphs: Sequence[Path]) -> Sequence[float]:
+        """Time graphs against each other: milliseconds of each (median, one sample)."""
+        ...
 
 
 @dataclass(frozen=True)
 class Timing:
     """How a pass measures speed on the target.
 
-    `time_modules`: exports torch modules that take the model's inputs, writes their graphs as a form says, and times
-    them against each other: milliseconds of each (median, one sample); None where the target does not run here.
+    `open_timer`: what times exported modules; None where the target does not run here.
     `in_int8`: the form of graphs whose layers are in eight bits, as the target gets them. `threads`: of what is timed.
     `file_of`: the file, there or not, that keeps what was measured on this machine for a key of JSON values; None:
     nothing is kept.
     """
 
-    time_modules: TimeModules | None = None
+    open_timer: Callable[[], AbstractContextManager[ModuleTimer]] | None = None
     in_int8: Form = keep_form
     threads: int = 1
     file_of: Callable[[Sequence[object]], Path] | None = None

@@ -21,7 +21,7 @@ from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.models.load import TorchModel
-from compress.passes.prune_channels import PruneChannels, count_kept_units
+from compress.passes.prune_channels import TRIES, PruneChannels, count_kept_units
 from compress.prune.budget import Limit, Options, choose_widths, list_widths
 from compress.prune.compensate import follow_data
 from compress.prune.configuration import fit_config
@@ -47,7 +47,7 @@ from compress.prune.shrink import ShrinkResult, remove_all, renumber_dimension, 
 from compress.prune.surgery import differs_from_masked, remove
 from compress.store.durable import seal, unseal
 from compress.tasks import find_torch_task
-from compress.work.contexts import Form, ModelContext
+from compress.work.contexts import Form, ModelContext, ModuleTimer
 from compress.work.prune_batches import pruning_batches
 from runtime.bundle.files import write_whole
 from runtime.measure.environment import cpu_info
@@ -55,8 +55,6 @@ from runtime.measure.environment import cpu_info
 Batch = Mapping[str, Tensor]
 EXACT = 1e-3
 """Relative difference of outputs below which removing units is not reading them."""
-TRIES = 4
-"""Times that a choice of widths is measured, and made anew with what that taught."""
 ONE_OF_CLASSES = ("classes", "token classes", "pixel classes", "next tokens", "target tokens")
 """What is learned where outputs are logits of which one wins; of a lone number a softmax is 1, whatever the number."""
 NEAR = 0.02
@@ -283,14 +281,23 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
 
     What a measurement teaches of the table's errors goes into the next choice.
     """
-    time_all, wanted_speedup = given.context.timing.time_modules, knobs.speedup
-    if time_all is None or wanted_speedup is None:
+    if given.context.timing.open_timer is None:
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
+    with given.context.timing.open_timer() as timer:
+        return _choose_by_time(knobs, given, groups, options, timer)
+
+
+def _choose_by_time(
+    knobs: PruneChannels, given: Choosing, groups: Groups, options: list[Options], timer: ModuleTimer
+) -> Choice:
+    wanted_speedup = knobs.speedup
+    assert wanted_speedup is not None
     full = [dimension.n_units for dimension in given.dimensions]
     layers = find_wanted_layers(given.module, given.dimensions, _spread_widths(options, groups), given.sample)
     form = given.context.timing.in_int8 if knobs.timed_in == "int8" else keep_form
     tables = _measure_tables(layers, given.context, knobs.timed_in, form)
-    (whole_ms,) = time_all([given.module], form)
+    whole = timer.export(given.module, form)
+    (whole_ms,) = timer.time([whole])
     others = _limit_params(knobs, given, groups)
     scale, goal = 1.0, wanted_speedup
     best: tuple[float, float, tuple[int, ...]] | None = None
@@ -298,7 +305,7 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
         cost = latency_cost(whole_ms, layers, tables, full, scale)
         limit = Limit(_merge_cost(cost, groups), whole_ms / goal)
         widths = _spread(choose_widths(options, [limit, *others]), groups)
-        before_ms, after_ms = time_all([given.module, _cut_copy(given, widths)], form)
+        before_ms, after_ms = timer.time([whole, timer.export(_cut_copy(given, widths), form)])
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
         if reached >= wanted_speedup and (best is None or reached < best[0]):

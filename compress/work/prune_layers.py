@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note, Removable
 from compress.models.load import TorchModel
 from compress.passes.depth import evenly_spaced, rename_blocks
-from compress.passes.prune_layers import PruneLayers
+from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
 from compress.prune.latency import keep_form
@@ -28,8 +28,8 @@ from compress.structure.removable import find_removable
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
 
-TRIED_ROWS, TRIED_BYTES = 32768, 2**30
-"""Tokens, or 256 for each image, that blocks are tried on one by one, and the outputs' bytes that are kept of them."""
+TRIED_BYTES = 2**30
+"""Of the outputs on which blocks are tried one by one, that are kept."""
 UNCONFIGURED = (
     "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
     "that lies beside it"
@@ -160,15 +160,27 @@ def _count_gone(
     if knobs.speedup is None:
         n = len(skipping.blocks)
         return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
-    if context.timing.time_modules is None:
+    if context.timing.open_timer is None:
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
+    with context.timing.open_timer() as timer:
+        whole = timer.export(skipping.module, keep_form)
 
-    def measure_speed(n_gone: int) -> float:
-        speed = _measure_speed_without(skipping, ranking.order[:n_gone], sample, context)
-        context.log(f"{knobs.kind}: {speed:.2f}x without {n_gone} blocks")
-        return speed
+        def measure_speed(n_gone: int) -> float:
+            smaller = copy.deepcopy(skipping.module)
+            shorten(Skipping(smaller, skipping.blocks, sample), ranking.order[:n_gone], sample)
+            before_ms, after_ms = timer.time([whole, timer.export(smaller, keep_form)])
+            context.log(f"{knobs.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
+            return before_ms / after_ms
 
-    low, high = 1, len(ranking.order)
+        n_gone, reached = _find_fewest_gone(knobs, len(ranking.order), measure_speed)
+    text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
+    return n_gone, [Note("info", text)]
+
+
+def _find_fewest_gone(knobs: PruneLayers, most: int, measure_speed: Callable[[int], float]) -> tuple[int, float]:
+    """Return the fewest blocks without which the speed-up is reached, by halving, and the speed-up without them."""
+    assert knobs.speedup is not None
+    low, high = 1, most
     reached = measure_speed(high)
     if reached < knobs.speedup:
         raise PassError(f"{knobs.kind}: speedup {knobs.speedup:g} is out of reach: without {high} it is {reached:.2f}")
@@ -179,18 +191,7 @@ def _count_gone(
             high, reached = middle, speed
         else:
             low = middle + 1
-    text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
-    return high, [Note("info", text)]
-
-
-def _measure_speed_without(
-    skipping: Skipping, names: Sequence[str], sample: Mapping[str, Tensor], context: ModelContext
-) -> float:
-    assert context.timing.time_modules is not None
-    smaller = copy.deepcopy(skipping.module)
-    shorten(Skipping(smaller, skipping.blocks, sample), names, sample)
-    before_ms, after_ms = context.timing.time_modules([skipping.module, smaller], keep_form)
-    return before_ms / after_ms
+    return high, reached
 
 
 def _fit_without(
