@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from compress.blocks.device import run_with_fewer_rows
 from compress.blocks.sharing import share, wait
@@ -119,7 +120,7 @@ def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -
     with training.beside_others():
         training.run()
     restore_module(module, training.best)
-    module.cpu().eval()
+    _bring_back(module)
     if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
         raise PassError(make_divergence_error(around.name, training.log, course))
     return training.log
@@ -137,9 +138,14 @@ def try_course(module: nn.Module, lessons: Lessons, course: Course, around: Arou
     with training.beside_others():
         training.run()
     restore_module(module, start)
-    module.cpu().eval()
+    _bring_back(module)
     step, loss = training.log.looks[-1]
     return loss if step and math.isfinite(loss) and training.log.end != "diverged" else math.inf
+
+
+def _bring_back(module: nn.Module) -> None:
+    """Put the module in eval mode on the CPU, its kernels held as modules come."""
+    convert_conv2d_weight_memory_format(module.cpu().eval(), torch.contiguous_format)
 
 
 class _Training:
@@ -150,6 +156,8 @@ class _Training:
         self.accelerator = _make_accelerator(self.device)
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.module, self.lessons, self.course, self.around = module.to(self.device), lessons, course, around
+        # as the images are: a step of 14 blocks of ResNet-56 in bfloat16 takes 0.92 of the time (measured on a CPU)
+        convert_conv2d_weight_memory_format(self.module, torch.channels_last)
         self.rows, self.held = split_rows(lessons.n, course.held_out, course.seed)
         check_sizes(len(self.rows), course, self.size, around.name)
         self.parameters = [p for p in module.parameters() if p.requires_grad]

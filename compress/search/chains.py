@@ -16,6 +16,7 @@ from compress.passes import Pass
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.passes.prune_channels import PruneChannels, count_cost, shrunk
 from compress.planning.usual import find_pass_problems, parse_pass
+from compress.tasks import find_torch_task
 
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
@@ -27,6 +28,9 @@ GROUP = 32
 DEPTHS = (1.0, 0.7, 0.4, 0.0)
 """How much of the time that goes is taken out as whole blocks, the rest as channels: the surest first, as a block takes
 all of its time with it."""
+LOGITS = {"output": {"loss": "mse", "pooling": "none"}}
+"""What classes are learned by: the logits as numbers (Kim et al. 2021, arXiv:2105.08919). Half of ResNet-56's blocks,
+three epochs: top-1 91.2 %, 90.4 % by their divergence at temperature 4."""
 MOST_EPOCHS = 100.0
 """Of a training that its time ends."""
 LEAST_SMALLER = 1.1
@@ -219,13 +223,14 @@ def find_smallest(ground: Ground) -> Passes:
     return found
 
 
-def train(seconds: float) -> dict[str, Any]:
+def train(ground: Ground, seconds: float) -> dict[str, Any]:
     """Return the pass that teaches a smaller model what the float model gives, in so many seconds.
 
     All else it finds by itself.
     """
     return {
         "kind": "distill",
+        **(LOGITS if find_torch_task(ground.facts.task).loss == "classes" else {}),
         "epochs": MOST_EPOCHS,
         "learning_rate": "auto",
         "optimizer": "auto",

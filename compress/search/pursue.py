@@ -281,7 +281,7 @@ class Pursuit:
         """Return why nothing can be trained; "" where it can."""
         if not self.ground.has_train:
             return "the formats alone do not reach the goal, and without data.train nothing can be trained"
-        misfit = self.ground.explain_misfit([train(1.0)])
+        misfit = self.ground.explain_misfit([train(self.ground, 1.0)])
         return f"the formats alone do not reach the goal, and {misfit}" if misfit else ""
 
     def read_needs(self, name: str) -> Needs:
@@ -407,7 +407,7 @@ class Pursuit:
         return Structure(**self.known.structures[name])
 
     def chain_of(self, structure: Structure, seconds: float) -> Passes:
-        return [*structure.passes(), train(seconds), *self.formats[self.known.base]]
+        return [*structure.passes(), train(self.ground, seconds), *self.formats[self.known.base]]
 
     def learn_yields(self, name: str, structure: Structure) -> None:
         """Note how time and weights followed what was cut of this structure."""

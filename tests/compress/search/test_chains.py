@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from compress.facts import LayerFacts, ModelFacts, Prunable, Removable
@@ -92,7 +94,14 @@ def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
 
 def test_a_name_says_the_structure_and_training_leaves_the_rest_to_be_found() -> None:
     assert Structure(18, 0.55, 1.25).name == "blocks18-params55-faster125"
-    assert train(60.0)["learning_rate"] == "auto"
+    assert train(ground(), 60.0)["learning_rate"] == "auto"
+
+
+def test_classes_are_learned_by_the_logits_as_numbers() -> None:
+    images = replace(ground(), facts=replace(ground().facts, task="image-classification"))
+    assert train(images, 60.0)["output"] == {"loss": "mse", "pooling": "none"}
+    texts = replace(ground(), facts=replace(ground().facts, task="text-generation"))
+    assert "output" not in train(texts, 60.0)
 
 
 def test_what_was_cut_is_read_from_a_report() -> None:
