@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from compress.facts import ModelFacts
+from compress.formats.schemes import KvScheme
 from compress.formats.targets import TARGETS, Target
 from compress.passes import Pass
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.passes.prune_channels import PruneChannels, count_cost, shrunk
 from compress.planning.usual import find_pass_problems, parse_pass
 from compress.tasks import find_torch_task
+from runtime.tasks import find_task
 
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
 """By what the target reads: ONNX stores nothing in less than four bits."""
 TABLE_BITS = (8, 4)
 """Of embeddings and the output layer: what every target looks up."""
+CACHED = "-kv8"
+"""Behind a format's name: with a decoder's keys and values in eight bits, too."""
 GROUP = 32
 """Inputs that share a scale in few bits: what every target has kernels for."""
 DEPTHS = (1.0, 0.7, 0.4, 0.0)
@@ -82,7 +86,20 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
         for tables in (n for n in TABLE_BITS if n >= bits):
             found[f"w{bits}-tables{tables}"] = [weights | {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}]
     fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
-    return {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= LEAST_SMALLER}
+    smaller = {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= LEAST_SMALLER}
+    return smaller | _list_cached(ground, smaller)
+
+
+def _list_cached(ground: Ground, formats: Mapping[str, Passes]) -> dict[str, Passes]:
+    """Return the formats of a decoder with its keys and values in the eight bits that the target keeps them in."""
+    if not find_task(ground.facts.task).generates:
+        return {}
+    chains = {
+        f"{name}{CACHED}": [[*passes, {"kind": "kv_cache", "scheme": scheme}] for scheme in get_args(KvScheme)]
+        for name, passes in formats.items()
+    }
+    fit = {name: [chain for chain in each if not ground.explain_misfit(chain)] for name, each in chains.items()}
+    return {name: each[0] for name, each in fit.items() if each}
 
 
 @dataclass(frozen=True)
@@ -257,7 +274,8 @@ def train_rounded(format_passes: Passes, seconds: float) -> Passes:
     if weights is None:
         return []
     kept = {key: value for key, value in weights.items() if key != "kind"}
-    return [{"kind": "qat", **kept, "epochs": MOST_EPOCHS, "max_seconds": round(seconds, 1)}]
+    training = {"kind": "qat", **kept, "epochs": MOST_EPOCHS, "max_seconds": round(seconds, 1)}
+    return [training, *([kinds["kv_cache"]] if "kv_cache" in kinds else [])]
 
 
 def foresee_size(ground: Ground, passes: Passes) -> float:

@@ -17,7 +17,7 @@ from compress.planning.timing import explain_untimed
 from compress.planning.usual import parse_pass
 from compress.recipe.goal import SIZE, SIZE_RATIO
 from compress.recipe.schema import Recipe
-from compress.search.chains import Ground, Passes, find_least_bytes, find_smallest, foresee_size
+from compress.search.chains import CACHED, Ground, Passes, find_least_bytes, find_smallest, foresee_size
 from compress.search.sweep import choose_log
 from runtime.bundle.format import Gate
 from runtime.metrics import MEASURED
@@ -89,6 +89,9 @@ class Foresight:
         same: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
         for name, passes in self.formats.items():
             sizes[name] = foresee_size(self.ground, passes)
+            if name.endswith(CACHED):  # what a smaller cache gives is told by a judgement alone
+                speeds[name] = speeds[name.removesuffix(CACHED)]
+                continue
             last = json.dumps(passes[-1], sort_keys=True)
             speeds[name] = same[last] = same.get(last) or self.foresee_speed(passes)
             self.log(f"{name}: {sizes[name]:.2f}x smaller, {speeds[name]:.2f}x as fast, foreseen")

@@ -26,6 +26,7 @@ from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Racing, Search, Space
 from compress.search.chains import (
+    CACHED,
     DEPTHS,
     LEAST_GAIN,
     Ground,
@@ -222,7 +223,10 @@ class Pursuit:
         ordered = self.ahead.order(self.known.sizes, self.known.speeds)
         left, tried = sorted(ordered, key=lambda name: name != GIVEN), 0
         while left and tried < MOST_FORMATS:
-            name, tried = left.pop(0), tried + 1
+            name = left.pop(0)
+            if name.endswith(CACHED) and not self.is_worth_caching(name.removesuffix(CACHED)):
+                continue
+            tried += 1
             run = self.try_chain(name, FULL)
             if run is None or run.state != "judged":
                 continue
@@ -236,8 +240,20 @@ class Pursuit:
         self.keep()
         return "" if self.known.base else "no format could be judged"
 
+    def is_worth_caching(self, name: str) -> bool:
+        """Return whether a format was judged, keeps quality and lacks speed or memory: a cache may mend it."""
+        run = self.run_of(name, FULL)
+        if run is None or run.state != "judged" or self.find_quality_miss(run):
+            return False
+        return any(gate.short for gate in run.gates if gate.metric in MEASURED and not is_size(gate.metric))
+
     def gives_more(self, other: str, judged: str) -> bool:
-        """Return whether a format is foreseen to give more of what a judged one has too little of."""
+        """Return whether a format is foreseen to give more of what a judged one has too little of.
+
+        Or is that one with a smaller cache, of which nothing is foreseen.
+        """
+        if other == f"{judged}{CACHED}":
+            return True
         needs, known = self.read_needs(judged), self.known
         smaller = needs.size > ROOM["size"] and known.sizes[other] > MORE * known.sizes[judged]
         return smaller or (needs.speed > ROOM["speed"] and known.speeds[other] > MORE * known.speeds[judged])

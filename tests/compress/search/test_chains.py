@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from compress.facts import LayerFacts, ModelFacts, Prunable, Removable
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Prunable, Reading, Removable
+from compress.facts import Structure as Blocks
 from compress.search.chains import (
+    CACHED,
     DEPTHS,
     Ground,
     Needs,
@@ -21,6 +23,7 @@ from compress.search.chains import (
     ground_of,
     list_formats,
     train,
+    train_rounded,
 )
 
 WIDTH, N_BLOCKS = 64, 8
@@ -44,6 +47,17 @@ def ground(sets: tuple[str, ...] = ("calibration", "train", "evaluation")) -> Gr
 def test_formats_are_those_that_make_this_model_smaller_and_need_no_missing_data() -> None:
     assert list(list_formats(ground())) == ["int8", "int8-equalized"]  # no matrix products: nothing in few bits
     assert list_formats(ground(("evaluation",))) == {}
+
+
+def test_a_decoder_may_keep_its_keys_and_values_in_the_eight_bits_that_its_target_knows() -> None:
+    layers = tuple(LayerFacts(name, "Linear", "MatMul", f"{name}.weight", (64, 64), 4096) for name in ("a.v", "o"))
+    blocks = Blocks((BlockFacts("", (Reading(("o",), "a.v", "value"),)),))
+    facts = ModelFacts("torch", "Net", "text-generation", (), (), layers, structure=blocks)
+    for target, scheme in (("onnxruntime-cpu", "int8"), ("vllm", "fp8")):
+        formats = list_formats(ground_of(facts, target, ("calibration", "evaluation")))
+        assert formats["w4-kv8"] == [*formats["w4"], {"kind": "kv_cache", "scheme": scheme}]
+        assert train_rounded(formats["w4-kv8"], 60.0)[1:] == [{"kind": "kv_cache", "scheme": scheme}]
+    assert not any(name.endswith(CACHED) for name in list_formats(ground()))
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

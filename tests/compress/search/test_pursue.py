@@ -11,7 +11,7 @@ from compress.recipe.schema import Recipe
 from compress.search.chains import Needs, Structure, Yields
 from compress.search.foresight import Foresight
 from compress.search.pursue import FAR, Evidence, Pursuit
-from compress.search.trials import GoalValue, Run
+from compress.search.trials import GateMiss, GoalValue, Run
 from runtime.bundle.format import Gate
 
 
@@ -79,3 +79,16 @@ def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:
     assert pursuit.choose_racing() == ["b", "c"]  # of a slow one, quality says little
     pursuit.left = {name: Needs(2.0, 1.0) for name in runs}
     assert pursuit.choose_racing() == ["a", "c"]
+
+
+def test_a_smaller_cache_is_worth_a_look_where_speed_or_memory_alone_is_lacking() -> None:
+    def judge(**short: float) -> Run:
+        gates = tuple(GateMiss(metric, "min 2", "undecided", False, "", short=by) for metric, by in short.items())
+        return Run(1, 1.0, "judged", gates=gates)
+
+    def worth(**short: float) -> bool:
+        return Measured({"w4": Needs(1.0, 1.0)}, {"w4": judge(**short)}).is_worth_caching("w4")
+
+    assert worth(nll=0.0, tpot=0.2) and worth(peak_memory=0.1)
+    assert not worth(size_ratio=0.5, tpot=0.0) and not worth(nll=0.1, tpot=0.2)
+    assert not Measured({}).is_worth_caching("w4")  # not judged yet
