@@ -1,13 +1,14 @@
 """Which optimizer at which learning rate: short courses from one start, the best of them tried longer. No torch.
 
 A rate is judged by where a course ends, so a trial is a whole course in little: the rate rises, then falls to zero.
-The best rate of a short course is not quite that of a long one, so the last trials are four times as long as the first.
+The best rate of a short course is not that of a long one: the last trials are four times as long as the first, and how
+the best rate grew with their length is followed to the length of the course.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.distill.course import Optimizer
@@ -23,6 +24,8 @@ BEYOND = 2
 """Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
 LENGTHS = (1, 2, 4)
 """Of the trials of each round, in units."""
+MOST_POWER, MOST_RISE = 0.5, 8.0
+"""Of a course's length, with which the best rate is believed to grow, and times that it grows in all."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,43 @@ def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> t
     order = run([best, best.times(0.5), best.times(2), *firsts[1:]], LENGTHS[1])
     order = run(order[:2], LENGTHS[2])
     return (order[0] if order else best), trials
+
+
+def follow_trend(arm: Arm, trials: Sequence[Trial], steps: int) -> Arm:
+    """Return the arm with the rate that a course of so many steps is foreseen to want: never a lower one.
+
+    Where a module begins well, short courses mostly undo that, the less the lower their rate (seen on ResNet-56 with
+    half of its blocks taken out: best 0.013 for 22 steps, 0.017 for 44; for 1,000 steps 0.1 beat 0.04). Where the best
+    rate was the same at both lengths, it stays.
+    """
+    bests = []
+    for length in sorted({trial.steps for trial in trials}):
+        losses = {t.arm.learning_rate: t.loss for t in trials if t.steps == length and t.arm.optimizer == arm.optimizer}
+        rate = _find_lowest(losses)
+        bests += [(length, rate)] if rate is not None else []
+    if len(bests) < 2:
+        return arm
+    (short, first), (long, second) = bests[:2]
+    power = min(max(math.log(second / first) / math.log(long / short), 0.0), MOST_POWER)
+    tried = max(trial.steps for trial in trials if trial.arm == arm)
+    return arm.times(min(max(steps / tried, 1.0) ** power, MOST_RISE))
+
+
+def _find_lowest(losses: Mapping[float, float]) -> float | None:
+    """Return the rate at the bottom of the parabola through the best loss and its neighbours (over log rates).
+
+    None where the best lies at an end, or a neighbour's loss is infinite.
+    """
+    rates = sorted(losses)
+    place = rates.index(min(rates, key=losses.__getitem__))
+    around = rates[max(place - 1, 0) : place + 2]
+    if len(around) < 3 or not all(math.isfinite(losses[rate]) for rate in around):
+        return None
+    (x0, x1, x2), (y0, y1, y2) = (math.log(rate) for rate in around), (losses[rate] for rate in around)
+    left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)  # slopes; the parabola's is 0 where the line of them is
+    if left == right:
+        return around[1]
+    return math.exp((x0 + x1) / 2 - left * ((x2 - x0) / 2) / (right - left))
 
 
 def _find_beyond(order: Sequence[Arm], rates: Sequence[Arm]) -> Arm | None:

@@ -388,6 +388,8 @@ class Pursuit:
             tried[structure.name] = left = self.read_needs(name)
             reached = structure.speedup or 1.0
             self.learn_yields(name, structure)
+            if self.is_beaten(run):  # by another depth's, and what is still to be cut makes this one no better
+                break
             better = self.change(structure, name, left)
             if structure.keep is not None and (structure.speedup is None or max(left.size, left.speed) < 1 - SLACK):
                 better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
@@ -402,6 +404,11 @@ class Pursuit:
             return lacking, *self.rank_key(run)
 
         return min(tried, key=lack, default="")
+
+    def is_beaten(self, run: Run) -> bool:
+        """Return whether a structure that is fitted already has the better quality, both untrained."""
+        fitted = (self.run_of(f"{name}{UNTRAINED}", SHORT) for name in self.list_fitted())
+        return any(self.rank_key(other) < self.rank_key(run) for other in fitted if other is not None)
 
     def plan_race(self) -> tuple[float, int]:
         """Return the seconds of training for each structure, and how many structures there is time for."""

@@ -16,7 +16,7 @@ from torch import nn
 from compress.context import PassContext
 from compress.distill.course import Course
 from compress.distill.train import Around, Lessons, try_course
-from compress.distill.try_rates import Arm, Trial, choose_arm, choose_roughly, count_few, count_units
+from compress.distill.try_rates import Arm, Trial, choose_arm, choose_roughly, count_few, count_units, follow_trend
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import AVERAGED, TRIED, TrainingPass
@@ -76,7 +76,9 @@ def _describe(kind: str, arm: Arm, trials: Sequence[Trial]) -> Note:
     if not trials:
         return Note("warning", f"{kind}: {arm}, untried: there are too few steps to find a learning rate in a part of")
     steps = [trial.steps for trial in trials]
-    return Note("info", f"{kind}: {arm}, found by {len(trials)} trials of {min(steps)} to {max(steps)} steps")
+    found = f"{kind}: {arm}, found by {len(trials)} trials of {min(steps)} to {max(steps)} steps"
+    raised = "" if arm in [trial.arm for trial in trials] else ": the longer a trial, the higher its best rate"
+    return Note("info", found + raised)
 
 
 def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: Around, seed: int) -> Tried:
@@ -99,7 +101,8 @@ def _try_rates(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, around: 
         chosen, trials = choose_roughly(attempt, knobs.optimizers, few)
     if trials and chosen is None:
         raise PassError(f"{knobs.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
-    return Tried(chosen, tuple(trials), time.monotonic() - begun, steps)
+    arm = chosen and follow_trend(chosen, trials, steps)
+    return Tried(arm, tuple(trials), time.monotonic() - begun, steps)
 
 
 def _shorten(course: Course, arm: Arm, steps: int) -> Course:

@@ -7,7 +7,17 @@ import math
 import pytest
 
 from compress.distill.course import Optimizer
-from compress.distill.try_rates import MIDDLE, Arm, choose_arm, choose_roughly, count_few, count_units
+from compress.distill.try_rates import (
+    MIDDLE,
+    MOST_RISE,
+    Arm,
+    Trial,
+    choose_arm,
+    choose_roughly,
+    count_few,
+    count_units,
+    follow_trend,
+)
 
 
 def bowl(best: dict[Optimizer, float], floors: dict[Optimizer, float] | None = None) -> object:
@@ -55,3 +65,32 @@ def test_a_course_too_short_for_more_tries_the_middle_rates_of_each_optimizer_on
     assert len(trials) == count_few(("adamw", "sgd")) and {trial.steps for trial in trials} == {7}
     assert chosen == Arm("sgd", 0.08)
     assert choose_roughly(lambda arm, steps: math.inf, ("adamw",), 7)[0] is None
+
+
+@pytest.mark.parametrize("power", [0.0, 0.2, 0.4])
+def test_the_best_rate_of_a_long_course_is_foreseen_by_how_it_grew(power: float) -> None:
+    def loss(arm: Arm, steps: int) -> float:
+        return math.log(arm.learning_rate / (0.015 * (steps / 20) ** power)) ** 2
+
+    chosen, trials = choose_arm(loss, ("sgd",), 20)
+    assert chosen is not None
+    followed = follow_trend(chosen, trials, 1000)
+    assert followed.optimizer == "sgd"
+    assert followed.learning_rate == pytest.approx(0.015 * 50**power, rel=0.5)
+
+
+def test_a_trend_is_not_followed_far_nor_down_nor_where_there_is_none() -> None:
+    arm = Arm("sgd", 0.02)
+
+    def trials(short: float, long: float) -> list[Trial]:
+        bests = {10: short, 20: long}
+        rates = (0.005, 0.01, 0.02, 0.04, 0.08)
+        return [Trial(Arm("sgd", r), n, math.log(r / best) ** 2) for n, best in bests.items() for r in rates]
+
+    assert follow_trend(arm, trials(0.015, 0.03), 10**6).learning_rate == pytest.approx(0.02 * MOST_RISE)
+    assert follow_trend(arm, trials(0.03, 0.015), 1000) == arm
+    assert follow_trend(arm, trials(0.02, 0.02), 1000) == arm
+    at_an_end = [trial for trial in trials(0.015, 0.03) if trial.steps == 20 or trial.arm.learning_rate > 0.01]
+    assert follow_trend(arm, at_an_end, 1000) == arm
+    broken = [Trial(t.arm, t.steps, math.inf if t.arm.learning_rate > 0.03 else t.loss) for t in trials(0.015, 0.02)]
+    assert follow_trend(arm, broken, 1000) == arm

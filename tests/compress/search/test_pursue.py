@@ -81,6 +81,13 @@ def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:
     assert pursuit.choose_racing() == ["a", "c"]
 
 
+def test_a_depth_is_left_where_another_gave_something_better() -> None:
+    pursuit = Measured({"a-untrained": Needs(1.0, 1.0)}, {"a-untrained": run(0.88, 0.03)})
+    assert not pursuit.is_beaten(run(0.80, 0.03))  # nothing is fitted yet
+    pursuit.known.fitted = {"1.0": "a", "0.7": ""}
+    assert pursuit.is_beaten(run(0.87, 0.03)) and not pursuit.is_beaten(run(0.89, 0.03))
+
+
 def test_a_smaller_cache_is_worth_a_look_where_speed_or_memory_alone_is_lacking() -> None:
     def judge(**short: float) -> Run:
         gates = tuple(GateMiss(metric, "min 2", "undecided", False, "", short=by) for metric, by in short.items())
