@@ -86,7 +86,8 @@ class TrainingPass(Pass):
     accumulate: Annotated[int, Field(gt=0)] = 1
     """Such batches whose gradients are added up for one step."""
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = 5e-4
-    """The highest. auto: found by short trials from the state that training begins with, in a tenth of its steps."""
+    """The highest. auto: found by short trials from the state that training begins with, in a tenth of its steps, and
+    raised by as much as longer trials wanted more than shorter ones."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of matrices and kernels."""
     optimizer: Literal["adamw", "sgd", "auto"] = "adamw"
