@@ -49,6 +49,9 @@ class Distill(LearningPass):
     def find_student(self) -> Student | None:
         return self.student
 
+    def find_learner(self, facts: ModelFacts) -> ModelFacts:
+        return student_facts(self.student, facts)[0]
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems, task = self.training_problems(facts), find_task(facts.task)
         facts, more, who = student_facts(self.student, facts)

@@ -42,8 +42,8 @@ BFLOAT16 = 0.65
 """Part of float32's time that a training step takes in bfloat16, where the processor has it."""
 KEPT_COPIES = 3
 """Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
-LONGEST = 3.0
-"""Times a usual text that the longest of a batch is, to which the others are padded."""
+LONGEST = 1.5
+"""Times what a batch's texts are usually padded to, that the longest of a run is."""
 TRAINED_COPIES = 9
 """Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 Weight = Annotated[float, Field(gt=0)]
@@ -201,13 +201,17 @@ class TrainingPass(Pass):
     ) -> TrainingCost:
         seconds = self.train_runs(n_samples) * filled * forward_seconds
         seconds *= BFLOAT16 if self.precision == "bfloat16" else 1
-        outputs = FLOAT_BYTES * sum(layer.n_outputs for layer in facts.layers)
+        outputs = FLOAT_BYTES * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
         activations = int(self.batch_size * min(LONGEST * filled, 1) * KEPT_COPIES * outputs)
         return TrainingCost(
             seconds=seconds if self.max_seconds is None else min(seconds, self.max_seconds),
             memory_bytes=TRAINED_COPIES * facts.n_bytes + activations,
             disk_bytes=STATE_COPIES * facts.n_bytes,
         )
+
+    def find_learner(self, facts: ModelFacts) -> ModelFacts:
+        """Return the facts of the model that is trained, which keeps activations for its gradients."""
+        return facts
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the settings for such a model."""

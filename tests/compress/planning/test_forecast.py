@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
 from compress.formats.schemes import PRESETS
 from compress.passes import AutoRound, Awq, Distill, Gptq, Hqq, Int8, Pass, Rtn, SmoothQuant, Tune
-from compress.passes.training import BFLOAT16
+from compress.passes.training import BFLOAT16, TRAINED_COPIES
 from compress.planning import forecast as room
 from compress.planning.block_time import PASSED_OVER, BlockTime, Tokens
 from compress.planning.forecast import (
@@ -153,6 +153,19 @@ def test_learning_saves_its_state_on_the_disk() -> None:
     facts = replace(FACTS, structure=Structure(blocks))
     assert AutoRound().estimate_training(facts, 0, 0.0).disk_bytes == 4 * MIB
     assert Rtn().estimate_training(facts, 0, 0.0).disk_bytes == 0
+
+
+def test_a_student_keeps_the_activations_of_the_blocks_that_it_has() -> None:
+    names = [f"blocks.{n}" for n in range(4)]
+    layers = tuple(LayerFacts(name, "Linear", "MatMul", f"{name}.weight", (64, 64), 4096) for name in names)
+    removable = tuple(Removable(name, (name,), listed=True) for name in names)
+    facts = replace(FACTS, layers=layers, removable=removable)
+
+    def activations(student: dict[str, Any] | None) -> int:
+        distill = Distill.model_validate({"epochs": 1, "student": student}, strict=False)
+        return distill.estimate_training(facts, 100, 0.0).memory_bytes - TRAINED_COPIES * facts.n_bytes
+
+    assert activations({"layers": "uniform", "keep": 2}) == activations(None) // 2 > 0
 
 
 def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() -> None:
