@@ -201,7 +201,8 @@ class TrainingPass(Pass):
     ) -> TrainingCost:
         seconds = self.train_runs(n_samples) * filled * forward_seconds
         seconds *= BFLOAT16 if self.precision == "bfloat16" else 1
-        outputs = FLOAT_BYTES * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
+        number = FLOAT_BYTES // 2 if self.precision == "bfloat16" else FLOAT_BYTES
+        outputs = number * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
         activations = int(self.batch_size * min(LONGEST * filled, 1) * KEPT_COPIES * outputs)
         return TrainingCost(
             seconds=seconds if self.max_seconds is None else min(seconds, self.max_seconds),
