@@ -129,7 +129,9 @@ def list_decoders(call: Call) -> Iterator[Subject]:
 def measure_subject(subject: Subject, call: Call) -> tuple[list[Claim], Row]:
     """Plan and apply one recipe; return its claims and its row."""
     say(f"{subject.name}: planning")
-    stem = subject.recipe.stem
+    recipe, stem = load_recipe(subject.recipe, subject.sets), subject.recipe.stem
+    if recipe.goal or recipe.search:
+        return [], {"recipe": subject.name, "skipped": "`compress sweep` finds its passes first"}
     cache, bundle = call.out / f"{stem}-cache", call.out / stem
     try:
         plan = plan_recipe(subject.recipe, subject.sets, cache)

@@ -104,8 +104,8 @@ class TrainingPass(Pass):
     """Of the products and convolutions; bfloat16 halves the time on processors that have it (AVX512-BF16, AMX). auto:
     bfloat16 on these, and on GPUs that have it."""
     augment: Augmentation | Literal["auto"] = Augmentation()
-    """Random changes of images. auto: those under which the teacher goes on seeing the same class; none where there are
-    no classes of images."""
+    """Random changes of images. auto: those under which the teacher goes on seeing the same class, and mixup where the
+    course has 40 epochs or more; none where there are no classes of images."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Part of the training set that is not learned from; on it the best state is chosen. 0: the last state is kept."""
     evaluate_every: Annotated[int, Field(gt=0)] | None = None

@@ -93,6 +93,11 @@ OVERHEAD, SPARE_S = 1.25, 15.0
 """Times what judging took in the study so far, and seconds: what is left for it behind the last training."""
 
 
+def is_near(kind: str, left: float) -> bool:
+    """Return whether a structure gives what is needed of "size" or "speed", and not much more; see `Needs`."""
+    return 1 - SLACK <= left <= ENOUGH[kind]
+
+
 @dataclass
 class Evidence:
     """What a study of a goal found out, as it is kept on disk.
@@ -388,10 +393,10 @@ class Pursuit:
             tried[structure.name] = left = self.read_needs(name)
             reached = structure.speedup or 1.0
             self.learn_yields(name, structure)
-            if self.is_beaten(run):  # by another depth's, and what is still to be cut makes this one no better
+            if max(left.size, left.speed) >= 1 - SLACK and self.is_beaten(run):  # and what is still cut mends nothing
                 break
             better = self.change(structure, name, left)
-            if structure.keep is not None and (structure.speedup is None or max(left.size, left.speed) < 1 - SLACK):
+            if not self.may_keep_blocks(structure, needs, left):
                 better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
             if better.name in tried or self.ground.explain_misfit(better.passes()):
                 break
@@ -404,6 +409,17 @@ class Pursuit:
             return lacking, *self.rank_key(run)
 
         return min(tried, key=lack, default="")
+
+    def may_keep_blocks(self, structure: Structure, needs: Needs, left: Needs) -> bool:
+        """Return whether a structure's blocks give what they were chosen for, so that its channels do the rest.
+
+        Those that share the time to go with channels are chosen anew only where both cut too much.
+        """
+        if structure.keep is None:
+            return True
+        if structure.speedup is not None:
+            return max(left.size, left.speed) >= 1 - SLACK
+        return is_near("speed", left.speed) if needs.speed > LEAST_GAIN else is_near("size", left.size)
 
     def is_beaten(self, run: Run) -> bool:
         """Return whether a structure that is fitted already has the better quality, both untrained."""
@@ -475,12 +491,11 @@ class Pursuit:
 
         That is: what is needed, over what was measured.
         """
-        near = {kind: 1 - SLACK <= factor <= ENOUGH[kind] for kind, factor in asdict(left).items()}
         speedup, params = structure.speedup, structure.max_params
-        if self.ahead.asks_speed and not near["speed"]:
+        if self.ahead.asks_speed and not is_near("speed", left.speed):
             wanted = (speedup or 1.0) * left.speed ** (1 / self.known.yields.time_by_channels)
             speedup = round(wanted, 3) if wanted > LEAST_GAIN else None
-        if self.ahead.asks_size and (speedup != structure.speedup or not near["size"]):
+        if self.ahead.asks_size and (speedup != structure.speedup or not is_near("size", left.size)):
             share = count_cut(self.ground.facts, self.report_of(name)["layers"]) / left.size
             params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
         return replace(structure, speedup=speedup, max_params=params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from compress.blocks.sizes import shapes_of
 from compress.context import PassResult, TrainSet
 from compress.distill.sequences import Writing, write_sequences
 from compress.distill.student import start_from
-from compress.distill.train import Around, Lessons, train
+from compress.distill.train import Around, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
@@ -26,12 +27,13 @@ from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 from compress.work.settle_changes import settle_changes
-from compress.work.settle_rate import settle_rate
+from compress.work.settle_course import settle_course
 from compress.work.training import (
     batches_of,
     describe_kept_steps,
     describe_training,
     gather_numbers,
+    make_lessons,
     no_keeper,
     objective,
     teacher_module,
@@ -52,11 +54,11 @@ def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> 
         fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
         after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
         around = Around(NAME, context.log, context.progress, context.work, after_step=after, device=context.device)
-        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
-        knobs, rate = settle_rate(knobs, pupil, lessons, around, context)
+        lessons_of = partial(make_lessons, trainset=trainset, loaded=loaded, loss=goal.loss)
+        knobs, lessons, settled = settle_course(knobs, changes, pupil, lessons_of, around, context)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
     student.requires_grad_(False)
-    return changes.add_to(rate.add_to(_make_result(loaded, log, goal.notes)))
+    return settled.add_to(_make_result(loaded, log, goal.notes))
 
 
 def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.trace import name_outputs
 from compress.context import Feeds, PassResult
-from compress.distill.train import Around, Lessons, train
+from compress.distill.train import Around, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
@@ -32,12 +33,12 @@ from compress.quantize.state import GraphState
 from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
 from compress.work.settle_changes import settle_changes
-from compress.work.settle_rate import settle_rate
+from compress.work.settle_course import settle_course
 from compress.work.training import (
-    batches_of,
     describe_kept_steps,
     describe_training,
     gather_numbers,
+    make_lessons,
     no_keeper,
     objective,
     training_set,
@@ -96,12 +97,12 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> Pass
     knobs, changes = settle_changes(knobs, loaded, teacher, trainset, context)
     with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
-        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        lessons_of = partial(make_lessons, trainset=trainset, loaded=loaded, loss=goal.loss)
         around = _make_callbacks(knobs, pupil, simulated, context)
-        knobs, rate = settle_rate(knobs, pupil, lessons, around, context)
+        knobs, lessons, settled = settle_course(knobs, changes, pupil, lessons_of, around, context)
         log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
     notes = (*goal.notes, *_note_not_simulated(knobs))
-    return changes.add_to(rate.add_to(_make_result(begun, simulated.decide(), log, notes, sample, context)))
+    return settled.add_to(_make_result(begun, simulated.decide(), log, notes, sample, context))
 
 
 def check_in_torch(state: GraphState, feeds: Feeds) -> None:

@@ -18,7 +18,7 @@ from compress.blocks.rounded import Rounded
 from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassResult
-from compress.distill.train import Around, Lessons, train
+from compress.distill.train import Around, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
@@ -30,10 +30,10 @@ from compress.quantize.fake import ScaledWeight
 from compress.work.block_layers import nearest
 from compress.work.contexts import ModelContext
 from compress.work.training import (
-    batches_of,
     describe_kept_steps,
     describe_training,
     gather_numbers,
+    make_lessons,
     no_keeper,
     objective,
     teacher_module,
@@ -69,7 +69,7 @@ def apply_qat_weights(knobs: Qat, loaded: TorchModel, context: ModelContext) -> 
             {"student": student, "weights": _collect_weights(trained), "projections": goal.projections}
         )
         _let_learn(knobs, student, trained)
-        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        lessons = make_lessons(knobs, trainset, loaded, goal.loss)
         course = replace(knobs.course(trainset.n, context.seed), epsilon=EPSILON)
         log = train(pupil, lessons, course, _make_callbacks(knobs, student, trained, context))
     student.requires_grad_(False)

@@ -26,6 +26,12 @@ class Settled:
     notes: tuple[Note, ...] = ()
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
+    def then(self, later: Settled) -> Settled:
+        """Return both, the later one's fields in the place of this one's."""
+        return Settled(
+            {**self.fields, **later.fields}, (*self.notes, *later.notes), {**self.measured, **later.measured}
+        )
+
     def add_to(self, result: PassResult[Form]) -> PassResult[Form]:
         """Return the result of the pass with what was found in its report."""
         measured = {name: dict(numbers) for name, numbers in result.measured.items()}

@@ -24,9 +24,9 @@ from compress.passes.sparsify_iteratively import SparsifyIteratively
 from compress.prune.masks import round_shares, set_to_zero, smallest
 from compress.work.contexts import ModelContext
 from compress.work.training import (
-    batches_of,
     describe_training,
     gather_numbers,
+    make_lessons,
     objective,
     teacher_module,
     training_set,
@@ -60,7 +60,7 @@ def apply_sparsify_iteratively(
     course = knobs.course(trainset.n, context.seed)
     with objective(knobs, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
-        lessons = Lessons(trainset.n, batches_of(knobs, trainset, loaded), goal.loss)
+        lessons = make_lessons(knobs, trainset, loaded, goal.loss)
         rounds = _IterativePruning(knobs, pupil, _drop_repeated(weights), lessons, course, context).run()
     student.requires_grad_(False)
     decisions, figures = _count_zeros(knobs, taken, weights)

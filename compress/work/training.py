@@ -40,6 +40,7 @@ from compress.distill.objective import (
 )
 from compress.distill.student import rename_inputs
 from compress.distill.teacher import Answer, keep_outputs
+from compress.distill.train import Lessons
 from compress.distill.training_log import TrainLog, numbers, summary
 from compress.distill.watch import Seen, Watched, attention_modules, module_names
 from compress.errors import PassError
@@ -108,6 +109,13 @@ def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: TorchModel) -> B
     changes = knobs.changes
     augment = Augment(changes.flip, changes.crop, changes.mixup)
     return batch_maker(trainset, loaded.parameters, augment, find_torch_task(loaded.task).task.generates)
+
+
+def make_lessons(
+    knobs: LearningPass, trainset: TrainSet, loaded: TorchModel, loss: Callable[[Batch], Tensor]
+) -> Lessons:
+    """Return what the pass learns from: the training set as `batches_of` makes it, and the loss."""
+    return Lessons(trainset.n, batches_of(knobs, trainset, loaded), loss)
 
 
 @contextmanager

@@ -88,6 +88,20 @@ def test_a_depth_is_left_where_another_gave_something_better() -> None:
     assert pursuit.is_beaten(run(0.87, 0.03)) and not pursuit.is_beaten(run(0.89, 0.03))
 
 
+def test_blocks_that_give_the_speed_stay_and_channels_do_the_rest() -> None:
+    pursuit, needs = Measured({}), Needs(1.7, 1.7)
+    blocks = Structure(14, 0.94)
+    assert pursuit.may_keep_blocks(blocks, needs, Needs(1.07, 1.016))  # a hair slower than asked with room: enough
+    assert not pursuit.may_keep_blocks(blocks, needs, Needs(1.0, 1.08))
+    assert not pursuit.may_keep_blocks(blocks, needs, Needs(1.0, 0.9))
+    assert pursuit.may_keep_blocks(blocks, Needs(1.7, 1.0), Needs(1.0, 0.5))  # chosen for size alone
+    both = Structure(16, 0.8, 1.1)
+    assert pursuit.may_keep_blocks(both, needs, Needs(0.9, 1.1)) and not pursuit.may_keep_blocks(
+        both, needs, Needs(0.9, 0.9)
+    )
+    assert pursuit.may_keep_blocks(Structure(None, 0.5, 1.4), needs, Needs(2.0, 2.0))
+
+
 def test_a_smaller_cache_is_worth_a_look_where_speed_or_memory_alone_is_lacking() -> None:
     def judge(**short: float) -> Run:
         gates = tuple(GateMiss(metric, "min 2", "undecided", False, "", short=by) for metric, by in short.items())

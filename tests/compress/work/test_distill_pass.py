@@ -42,6 +42,7 @@ from compress.passes.qat import Qat
 from compress.passes.training import AttentionTerm, Augmentation, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.work import apply_pass
 from compress.work.contexts import ModelContext
+from compress.work.settle_course import BLENDED_EPOCHS
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 
@@ -462,7 +463,7 @@ def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
 
 
 def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.work.settle_rate.LEAST_STEPS", 1)
+    monkeypatch.setattr("compress.work.settle_course.LEAST_STEPS", 1)
     context = around(images(), lambda: image_model(conv_net()), tmp_path)
     knobs = small(steps=300, learning_rate="auto", optimizer="auto")
     result = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
@@ -476,7 +477,7 @@ def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeyp
     assert fixed.measured[curve] == result.measured[curve]  # trials left nothing behind
     assert result.measured["distill"]["loss_after"] < 0.5 * result.measured["distill"]["loss_before"]
 
-    monkeypatch.setattr("compress.work.settle_rate.choose_arm", lambda *args: pytest.fail("tried again"))
+    monkeypatch.setattr("compress.work.settle_course.choose_arm", lambda *args: pytest.fail("tried again"))
     again = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
     assert again.settled == result.settled
 
@@ -487,6 +488,22 @@ def test_the_average_is_over_a_twentieth_of_the_steps_that_there_is_time_for() -
     assert result.settled == {"ema_decay": 0.75}
     timed = apply_pass(small(steps=10**6, ema_decay="auto", max_seconds=1.0), image_model(noisy(conv_net())), context)
     assert 0 <= timed.settled["ema_decay"] < 0.9999
+
+
+def test_a_short_course_blends_no_images() -> None:
+    def train(**knobs: Any) -> Any:
+        context = around(images(), lambda: image_model(conv_net()))
+        return apply_pass(small(steps=None, augment="auto", **knobs), image_model(noisy(conv_net())), context)
+
+    short, long = train(epochs=2.0), train(epochs=BLENDED_EPOCHS + 1)
+    assert short.settled["augment"]["mixup"] == 0 and any("no mixup" in note.text for note in short.notes)
+    assert long.settled["augment"]["mixup"] == 1 and not any("no mixup" in note.text for note in long.notes)
+    given = apply_pass(
+        small(augment={"mixup": 0.5}),
+        image_model(noisy(conv_net())),
+        around(images(), lambda: image_model(conv_net())),
+    )
+    assert given.settled == {}  # what the recipe says stays
 
 
 def test_a_course_too_short_for_trials_says_so() -> None:
