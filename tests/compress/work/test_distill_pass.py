@@ -464,6 +464,7 @@ def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
 
 def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compress.work.settle_course.LEAST_STEPS", 1)
+    monkeypatch.setattr("compress.work.settle_course.follow_trend", lambda arm, trials, steps: arm)
     context = around(images(), lambda: image_model(conv_net()), tmp_path)
     knobs = small(steps=300, learning_rate="auto", optimizer="auto")
     result = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
