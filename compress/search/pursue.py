@@ -98,6 +98,11 @@ def is_near(kind: str, left: float) -> bool:
     return 1 - SLACK <= left <= ENOUGH[kind]
 
 
+def gives_too_much(left: Needs) -> bool:
+    """Return whether a structure is smaller and faster than what is needed, by more than `SLACK` in both."""
+    return max(left.size, left.speed) < 1 - SLACK
+
+
 @dataclass
 class Evidence:
     """What a study of a goal found out, as it is kept on disk.
@@ -393,7 +398,7 @@ class Pursuit:
             tried[structure.name] = left = self.read_needs(name)
             reached = structure.speedup or 1.0
             self.learn_yields(name, structure)
-            if max(left.size, left.speed) >= 1 - SLACK and self.is_beaten(run):  # and what is still cut mends nothing
+            if not gives_too_much(left) and self.is_beaten(run):  # changing it cuts more, and makes it no better
                 break
             better = self.change(structure, name, left)
             if not self.may_keep_blocks(structure, needs, left):
@@ -418,7 +423,7 @@ class Pursuit:
         if structure.keep is None:
             return True
         if structure.speedup is not None:
-            return max(left.size, left.speed) >= 1 - SLACK
+            return not gives_too_much(left)
         return is_near("speed", left.speed) if needs.speed > LEAST_GAIN else is_near("size", left.size)
 
     def is_beaten(self, run: Run) -> bool:
