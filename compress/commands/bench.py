@@ -101,7 +101,7 @@ class Bench:
     twins: dict[str, GraphState] = field(default_factory=dict)
 
     @property
-    def left_s(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds that are left."""
         return self.deadline - time.monotonic()
 
@@ -219,7 +219,7 @@ def _explain_slow(bench: Bench, workers: LocalProcesses, table: BenchTable) -> B
     """Profile what is slower than float32 and say why, as far as time allows."""
     for row in table.rows:
         bundle = _row_folder(bench, row) / "bundle"
-        if not row.is_slower or row.why or not bundle.is_dir() or bench.left_s <= 0:
+        if not row.is_slower or row.why or not bundle.is_dir() or bench.seconds_left <= 0:
             continue
         order = RowOrder("judge", str(bundle), backend=row.backend)
         (answer,) = workers.build([order], bench.deadline)
@@ -346,7 +346,7 @@ def _do_row(bench: Bench, workers: LocalProcesses, begun: BenchRow, measuring_s:
         row = replace(row, notes=(*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
         if (known := explain_not_built(row, reach)) is not None:
             return replace(row, state="not built", why=known, notes=())
-        if bench.left_s <= measuring_s:
+        if bench.seconds_left <= measuring_s:
             return replace(row, state="late", why=f"{LATE}; the same command goes on, or give more --budget")
         if bench.times_twins:
             return replace(row, state="measured", **_measure_twin(bench, row, chain))
@@ -459,7 +459,7 @@ def _build(bench: Bench, workers: LocalProcesses, row: BenchRow, chain: Chain, m
         str(folder / "bundle"),
         str(recipe),
         str(bench.cache),
-        seconds=None if row.format == FLOAT else bench.left_s,  # all others are held against it
+        seconds=None if row.format == FLOAT else bench.seconds_left,  # all others are held against it
         backend=row.backend,
         gates=tuple(bench.gates),
         measuring_s=measuring_s,
@@ -516,7 +516,7 @@ def _time_finals(bench: Bench, table: BenchTable) -> BenchTable:
     rows = [row for row in able if (_row_folder(bench, row) / "bundle").is_dir()][:FINALISTS]
     if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.generates:
         return table  # those of one backend have their ratios to one float32
-    if bench.left_s + LEFT_FOR_MEASURING * bench.budget_s < 2 * FINAL_S:
+    if bench.seconds_left + LEFT_FOR_MEASURING * bench.budget_s < 2 * FINAL_S:
         bench.log("the fastest were not timed together: no time was left; the same command does it")
         return table
     try:

@@ -157,18 +157,18 @@ def blame_bundle(
 
 
 class Deadline:
-    """A time that is to be kept: what is left of it, in seconds."""
+    """A time that is to be kept."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.begun = seconds, time.monotonic()
 
     @property
-    def spent(self) -> float:
+    def seconds_spent(self) -> float:
         return time.monotonic() - self.begun
 
     @property
-    def left(self) -> float:
-        return self.seconds - self.spent
+    def seconds_left(self) -> float:
+        return self.seconds - self.seconds_spent
 
 
 def _check_runs(case: Case) -> None:
@@ -254,13 +254,13 @@ def rank_units(model: SwitchedModel, deadline: Deadline, progress: Progress = no
     begun = time.monotonic()
     whole = meter.measure(model.choose(True))
     each = max(time.monotonic() - begun, 1e-6) / len(meter.rows)
-    room = PROXY_SHARE * deadline.left / (2 * len(units) + 2) / each
+    room = PROXY_SHARE * deadline.seconds_left / (2 * len(units) + 2) / each
     if room > LEAST_ROWS:
         meter = ChangeMeter(model, spread_rows(total, min(MOST_ROWS, int(room))))
         whole = meter.measure(model.choose(True))
     alone: dict[int, float] = {}
     for unit in progress(list(units), "each layer alone"):
-        if deadline.left < 0.2 * deadline.seconds and alone:
+        if deadline.seconds_left < 0.2 * deadline.seconds and alone:
             break
         alone[unit] = meter.measure(model.choose(False, unit))
     notes = []
@@ -272,7 +272,7 @@ def rank_units(model: SwitchedModel, deadline: Deadline, progress: Progress = no
     order = sorted(alone, key=lambda unit: -alone[unit])
     back: dict[int, float] = {}
     for unit in progress(order, "each layer back"):
-        if deadline.spent > PROXY_SHARE * deadline.seconds and len(back) >= CONFIRMED:
+        if deadline.seconds_spent > PROXY_SHARE * deadline.seconds and len(back) >= CONFIRMED:
             break
         left = meter.measure(model.choose(True, unit))
         back[unit] = float(math.isfinite(left)) if math.isinf(whole) else 1 - left / whole if whole else 0.0
@@ -288,7 +288,7 @@ def _confirm(model: SwitchedModel, judge: _Judge, ranking: Ranking, deadline: De
     judge.judge(model.choose(True))
     each = max(time.monotonic() - begun, 1e-6) / len(judge.rows)
     n_runs = 2 + CONFIRMED + 2 * math.ceil(math.log2(n + 1))
-    judge.rows = spread_rows(count(case.columns), max(LEAST_JUDGED, int(0.8 * deadline.left / each / n_runs)))
+    judge.rows = spread_rows(count(case.columns), max(LEAST_JUDGED, int(0.8 * deadline.seconds_left / each / n_runs)))
     if len(judge.rows) < count(case.columns):
         notes.append(f"the metric is of {len(judge.rows)} of {count(case.columns)} frozen samples, for the time")
     as_is, floats = judge.judge(model.choose(True)), judge.judge(model.choose(False))
@@ -329,7 +329,7 @@ def _confirm(model: SwitchedModel, judge: _Judge, ranking: Ranking, deadline: De
         snippets=tuple(make_snippets(case.root, [row for row in rows if row.name in chosen], model.own_weights)),
         n_compared=len(ranking.meter.rows),
         n_judged=len(judge.rows),
-        seconds=deadline.spent,
+        seconds=deadline.seconds_spent,
         notes=tuple(notes),
         unmatched=model.unmatched,
     )
@@ -362,10 +362,10 @@ def find_smallest(n: int, share_back: Callable[[int], float], deadline: Deadline
     """Return the fewest layers, first of the ranking, that give back ENOUGH: by doubling, then by halves."""
     low, high = 0, 1
     while share_back(high) < ENOUGH and high < n:
-        if deadline.left < 0:
+        if deadline.seconds_left < 0:
             return high
         low, high = high, min(2 * high, n)
-    while high - low > 1 and deadline.left > 0:
+    while high - low > 1 and deadline.seconds_left > 0:
         middle = (low + high) // 2
         low, high = (low, middle) if share_back(middle) >= ENOUGH else (middle, high)
     return high

@@ -209,13 +209,13 @@ class _Comparison:
     log: Callable[[str], None]
 
     @cached_property
-    def _stored(self) -> Callable[[str], Tensor]:
+    def _read_stored(self) -> Callable[[str], Tensor]:
         return read_as_stored(self.model, self.export, self.reader)
 
     @cached_property
     def _unrounded(self) -> list[Outputs]:
         """Return what the stored values give where nothing is rounded as it runs."""
-        return self._expect(self._stored)
+        return self._expect(self._read_stored)
 
     def check_values(self, found: Sequence[Outputs]) -> None:
         """Raise ExportError where the reader's values, computed with as they are, are not those that were stored."""
@@ -242,8 +242,8 @@ class _Comparison:
 
     def check_rounding(self, found: Sequence[Outputs], unrounded: Sequence[Outputs]) -> None:
         """Raise ExportError where the reader does not round what it reads, keys and values as their scheme says."""
-        expected = self._expect(self._stored, rounded=True)
-        nudged = self._expect(_nudge(self._stored), rounded=True)
+        expected = self._expect(self._read_stored, rounded=True)
+        nudged = self._expect(_nudge(self._read_stored), rounded=True)
         ours, theirs = (_measure_difference(*pair) for pair in ((self._unrounded, expected), (unrounded, found)))
         noise, apart = (_measure_difference(expected, other) for other in (nudged, found))
         allowed = max(CLOSE, LIKE_LAST_BITS * noise, LIKE_ROUNDING * ours)

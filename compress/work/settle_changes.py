@@ -41,7 +41,10 @@ Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 def settle_changes(
     knobs: Pass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, context: PassContext
 ) -> tuple[Pass, Settled]:
-    """Return the pass with the changes of images and the precision that were left to it; else as it is."""
+    """Return the pass with the changes of images and the precision that were left to it; else as it is.
+
+    Images that can be blended are to be, until the course's length is known (`settle_course`).
+    """
     found: dict[str, Any] = {}
     if knobs.augment == "auto":
         found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
@@ -66,7 +69,7 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Augmentation):
         return str(value)
     parts = [*(["flip"] if value.flip else []), *([f"crop {value.crop}"] if value.crop else [])]
-    return " ".join([*parts, *([f"mixup {value.mixup:g}"] if value.mixup else [])]) or "none"
+    return " ".join(parts) or "none"  # whether images are blended, the course's length decides
 
 
 def _find_changes(loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, seed: int) -> Augmentation:

@@ -68,9 +68,10 @@ def settle_course(
     lessons, seed = lessons_of(knobs), context.seed
     tried, begun = _recall_trials(context), time.monotonic()
     steps = _foresee_steps(knobs, pupil, lessons, around, seed) if tried is None else tried.steps
-    if may_blend and _count_epochs(knobs.course(lessons.n, seed), steps, lessons.n) < BLENDED_EPOCHS:
-        knobs, changes = _leave_out_blending(knobs, changes)
-        lessons = lessons_of(knobs)
+    if may_blend:
+        knobs, blended = _settle_blending(knobs, _count_epochs(knobs.course(lessons.n, seed), steps, lessons.n))
+        lessons, changes = lessons_of(knobs), changes.then(blended)
+        context.log(blended.notes[0].text)
     if tried is None:
         arm, trials = _try_rates(knobs, pupil, lessons, around, steps, seed)
         tried = Tried(arm, tuple(trials), time.monotonic() - begun, steps)
@@ -92,10 +93,14 @@ def _count_epochs(course: Course, steps: int, n_samples: int) -> float:
     return steps * course.samples / ((1 - course.held_out) * n_samples)
 
 
-def _leave_out_blending(knobs: Pass, changes: Settled) -> tuple[Pass, Settled]:
+def _settle_blending(knobs: Pass, epochs: float) -> tuple[Pass, Settled]:
+    """Return the pass, images blended in a course of many epochs alone, and which it is."""
+    if epochs >= BLENDED_EPOCHS:
+        note = Note("info", f"{knobs.kind}: mixup {knobs.changes.mixup:g}: the course has {epochs:.0f} epochs")
+        return knobs, Settled(notes=(note,))
     augment = knobs.changes.model_copy(update={"mixup": 0.0})
-    note = Note("info", f"{knobs.kind}: no mixup: the course is shorter than the {BLENDED_EPOCHS:g} epochs it is for")
-    return knobs.settle(0.0, augment=augment), changes.then(Settled({"augment": augment.model_dump()}, (note,)))
+    text = f"{knobs.kind}: no mixup: the course has {epochs:.1f} epochs, and it is for {BLENDED_EPOCHS:g} and more"
+    return knobs.settle(0.0, augment=augment), Settled({"augment": augment.model_dump()}, (Note("info", text),))
 
 
 def _describe(kind: str, arm: Arm, trials: Sequence[Trial]) -> Note:

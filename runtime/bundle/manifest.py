@@ -331,7 +331,7 @@ class Postprocess:
                 raise ValueError(f"{name} is {value}, not between 0 and 1")
 
     @property
-    def given(self) -> tuple[str, ...]:
+    def set_fields(self) -> tuple[str, ...]:
         """Return the names of the fields that are set."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
 

@@ -73,7 +73,7 @@ def _check_metric(
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if metric.against == "labels" and not has_labels:
         raise UsageError(f"metric '{name}' needs labels, and the evaluation set has none; without labels fit: {fits}")
-    if metric.needs and not set(metric.needs) & set(postprocess.given if postprocess else ()):
+    if metric.needs and not set(metric.needs) & set(postprocess.set_fields if postprocess else ()):
         raise UsageError(f"metric '{name}' needs postprocess: {{{' or '.join(metric.needs)}: ...}}")
 
 

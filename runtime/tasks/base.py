@@ -170,7 +170,7 @@ class Task:
 
     def check_postprocess(self, how: Postprocess | None, n_classes: int | None = None) -> None:
         """Raise UsageError for a field that the task does not take, or that does not fit the number of classes."""
-        extra = [name for name in (how.given if how else ()) if name not in self.postprocess_fields]
+        extra = [name for name in (how.set_fields if how else ()) if name not in self.postprocess_fields]
         if extra:
             takes = ", ".join(self.postprocess_fields) or "none of its fields"
             raise UsageError([f"postprocess.{name}: {self.name} takes {takes}" for name in extra])
@@ -277,9 +277,9 @@ class Classification(Task):
     def check_postprocess(self, how: Postprocess | None, n_classes: int | None = None) -> None:
         """Raise UsageError, too, for a model of a single output, which chooses no class."""
         super().check_postprocess(how, n_classes)
-        if how and how.given and n_classes == 1:
+        if how and how.set_fields and n_classes == 1:
             raise UsageError(
-                f"postprocess.{how.given[0]}: the model has one output, which is a score: no class is chosen"
+                f"postprocess.{how.set_fields[0]}: the model has one output, which is a score: no class is chosen"
             )
 
 

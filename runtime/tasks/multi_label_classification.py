@@ -42,7 +42,7 @@ class MultiLabelClassification(Classification):
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return the logits, as a classifier's, and what is chosen of them. BundleError."""
         read = super().read_outputs(outputs, replace(batch, postprocess=None))
-        if batch.postprocess is not None and batch.postprocess.given:
+        if batch.postprocess is not None and batch.postprocess.set_fields:
             read[CHOSEN] = mark_chosen(probabilities(read["logits"]), batch.postprocess)
         return read
 
@@ -73,7 +73,7 @@ class MultiLabelClassification(Classification):
 
     def postprocess_specs(self, how: Postprocess | None, batch: int | str) -> tuple[TensorSpec, ...]:
         """Return the spec of what is chosen, where that is added."""
-        return (TensorSpec(CHOSEN, "bool", (batch, "classes")),) if how is not None and how.given else ()
+        return (TensorSpec(CHOSEN, "bool", (batch, "classes")),) if how is not None and how.set_fields else ()
 
 
 class ImageMultiLabelClassification(MultiLabelClassification, ReadsImages):
