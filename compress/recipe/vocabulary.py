@@ -29,6 +29,15 @@ _OWN: Schema = {
 @cache
 def recipe_schema() -> Schema:
     """Return the JSON Schema of a resolved recipe, as pydantic writes it. Not to be changed in place."""
+    from compress.recipe.schema import Recipe
+
+    # without the fields' texts, whose reading takes seconds: an error in a recipe is said at once
+    return Recipe.model_json_schema(by_alias=True)
+
+
+@cache
+def described_schema() -> Schema:
+    """Return the same with each field's text as its description. Not to be changed in place."""
     from compress.recipe.field_texts import DescribedSchema
     from compress.recipe.schema import Recipe
 
@@ -163,7 +172,7 @@ def _describe_text(schema: Schema) -> str:
 
 def editor_schema() -> Schema:
     """Return the JSON Schema (2020-12) of a recipe file as it is written, before includes and variables are put in."""
-    schema = deepcopy(recipe_schema())
+    schema = deepcopy(described_schema())
     _require_kinds(schema)
     _relax_merged(schema)
     _list_metrics(schema)

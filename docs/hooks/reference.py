@@ -17,7 +17,7 @@ from compress.cli import app
 from compress.formats.schemes import PRESETS, Scheme
 from compress.formats.targets import TARGETS
 from compress.passes import PASSES, Pass
-from compress.recipe.vocabulary import Schema, describe, recipe_schema
+from compress.recipe.vocabulary import Schema, describe, described_schema
 from runtime.__main__ import _build_parser
 
 STAGES = {
@@ -101,7 +101,7 @@ def describe_scheme(scheme: Scheme) -> tuple[str, str, str]:
 
 def write_recipe() -> list[str]:
     """Return the tables of the recipe and of its records, but for the passes."""
-    schema = recipe_schema()
+    schema = described_schema()
     passes = {pass_.__name__ for pass_ in PASSES}
     hidden = {*passes, *reachable(sorted(passes))}
     lines = write_options(schema)
@@ -203,7 +203,7 @@ def reachable(names: list[str], schema: Schema | None = None) -> list[str]:
 
 
 def definitions() -> dict[str, Schema]:
-    records: dict[str, Schema] = recipe_schema()["$defs"]
+    records: dict[str, Schema] = described_schema()["$defs"]
     return records
 
 
