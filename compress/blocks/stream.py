@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -162,6 +162,17 @@ class Stream:
             records.append(record)
         count = from_main(len(records))
         return read_finished_blocks(self._folder, count) if count and not records else records
+
+
+@contextmanager
+def open_last_block(stream: Stream) -> Iterator[BlockWork]:
+    """Yield a stream's last part, which gives logits, with all before it passed; nothing of it is held afterwards."""
+    with closing(iter(stream)) as blocks:
+        for _ in range(len(stream) - 1):
+            next(blocks)
+        head = next(blocks)
+        yield head
+        head.close()
 
 
 def plan_blocks(

@@ -14,13 +14,12 @@ import torch
 
 from compress.blocks.materialise import fill
 from compress.blocks.store import WeightStore
-from compress.blocks.stream import Stream
+from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.errors import ExportError
 from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
-from compress.execution.quality import open_last_block
 from compress.export.decoder import export_decoder
 from compress.export.parity import TOLERANCE
 from compress.graph.pieces import run_in_pieces

@@ -50,6 +50,7 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
 from runtime.measure.environment import cpu_info
 from runtime.measure.workload import make_feeds
+from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
 Context = TypeVar("Context", ModelContext, GraphContext)
@@ -334,7 +335,9 @@ def _run_block_passes(
     for note in source.notes:
         run.journal.log(note)
     fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
-    context = BlockContext(**fields, trials=_make_trials(run, loaded, exported))
+    task = find_task(plan.recipe.model.task)
+    writes_text = task.generates and not task.encodes
+    context = BlockContext(**fields, trials=_make_trials(run, loaded, exported), writes_text=writes_text)
     for index, config, key in passes:
         with run.journal.time_stage(config.kind):
             label = f"{plan.recipe.name}: passes.{index}"

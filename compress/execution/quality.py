@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from compress.blocks.block import BlockWork
 from compress.blocks.engine_arithmetic import compute_as_engine
-from compress.blocks.stream import Stream
+from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
@@ -199,17 +199,6 @@ def score_streamed(
     candidate = {name: columns[name] for name in ("nll", "kl")}
     candidate |= {name: columns[name].astype(np.int64) for name in ("n_tokens", "agree")}
     return baseline, candidate
-
-
-@contextmanager
-def open_last_block(stream: Stream) -> Iterator[BlockWork]:
-    """Yield the part that gives logits, with all blocks before it passed; nothing of it is held afterwards."""
-    with closing(iter(stream)) as blocks:
-        for _ in range(len(stream) - 1):
-            next(blocks)
-        head = next(blocks)
-        yield head
-        head.close()
 
 
 def _share(one: BlockWork, other: BlockWork) -> None:

@@ -39,7 +39,7 @@ class BlockWorkload:
     `TRIED_ROWS` rows of each group's weights. `sweeps`: of coordinate descent behind GPTQ's loop; None: no such loop.
     `solver_steps`: of HQQ. `learning_steps` of `learning_rows` tokens each, for each block, or with `whole` for all
     together, `max_learning_seconds` of it at most. `gradient_rows`: tokens that first go forward and back to measure
-    what each of `choices` of bits costs.
+    what each of `choices` of bits costs; `compared`: choices of all layers' bits that are then rounded to be compared.
     """
 
     forwards: float = 0.0
@@ -57,6 +57,7 @@ class BlockWorkload:
     max_learning_seconds: float = math.inf
     gradient_rows: int = 0
     choices: int = 0
+    compared: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from runtime.tasks import find_task
 
 MEASURED_TOKENS = 8192
 """Of the calibration data, at most, on which what each choice of bits costs is measured."""
+COMPARED_TOKENS = 32768
+"""The same, on which two choices are compared: half a hundredth of a nat is then beyond the texts' own noise."""
 Bits = Annotated[int, Field(ge=2, le=8)]
 
 
@@ -73,6 +75,13 @@ class BitBudget(Record):
             return self.ordered[(len(self.choices) - 1) // 2]
         wanted = self.average if self.average is not None else FLOAT_BITS / (self.size_ratio or 1)
         return min(self.choices, key=lambda bits: (abs(bits - wanted), bits))
+
+    @property
+    def may_go_below_equal(self) -> bool:
+        """Return whether a layer may get fewer bits than all could have: what is chosen is then confirmed."""
+        if self.average is None:
+            return len(self.choices) > 2
+        return max(bits for bits in self.choices if bits <= self.average) > min(self.choices)
 
     def describe(self) -> str:
         """Format the budget as a recipe gives it: "size_ratio 5"."""

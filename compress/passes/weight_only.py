@@ -310,7 +310,8 @@ class WeightPass(WeightNumbers, Pass):
         """Return the count of the pass's work with that of measuring what each choice of bits costs, where it does."""
         if self.budget is None:
             return work
-        return replace(work, gradient_rows=MEASURED_TOKENS, choices=len(self.budget.choices))
+        compared = 2 if self.budget.may_go_below_equal else 0
+        return replace(work, gradient_rows=MEASURED_TOKENS, choices=len(self.budget.choices), compared=compared)
 
     def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.blocks import activations
 from compress.facts import FLOAT_BYTES, ModelFacts, Reading
 from compress.formats.schemes import WeightScheme
 from compress.passes.base import TRIED_ROWS, BlockWorkload
+from compress.passes.mixed_bits import COMPARED_TOKENS
 from compress.planning.rates import Rates
 from compress.quantize.awq import ROUGH
 from compress.quantize.gptq import JUDGED_ROWS, Rules
@@ -79,6 +80,11 @@ class BlockTime:
             seconds += self.column_seconds(scheme, work.sweeps, work.compute, chosen)
         if work.learning_steps:
             seconds += self.learning_seconds(work, scheme, tokens, chosen)
+        if work.compared:
+            some = Tokens(min(COMPARED_TOKENS, tokens.n), tokens.a_sample)
+            once = self.pass_seconds(replace(work, gradient_rows=0, compared=0), scheme, some, rounded)
+            answers = 2 * (self.read_seconds() + self.forward_seconds(some, work.compute) + self.head_seconds(some.n))
+            seconds += work.compared * (once + answers)
         return seconds
 
     def read_seconds(self, times: float = 1.0) -> float:

@@ -89,9 +89,13 @@ class WeightTrials:
 
 @dataclass(frozen=True)
 class BlockContext(PassContext):
-    """What a pass over blocks is given. `trials`: how it tries what schemes come to."""
+    """What a pass over blocks is given. `trials`: how it tries what schemes come to.
+
+    `writes_text`: the model predicts each next token of the texts that it reads.
+    """
 
     trials: WeightTrials = WeightTrials()
+    writes_text: bool = False
 
 
 @dataclass(frozen=True)

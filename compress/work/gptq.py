@@ -108,8 +108,13 @@ def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[
 
 
 def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Round a streamed model. Raises PassError naming the layer."""
-    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target), knobs.compute)
+    """Round a streamed model, with bits chosen for its layers where that is asked for. PassError naming the layer."""
+    make_rounding = partial(_make_rounding, knobs, context.target)
+    knobs, settled = settle_bits(knobs, model, context, make_rounding, _round_layers, knobs.compute)
+    return settled.add_to(_round_layers(knobs, model, context))
+
+
+def _round_layers(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables)
     for block in stream:
         rounding = _BlockRounding(knobs, block, block_layers(knobs, block, context.target), context.target)
@@ -121,7 +126,7 @@ def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> Pa
                 rounding.act(reading)
         round_tables(knobs, block, rounding.layers, context.target)
         rounding.finish()
-    return settled.add_to(stream.result())
+    return stream.result()
 
 
 def _make_rounding(knobs: Gptq, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:

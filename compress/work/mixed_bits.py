@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -39,9 +40,10 @@ from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
+from compress.work.confirm_bits import BEYOND_NOISE, Comparison, RoundModel, compare_rounded
 from compress.work.settled import Settled, keep, recall
 
-FILE = "costs.json"
+FILE, COMPARED = "costs.json", "compared.json"
 """In a pass's folder of unfinished work: what was measured, so that a killed run chooses the same without measuring."""
 TRIED_ROWS = 256
 """Rows of a weight, evenly spaced, that are rounded at each choice of bits."""
@@ -63,12 +65,18 @@ class Costs:
 
 
 def settle_bits(
-    config: Pass, model: StreamedModel, context: PassContext, make_rounding: MakeRounding, compute: Compute = "float32"
+    config: Pass,
+    model: StreamedModel,
+    context: PassContext,
+    make_rounding: MakeRounding,
+    round_model: RoundModel[Pass],
+    compute: Compute = "float32",
 ) -> tuple[Pass, Settled]:
     """Return the pass with the bits of each layer chosen, where it asks for a budget; else as it is.
 
-    What is measured is kept in `context.work`. PassError: no data, a layer whose numbers are broken, layers that no
-    gradient reaches, or a budget that cannot be kept.
+    A choice that gives a group fewer bits than all could have is confirmed: see `compare_rounded`. What is measured is
+    kept in `context.work`. PassError: no data, a layer whose numbers are broken, layers that no gradient reaches, or a
+    budget that cannot be kept.
     """
     budget = config.budget
     if budget is None:
@@ -89,8 +97,17 @@ def settle_bits(
         way = "give them bits under overrides, or ignore them"
         texts = [f"{', '.join(group)}: no gradient of the model's first output comes back to them" for group in unseen]
         raise PassError([f"{config.kind}: {text}, so that no bits can be chosen; {way}" for text in texts])
-    chosen_here = None if prices is None else _choose(config.kind, budget, allocation, costs, prices, context.log)
-    bits, text = from_main(chosen_here)
+    programme = None if prices is None else _Programme(config.kind, budget, allocation, costs, prices, context.log)
+    choices: list[_Choice] = from_main(programme and programme.find_choices())
+    if len(choices) > 1:
+        bold, careful = (config.with_bits(budget.choose(choice.bits, {})) for choice in choices)
+        comparison = _recall_comparison(context, choices)
+        if comparison is None:
+            context.log(f"{config.kind}: two choices of bits are rounded to be compared")
+            comparison = compare_rounded((bold, careful), round_model, model, context, compute)
+            keep(context, COMPARED, {"bits": [choice.bits for choice in choices], **asdict(comparison)})
+        choices = [_confirm(choices, comparison, costs.unit)]
+    bits, text = choices[0].bits, choices[0].text
     context.log(f"{config.kind}: {text}")
     notes = (Note("info", f"{config.kind}: {text}"),)
     measured = {name: _tell(costs, name, bits[name]) for name in layers}
@@ -98,32 +115,105 @@ def settle_bits(
     return config.with_bits(chosen), Settled(notes=notes, measured=measured)
 
 
-def _choose(
-    kind: str, budget: BitBudget, allocation: Allocation, costs: Costs, prices: Prices, log: Callable[[str], None]
-) -> tuple[dict[str, int], str]:
-    """Return each layer's bits, and what was chosen in a sentence."""
-    table = [
-        [sum(costs.by_layer[name][k] for name in group if name in costs.by_layer) for k in range(len(costs.choices))]
-        for group in allocation.groups
-    ]
-    try:
-        choice = choose_measured(table, prices, lambda text: log(f"{kind}: {text}"))
-    except (OutOfReach, BudgetMissed) as error:
-        raise PassError(f"{kind}: bits: {budget.describe()} was not reached ({error}); ask for less") from error
-    chosen = [costs.choices[k] for k in choice.numbers]
-    bits = {name: n for group, n in zip(allocation.groups, chosen, strict=True) for name in group}
-    used = sum(n * size for n, size in zip(chosen, allocation.sizes, strict=True)) + allocation.fixed_bits
-    cost = sum(row[k] for row, k in zip(table, choice.numbers, strict=True))
-    counts = ", ".join(f"{chosen.count(n)} of {n} bits" for n in sorted(set(chosen)))
-    text = f"{choice.text}; " if choice.text else ""
-    text += (
-        f"{used / allocation.n_weights:.3f} bits on average: groups of layers: {counts}; predicted loss {cost:.4g} "
-        f"{costs.unit}"
+@dataclass(frozen=True)
+class _Choice:
+    """The bits of each layer, and what was chosen in a sentence. `least`: bits that every group has at least."""
+
+    bits: dict[str, int]
+    text: str
+    least: int
+
+
+@dataclass(frozen=True)
+class _Programme:
+    """What is chosen from, and under what: finds the choices of least predicted loss."""
+
+    kind: str
+    budget: BitBudget
+    allocation: Allocation
+    costs: Costs
+    prices: Prices
+    log: Callable[[str], None]
+
+    @cached_property
+    def table(self) -> list[list[float]]:
+        """Return what each group loses at each choice."""
+        by_layer, n_choices = self.costs.by_layer, len(self.costs.choices)
+        return [
+            [sum(by_layer[name][k] for name in group if name in by_layer) for k in range(n_choices)]
+            for group in self.allocation.groups
+        ]
+
+    def find_choices(self) -> list[_Choice]:
+        """Return the best choice; where it takes a group below what all could have, also the best that does not."""
+        try:
+            best = choose_measured(self.table, self.prices, self._say)
+        except (OutOfReach, BudgetMissed) as error:
+            text = f"{self.kind}: bits: {self.budget.describe()} was not reached ({error}); ask for less"
+            raise PassError(text) from error
+        choices = [self._describe(best.numbers, best.text)]
+        equal = max(filter(self._is_kept, range(len(self.costs.choices))), default=0)
+        if min(best.numbers) >= equal:
+            return choices
+        try:
+            careful = choose_measured([row[equal:] for row in self.table], _leave_out(self.prices, equal), self._say)
+        except (OutOfReach, BudgetMissed):  # as it is counted or timed, not even equal bits keep the budget
+            return choices
+        return [*choices, self._describe([k + equal for k in careful.numbers], careful.text)]
+
+    def _describe(self, numbers: Sequence[int], measured: str) -> _Choice:
+        """Return a choice with its sentence. `measured`: what it was counted or timed to come to."""
+        chosen = [self.costs.choices[k] for k in numbers]
+        groups, sizes = self.allocation.groups, self.allocation.sizes
+        used = sum(n * size for n, size in zip(chosen, sizes, strict=True)) + self.allocation.fixed_bits
+        counts = ", ".join(f"{chosen.count(n)} of {n} bits" for n in sorted(set(chosen)))
+        lost = sum(row[k] for row, k in zip(self.table, numbers, strict=True))
+        text = f"{measured}; " if measured else ""
+        text += f"{used / self.allocation.n_weights:.3f} bits on average: groups of layers: {counts}; "
+        text += f"predicted loss {lost:.4g} {self.costs.unit}"
+        nominal = self.costs.choices.index(self.budget.nominal)
+        if self._is_kept(nominal):
+            text += f", {sum(row[nominal] for row in self.table):.4g} with {self.budget.nominal} bits everywhere"
+        bits = {name: n for group, n in zip(groups, chosen, strict=True) for name in group}
+        return _Choice(bits, text, min(chosen))
+
+    def _is_kept(self, number: int) -> bool:
+        """Return whether the budget is kept with that choice for every group."""
+        return sum(row[number] for row in self.prices.table) <= self.prices.budget
+
+    def _say(self, text: str) -> None:
+        self.log(f"{self.kind}: {text}")
+
+
+def _leave_out(prices: Prices, n_choices: int) -> Prices:
+    """Return prices of the other choices than the first ones."""
+    measure = prices.measure
+    return replace(
+        prices,
+        table=[row[n_choices:] for row in prices.table],
+        measure=None if measure is None else lambda numbers: measure([k + n_choices for k in numbers]),
+        cheapest_over=None,
     )
-    nominal = costs.choices.index(budget.nominal)
-    if sum(row[nominal] for row in prices.table) <= prices.budget:
-        text += f", {sum(row[nominal] for row in table):.4g} with {budget.nominal} bits everywhere"
-    return bits, text
+
+
+def _confirm(choices: Sequence[_Choice], comparison: Comparison, unit: str) -> _Choice:
+    """Return the choice that loses less with all layers rounded."""
+    best, ways = choices[comparison.best], [f"with {choice.least} bits and more" for choice in choices]
+    pairs = [f"{lost:.4g} {way}" for lost, way in zip(comparison.outputs, ways, strict=True)]
+    text = f"{best.text}; with all layers rounded: {', '.join(pairs)} ({unit})"
+    if comparison.texts:
+        pairs = [f"{nats:.4f} {way}" for nats, way in zip(comparison.texts, ways, strict=True)]
+        noise = BEYOND_NOISE * comparison.noise
+        text += f", and of the texts' own tokens {', '.join(pairs)} (nats each; up to {noise:.2g} apart is noise)"
+    return replace(best, text=text)
+
+
+def _recall_comparison(context: PassContext, choices: Sequence[_Choice]) -> Comparison | None:
+    """Return what a killed run measured of the same choices; None where it did not."""
+    record = recall(context, COMPARED)
+    if record is None or record["bits"] != [choice.bits for choice in choices]:
+        return None
+    return Comparison.from_record(record)
 
 
 def _tell(costs: Costs, layer: str, bits: int) -> dict[str, float]:

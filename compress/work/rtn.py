@@ -84,7 +84,11 @@ def _weigh_inputs(squares: Tensor) -> Tensor | None:
 
 
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target))
+    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target), _round_layers)
+    return settled.add_to(_round_layers(knobs, model, context))
+
+
+def _round_layers(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=knobs.needs_calibration, tables=knobs.takes_tables)
     for block in stream:
         layers = block_layers(knobs, block, context.target)
@@ -106,7 +110,7 @@ def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> Pas
         facts = layers.facts.values()
         remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
-    return settled.add_to(stream.result())
+    return stream.result()
 
 
 def _make_rounding(knobs: Rtn, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:

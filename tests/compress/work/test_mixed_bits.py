@@ -31,6 +31,7 @@ from compress.passes.weight_only import WeightPass
 from compress.recipe.exports import CheckpointExport
 from compress.work import apply_pass, mixed_bits
 from compress.work.block_layers import list_layers
+from compress.work.confirm_bits import Comparison, measure_loss
 from compress.work.contexts import BlockContext, WeightTrials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,6 +126,57 @@ def test_of_outputs_that_are_no_logits_the_relative_error_is_predicted() -> None
     assert "parts of the outputs' energy" in result.notes[0].text
 
 
+@pytest.mark.parametrize(
+    ("comparison", "least"),
+    [
+        (Comparison((0.1, 0.2)), 2),
+        (Comparison((0.2, 0.1)), 3),
+        (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.005), 3),  # the texts' own tokens say it, beyond noise
+        (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.02), 2),
+    ],
+)
+def test_a_choice_below_equal_bits_is_taken_only_where_it_loses_less(
+    comparison: Comparison, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model, data = Gptq(bits=MIX, group_size=16), streamed(uneven()), context(texts(8), target="transformers")
+    monkeypatch.setattr(mixed_bits, "compare_rounded", lambda *args: comparison)
+    result = apply_pass(config, model, data)
+    assert min(bits_of(result.model).values()) == least
+    told = "{} with 2 bits and more, {} with 3 bits and more (nats)".format(*comparison.outputs)
+    assert told in result.notes[0].text
+    assert ("3.0200 with 2 bits and more, 3.0000 with 3" in result.notes[0].text) == bool(comparison.texts)
+
+
+def test_a_choice_that_goes_below_equal_bits_nowhere_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_bits, "compare_rounded", lambda *args: pytest.fail("compared"))
+    config = Gptq(bits={"average": 3.5, "choices": (3, 4)}, group_size=16)
+    apply_pass(config, streamed(uneven()), context(texts(8), target="transformers"))
+
+
+@pytest.mark.parametrize("make", [uneven, bert])
+def test_what_a_rounded_model_loses_is_measured_as_it_is(make: Any) -> None:
+    model, data = streamed(make()), texts(24)
+    rounded = apply_pass(Rtn(bits=3, group_size=16), model, context()).model
+    feeds = together(data)
+    kept = feeds["attention_mask"].bool()
+    with torch.no_grad():
+        before, after = (some.materialise()(**feeds).double() for some in (model, rounded))
+    p, q = before.log_softmax(-1), after.log_softmax(-1)
+    writes_text = make is uneven
+    lost = measure_loss(rounded, as_block_context(context(data), writes_text=writes_text), "float32")
+    if not writes_text:
+        expected = (after - before)[kept].square().sum() / before[kept].square().sum()
+        assert not len(lost.tokens)
+    else:
+        expected = (p.exp() * (p - q)).sum(-1)[kept].mean()
+        following = feeds["input_ids"][:, 1:, None]
+        nats = -q[:, :-1].gather(-1, following)[..., 0][kept[:, 1:]]
+        assert len(lost.tokens) == len(nats) and float(lost.tokens.mean()) == pytest.approx(
+            float(nats.mean()), rel=1e-4
+        )
+    assert lost.outputs == pytest.approx(float(expected), rel=1e-3)
+
+
 def test_twice_the_same_and_a_killed_run_does_not_measure_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +191,7 @@ def test_twice_the_same_and_a_killed_run_does_not_measure_again(
 
     (tmp_path / "b" / "block-00001.json").unlink()
     monkeypatch.setattr(mixed_bits, "_measure", refuse)
+    monkeypatch.setattr(mixed_bits, "compare_rounded", refuse)
     resumed = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
     assert resumed.decisions == first.decisions and resumed.notes == first.notes
     damaged = bytearray(costs[0])
@@ -319,7 +372,7 @@ def test_a_file_that_comes_out_larger_than_was_counted_is_corrected() -> None:
         sizes.append((whole, left + 4000))
         return [*sizes[-1]]
 
-    given = as_block_context(context(texts(8), target="transformers"), WeightTrials(count_bytes=count))
+    given = as_block_context(context(texts(8), target="transformers"), trials=WeightTrials(count_bytes=count))
     config = Rtn(bits={"size_ratio": 2.3, "choices": (2, 3, 4)}, group_size=16)
     result = apply_pass(config, model, given)
     whole, left = count_checkpoint(model, dict(result.model.schemes))
@@ -327,8 +380,8 @@ def test_a_file_that_comes_out_larger_than_was_counted_is_corrected() -> None:
     assert "times smaller; " in result.notes[0].text
 
 
-def as_block_context(given: PassContext, trials: WeightTrials) -> BlockContext:
-    return BlockContext(**{**dict(vars(given)), "trials": trials})
+def as_block_context(given: PassContext, **more: Any) -> BlockContext:
+    return BlockContext(**vars(given) | more)
 
 
 def time_schemes(schemes: Mapping[str, Scheme]) -> float:
@@ -349,7 +402,7 @@ def test_a_speedup_is_kept_as_timed_whole(monkeypatch: pytest.MonkeyPatch) -> No
     trials = WeightTrials(
         time=lambda choices: [floats, *map(time_schemes, choices)], time_layers=time_layers, float_bytes=4
     )
-    given = as_block_context(context(texts(8), target="onnxruntime-cpu"), trials)
+    given = as_block_context(context(texts(8), target="onnxruntime-cpu"), trials=trials)
     wanted = floats / (10.0 + 5 * len(layers))
     result = apply_pass(Rtn(bits={"speedup": wanted, "choices": (4, 8)}, group_size=16), model, given)
     assert floats / time_schemes(result.model.schemes) >= wanted
@@ -360,6 +413,7 @@ def test_a_speedup_is_kept_as_timed_whole(monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("losses were measured")
 
     monkeypatch.setattr(mixed_bits, "_measure", refuse)
+    monkeypatch.setattr(mixed_bits, "compare_rounded", refuse)
     with pytest.raises(PassError, match=r"speedup 9 is out of reach: with the fastest .* is \d\.\d\d times as fast"):
         apply_pass(Rtn(bits={"speedup": 9.0, "choices": (4, 8)}, group_size=16), model, given)
     with pytest.raises(PassError, match="speedup needs a target that is timed here; use average or size_ratio"):
