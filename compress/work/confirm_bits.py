@@ -51,8 +51,9 @@ class Comparison:
     @property
     def best(self) -> int:
         """Return the choice that loses less: of the texts where that is beyond noise, else of the outputs."""
-        told = self.texts and abs(self.texts[0] - self.texts[1]) > BEYOND_NOISE * self.noise
-        return int(np.argmin(self.texts if told else self.outputs))
+        beyond_noise = self.texts and abs(self.texts[0] - self.texts[1]) > BEYOND_NOISE * self.noise
+        losses = np.array(self.texts if beyond_noise else self.outputs)
+        return int(np.nan_to_num(losses, nan=np.inf).argmin())  # argmin takes NaN for the least
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Comparison:
@@ -97,7 +98,9 @@ def measure_loss(model: StreamedModel, context: PassContext, compute: Literal["f
         logits = block.name in (AFTER, "") and gives_logits(model.build())
         writes = logits and isinstance(context, BlockContext) and context.writes_text
         sums, tokens = _sum_losses(block, logits, model.parameters[IDS] if writes else "")
-    lost, of = sum_over_processes(sums).tolist()
+        lost, of = sum_over_processes(
+            sums
+        ).tolist()  # inside: the files are the first process's, and go with its stream
     return OutputLoss(lost / of, torch.cat([torch.zeros(0, dtype=torch.float64), *tokens]))
 
 

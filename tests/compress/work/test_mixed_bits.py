@@ -133,6 +133,7 @@ def test_of_outputs_that_are_no_logits_the_relative_error_is_predicted() -> None
         (Comparison((0.2, 0.1)), 3),
         (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.005), 3),  # the texts' own tokens say it, beyond noise
         (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.02), 2),
+        (Comparison((np.nan, 0.2), (np.nan, 3.0), noise=np.nan), 3),  # outputs that broke
     ],
 )
 def test_a_choice_below_equal_bits_is_taken_only_where_it_loses_less(
@@ -144,7 +145,7 @@ def test_a_choice_below_equal_bits_is_taken_only_where_it_loses_less(
     assert min(bits_of(result.model).values()) == least
     told = "{} with 2 bits and more, {} with 3 bits and more (nats)".format(*comparison.outputs)
     assert told in result.notes[0].text
-    assert ("3.0200 with 2 bits and more, 3.0000 with 3" in result.notes[0].text) == bool(comparison.texts)
+    assert ("texts' own tokens" in result.notes[0].text) == bool(comparison.texts)
 
 
 def test_a_choice_that_goes_below_equal_bits_nowhere_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

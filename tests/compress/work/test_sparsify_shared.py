@@ -16,11 +16,9 @@ from compress.blocks.sharing import wait
 def sparsify_both() -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a decoder and of a convolutional network that were made sparse."""
     activations.ROWS = 24
-    found = {}
-    for name, result in (("llama", run(streamed(llama()))), ("conv", on_images())):
-        store = result.model.store
-        found[name] = {key: store.read(key).clone() for key in store.names()}
-    wait()  # the files are the first process's, and go with it
+    stores = {"llama": run(streamed(llama())).model.store, "conv": on_images().model.store}
+    found = {name: {key: store.read(key).clone() for key in store.names()} for name, store in stores.items()}
+    wait()  # the files are the first process's, and go with its stores
     return found
 
 
