@@ -129,11 +129,12 @@ def list_decoders(call: Call) -> Iterator[Subject]:
 def measure_subject(subject: Subject, call: Call) -> tuple[list[Claim], Row]:
     """Plan and apply one recipe; return its claims and its row."""
     say(f"{subject.name}: planning")
-    recipe, stem = load_recipe(subject.recipe, subject.sets), subject.recipe.stem
-    if recipe.goal or recipe.search:
-        return [], {"recipe": subject.name, "skipped": "`compress sweep` finds its passes first"}
+    stem = subject.recipe.stem
     cache, bundle = call.out / f"{stem}-cache", call.out / stem
     try:
+        recipe = load_recipe(subject.recipe, subject.sets)
+        if recipe.goal or recipe.search:
+            return [], {"recipe": subject.name, "skipped": "`compress sweep` finds its passes first"}
         plan = plan_recipe(subject.recipe, subject.sets, cache)
     except (CallError, CompressError, RuntimeFailure) as error:  # what is missing here is the row
         return [], {"recipe": subject.name, "skipped": str(error).partition("\n")[0]}

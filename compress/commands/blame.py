@@ -33,7 +33,7 @@ from compress.errors import ExportError
 from compress.planning.measurements import pass_names
 from compress.recipe.load import load_recipe
 from compress.store.cache import default_root
-from compress.store.progress import Item, Progress, no_progress
+from compress.store.progress import Item, Progress, no_log, no_progress
 from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
@@ -150,7 +150,7 @@ def blame_bundle(
             model, times = open_checkpoint(case), False
         else:
             _check_runs(case)
-            model = stack.enter_context(open_switched(case, cache or default_root(), lambda text: None))
+            model = stack.enter_context(open_switched(case, cache or default_root(), no_log))
         judge = _Judge(model, _choose_metric(case, metric), stack)
         ranking = rank_units(model, deadline, progress)
         return _confirm(model, judge, ranking, deadline, times)

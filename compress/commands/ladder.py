@@ -22,6 +22,7 @@ from compress.errors import ExportError
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.switches import SWITCHES, SwitchedGraph, find_pairs
 from compress.store.cache import default_root
+from compress.store.progress import no_log
 from runtime.backends import Session, open_artifact
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, onnxruntime_library, open_handle, session_options
 from runtime.bundle.files import find_encoder
@@ -79,7 +80,7 @@ def climb(path: Path, cache: Path | None = None) -> Ladder:
     candidate = manifest.graph_for(REFERENCE)
     baseline = next((artifact for artifact in manifest.artifacts if artifact.name == "baseline"), None)
     rungs = [] if baseline is None else [_compare_optimized(path, manifest, baseline, "float file, optimized")]
-    with open_switched(case, cache or default_root(), lambda text: None) as model:
+    with open_switched(case, cache or default_root(), no_log) as model:
         batches = sample_batches(path, manifest, model.session(model.choose(True)))
         exact, rounded = (model.session(model.choose(which)) for which in (False, True))
         errors, worst = compare_outputs(exact, rounded, batches)

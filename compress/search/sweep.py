@@ -33,6 +33,7 @@ from compress.search.study import (
 )
 from compress.search.trials import Run, State, Trial, write_json
 from compress.search.workers import Workers, start_workers
+from compress.store.progress import no_log
 from runtime.bundle.files import write_whole
 
 MOST_REFUSED = 50
@@ -331,11 +332,7 @@ def finish_study(study: Study, run: Callable[[], str]) -> None:
 
 
 def choose_log(quiet: bool) -> Callable[[str], None]:
-    return _say_nothing if quiet else _print_line
-
-
-def _say_nothing(text: str) -> None:
-    pass
+    return no_log if quiet else _print_line
 
 
 def _print_line(text: str) -> None:

@@ -16,6 +16,10 @@ class Progress(Protocol):
         ...
 
 
+def no_log(text: str) -> None:
+    """Leave a line out of the log."""
+
+
 def no_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
     """Say nothing."""
     return items

@@ -24,8 +24,9 @@ from compress.blocks.work import AFTER
 from compress.context import Feeds, PassContext, PassResult
 from compress.passes.mixed_bits import COMPARED_TOKENS
 from compress.passes.weight_only import WeightPass
-from compress.quantize.lessons import NEXT_TOKENS, UNLEARNED, mark_next_tokens
+from compress.quantize.lessons import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
 from compress.quantize.outputs import gives_logits
+from compress.store.progress import no_log
 from compress.work.contexts import BlockContext
 from runtime.encode.language import IDS
 
@@ -80,7 +81,7 @@ def compare_rounded(
     compute: Literal["float32", "bfloat16"],
 ) -> Comparison:
     """Return what is lost of a model that two passes rounded, on the first of the calibration data."""
-    few = replace(context, batches=_take_first(context.batches), work=None, log=_say_nothing)
+    few = replace(context, batches=_take_first(context.batches), work=None, log=no_log)
     one, other = (measure_loss(round_model(config, model, few).model, few, compute) for config in configs)
     apart = one.tokens - other.tokens
     parts = [torch.tensor(float(len(apart)))] + [x.sum() for x in (one.tokens, other.tokens, apart, apart.square())]
@@ -115,8 +116,8 @@ def _sum_losses(block: BlockWork, logits: bool, ids: str) -> tuple[Tensor, list[
         out, float_out = block.forward(i), block.float_outputs(i).float()
         rounded, before = (block.drop_padding(x, i) for x in (out, float_out))
         if logits:
-            p, q = before.log_softmax(-1), rounded.log_softmax(-1)
-            lost, of = (p.exp() * (p - q)).sum(dtype=torch.float64), torch.tensor(len(p))
+            of = torch.tensor(len(before))
+            lost = of * divergence(rounded, *soften_logits(before)).double()
         else:
             lost, of = (x.square().sum(dtype=torch.float64) for x in (rounded - before, before))
         sums += torch.stack([lost.cpu(), of.double().cpu()])
@@ -137,7 +138,3 @@ def _take_first(batches: Sequence[Feeds]) -> list[Feeds]:
         values = next(iter(feeds.values()))
         n_tokens += int(np.prod(values.shape[:2])) if values.ndim == 2 else len(values)
     return first
-
-
-def _say_nothing(text: str) -> None:
-    """Leave out of the log what is said of a model that is rounded to be compared."""

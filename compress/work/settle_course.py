@@ -20,6 +20,7 @@ from compress.distill.try_rates import Arm, Trial, choose_arm, choose_roughly, c
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import AVERAGED, TRIED, TrainingPass
+from compress.store.progress import no_log
 from compress.work.settled import Settled, keep, recall
 
 FILE = "rates.json"
@@ -134,7 +135,7 @@ def _make_attempt(
 ) -> Callable[[Arm, int], float]:
     """Return a function that gives the loss held out at the end of a short course of an arm."""
     course = knobs.course(lessons.n, seed)
-    quiet = replace(around, name=f"{around.name}: rates", log=_say_nothing, work=None)
+    quiet = replace(around, name=f"{around.name}: rates", log=no_log, work=None)
 
     def attempt(arm: Arm, steps: int) -> float:
         loss = try_course(pupil, lessons, _shorten(course, arm, steps), quiet, JUDGED)
@@ -172,10 +173,6 @@ def _foresee_steps(knobs: TrainingPass, pupil: nn.Module, lessons: Lessons, arou
     attempt(arm, 4)
     seconds = max((time.monotonic() - begun - 2 * one) / 3, 1e-6)  # of a step, without what every trial takes beside
     return max(min(course.steps, int((1 - TRIED) * course.max_seconds / seconds)), 1)
-
-
-def _say_nothing(text: str) -> None:
-    """Leave out of the log what a trial says."""
 
 
 def _recall_trials(context: PassContext) -> Tried | None:
