@@ -23,7 +23,7 @@ from measuring import ONNXRUNTIME, THREADS, Entry, feeds_for, open_judged, speed
 from compress.graph.cleanup import CleanUp, raise_opset
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
-from runtime.measure.peaks import measure_peaks, time_products
+from runtime.clock.peaks import measure_peaks, time_products
 from runtime.measure.profile_models import ProfileOrder, profile_models
 
 NEEDS = (

@@ -255,11 +255,9 @@ class Note:
 
     level: Literal["info", "slow", "warning"]
     text: str
-
-
-@dataclass(frozen=True)
-class HostNote(Note):
-    """A note that depends on the machine, as what its memory let be compared: in no file that the manifest hashes."""
+    here: bool = False
+    """Whether it is of this machine, as times are, and what its memory let be compared: in no file that the manifest
+    hashes."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from compress.planning.draft import Draft, list_exports
 from compress.planning.inputs import Batches, load_set, text_fill
 from compress.planning.latency import make_call, make_twins
 from compress.planning.synthetic import add_synthetic_set
-from compress.planning.timing import make_stopwatch
+from compress.planning.timing import make_timer
 from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, parse_pass
 from compress.quantize.state import GraphState
 from compress.recipe.schema import Recipe
@@ -49,8 +49,8 @@ from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS
 from runtime.bundle.files import write_whole
 from runtime.bundle.records import from_json, to_json
+from runtime.clock.machine import cpu_info, environment, say_busy
 from runtime.errors import RuntimeFailure
-from runtime.measure.environment import cpu_info, environment, say_busy
 
 BUDGET_S = 300.0
 FEWEST, MOST_CALIBRATED, MOST_EVALUATED, MACS = 64, 128, 512, 5e10
@@ -481,13 +481,13 @@ def _measure_twin(bench: Bench, row: BenchRow, chain: Chain) -> dict[str, Any]:
     assert bench.draft.inputs is not None
     recipe = bench.make_recipe(row.backend, row.format, chain)
     inputs = replace(bench.draft.inputs, recipe=recipe)
-    stopwatch, feeds = make_stopwatch(recipe), make_call(inputs)
-    made = bench.twins.get("float")
-    before, after, missing, _ = make_twins(inputs, bench.cache, cpu_info()[0], stopwatch, [feeds], bench.log, made)
+    feeds = make_call(inputs)
+    timer = make_timer(recipe, bench.cache, [feeds])
+    before, after, missing, _ = make_twins(inputs, timer, bench.log, bench.twins.get("float"))
     bench.twins["float"] = before
     folder = _row_folder(bench, row)
     paths = []
-    for name, graph in (("before", float_graph(before.model)), ("after", stopwatch.write(after))):
+    for name, graph in (("before", float_graph(before.model)), ("after", timer.write(after))):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir(parents=True)
         write_graph(graph, folder / name / "model.onnx")

@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import Feeds, Session, find_backend, open_options
-from runtime.bundle.format import Gate, Judgement, inside
+from compress.timing.clock import CONFIDENCE, PROCESSES
+from runtime.backends import Feeds
+from runtime.bundle.format import Gate, Judgement
+from runtime.clock.compare import compare_files
+from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
-from runtime.judge.evidence import Evidence, timing_evidence
+from runtime.judge.evidence import Evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case
 from runtime.judge.gates import judge
-from runtime.judge.stats import Estimate, exact
+from runtime.judge.stats import Estimate, exact, process_interval
 from runtime.judge.validate import prepare, quality, run_candidate
-from runtime.measure.benchmark import Variant, measure, open_variant, pair, speed_evidence
-from runtime.measure.probe import probe
-from runtime.measure.timing import time_rounds
+from runtime.measure.benchmark import measure, open_variant, pair, speed_evidence
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
-LATENCY_S, THROUGHPUT_S, FINAL_S = 3.0, 2.0, 6.0
-LEAST_ROUNDS, MOST_ROUNDS, MOST_LARGE = 12, 200, 30
-"""Of calls, at most; and of calls with a large batch."""
+LATENCY_S, FINAL_S = 3.0, 6.0
+MOST_CALLS = 200
 MOST_SHOWN = 2
 """Metrics of quality that a row shows."""
 
@@ -59,7 +59,7 @@ def measure_bundle(
     if not failures:
         fields |= {"quality": _choose_shown(evidence, judged), "keeps": _keeps(evidence, judged)}
     with stage("timing"):
-        speed = _time_decoder(case) if case.manifest.generates else _time_calls(case)
+        speed = _describe_speed(case)
     return fields | speed | {"size_bytes": case.manifest.candidate_for(backend).size_bytes}
 
 
@@ -103,102 +103,58 @@ def find_cause(folder: Path, backend: str) -> str:
     return causes[0].seen.rstrip(".") if causes else ""
 
 
-def _time_calls(case: Case) -> dict[str, Any]:
-    """Time calls of one sample and of many, float32 and candidate in turns."""
-    (settings, _), seed = settings_for(case.manifest, case.threads), case.manifest.judgement.seed
-    variants = pair(case.manifest, case.backend)
-    given = encoding_views(case.manifest.task, case.columns)[0]
-    with ExitStack() as stack:
-        sessions = [open_variant(stack, case.root, variant, settings.threads) for variant in variants]
-        encoders = [bundle_preprocessor(case.root, case.manifest, session.inputs) for session in sessions]
-
-        def make_batches(size: int) -> list[list[Feeds]]:
-            return [make_feeds(encoder, given, size, seed, settings.sequence_length) for encoder in encoders]
-
-        single = make_batches(settings.batch_size)
-        seconds = time_in_turns(sessions, single, LATENCY_S, MOST_ROUNDS)
-        large = time_in_turns(sessions, make_batches(settings.throughput_batch_size), THROUGHPUT_S, MOST_LARGE)
-    memory = _probe_memory(case, variants[1], settings.threads, single[1][0])
-    return describe_times(seconds, large, settings.throughput_batch_size) | {"peak_memory_bytes": memory}
-
-
-def time_in_turns(
-    sessions: Sequence[Session], feeds: Sequence[Sequence[Feeds]], budget_s: float, most: int
-) -> np.ndarray:
-    """Return seconds [models, rounds] of calls in turns, as many as the budget allows; LEAST_ROUNDS at least."""
-    pace = float(time_rounds(sessions, feeds, 1, 1, 0, 0.0).sum())
-    least = LEAST_ROUNDS if LEAST_ROUNDS * 2 * pace < 2 * budget_s else 3
-    rounds = max(least, min(most, int(budget_s / max(2 * pace, 1e-9))))
-    return time_rounds(sessions, feeds, rounds, 2, 0, budget_s)
-
-
-def describe_times(seconds: np.ndarray, large: np.ndarray, batch_size: int) -> dict[str, Any]:
-    """Return p50 (ms), its ratio to float32 with its interval, and throughput, of times [2, rounds]."""
-    latency = timing_evidence("latency_p50", 50, seconds, Judgement())
-    rate = timing_evidence("throughput", 50, large, Judgement(), batch_size)
-    return {
-        "latency_ms": latency.candidate.value,
-        **_describe_ratio(latency),
-        "throughput_per_s": rate.candidate.value,
-        "throughput_batch_size": batch_size,
-    }
-
-
-def _describe_ratio(known: Evidence) -> dict[str, Any]:
-    if known.speedup is None:
-        return {"speedup": 1.0, "speedup_interval": None}
-    ends = known.speedup.low, known.speedup.high
-    return {
-        "speedup": known.speedup.value,
-        "speedup_interval": tuple(end if math.isfinite(end) else None for end in ends),
-    }
-
-
-def _time_decoder(case: Case) -> dict[str, Any]:
-    """Time whole requests of a decoder, as a judgement does, with the few rounds that the recipe asks for."""
+def _describe_speed(case: Case) -> dict[str, Any]:
+    """Return p50 (of a decoder a further token's time), its ratio to float32 with its interval, rate and memory."""
     result = measure(case.root, case.manifest, case.columns, case.backend, case.threads)
     evidence = speed_evidence(result, case.manifest.judgement)
-    rate = evidence.get("decode_rate")
+    generates, settings = case.manifest.generates, result.settings
+    latency, rate = (
+        evidence["tpot" if generates else "latency_p50"],
+        evidence["decode_rate" if generates else "throughput"],
+    )
     return {
-        "latency_ms": evidence["tpot"].candidate.value,
-        **_describe_ratio(evidence["tpot"]),
-        "throughput_per_s": rate.candidate.value if rate is not None else None,
-        "throughput_batch_size": result.settings.batch_size,
+        "latency_ms": latency.candidate.value,
+        **_describe_ratio(latency.speedup),
+        "throughput_per_s": rate.candidate.value,
+        "throughput_batch_size": settings.batch_size if generates else settings.throughput_batch_size,
         "peak_memory_bytes": evidence["peak_memory"].candidate.value,
     }
 
 
-def _probe_memory(case: Case, variant: Variant, threads: int, feeds: Feeds) -> float:
-    path = inside(case.root, variant.artifact.path)
-    options = open_options(case.root, variant.artifact, variant.options)
-    return float(probe(case.backend, path, threads, feeds, options, repeats=1).peak_memory_bytes[0])
+def _describe_ratio(speedup: Estimate | None) -> dict[str, Any]:
+    if speedup is None:
+        return {"speedup": 1.0, "speedup_interval": None}
+    ends = tuple(end if math.isfinite(end) else None for end in (speedup.low, speedup.high))
+    return {"speedup": speedup.value, "speedup_interval": ends}
 
 
 def measure_graphs(graphs: Graphs, backend: str) -> dict[str, Any]:
     """Return the fields of a `BenchRow` for a candidate's graph that stands for speed and size alone."""
-    with ExitStack() as stack:
-        sessions = []
-        for path in (graphs.before, graphs.after):
-            sessions.append(find_backend(backend).open(path, graphs.threads, {}))
-            stack.callback(sessions[-1].close)
-        seconds = time_in_turns(sessions, [[graphs.feeds]] * 2, LATENCY_S, MOST_ROUNDS)
-    memory = probe(backend, graphs.after, graphs.threads, graphs.feeds, {}, repeats=1).peak_memory_bytes[0]
-    times = describe_times(seconds, seconds, len(next(iter(graphs.feeds.values()))))
-    size = sum(file.stat().st_size for file in graphs.after.parent.iterdir() if file.is_file())
-    return {**times, "peak_memory_bytes": float(memory), "size_bytes": size}
+    compared = compare_files(
+        backend, graphs.threads, [graphs.before, graphs.after], [graphs.feeds], PROCESSES, LATENCY_S, 0
+    )
+    ms = float(np.median(compared.ms[:, 1]))
+    batch_size = len(next(iter(graphs.feeds.values())))
+    return {
+        "latency_ms": ms,
+        **_describe_ratio(process_interval(compared.ms[:, 0] / compared.ms[:, 1], CONFIDENCE)),
+        "throughput_per_s": 1000 * batch_size / ms,
+        "throughput_batch_size": batch_size,
+        "peak_memory_bytes": float(np.median(compared.peak_memory_bytes[1])),
+        "size_bytes": sum(file.stat().st_size for file in graphs.after.parent.iterdir() if file.is_file()),
+    }
 
 
 def time_finalists(bundles: Sequence[tuple[Path, str]]) -> list[float]:
     """Return the p50 (ms) of several bundles' candidates, each on its backend, all timed in the same rounds."""
     with ExitStack() as stack:
-        sessions, feeds = [], []
+        calls: list[Call] = []
         for folder, backend in bundles:
             case = prepare(folder, [backend], None)
             (settings, _), (_, variant) = settings_for(case.manifest, case.threads), pair(case.manifest, backend)
             session = open_variant(stack, folder, variant, settings.threads)
             encoder = bundle_preprocessor(folder, case.manifest, session.inputs)
             given = encoding_views(case.manifest.task, case.columns)[0]
-            sessions.append(session)
-            feeds.append(make_feeds(encoder, given, settings.batch_size, 0, settings.sequence_length))
-        seconds = time_in_turns(sessions, feeds, FINAL_S, MOST_ROUNDS)
-    return [1000 * float(value) for value in np.median(seconds, axis=1)]
+            batches = make_feeds(encoder, given, settings.batch_size, 0, settings.sequence_length)
+            calls.append(make_call(session, batches))
+        return time_in_turns(calls, MOST_CALLS, budget_s=FINAL_S, one_thread=settings.threads == 1).typical_ms

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from compress.errors import CompressError
 from runtime.bundle.engine import ENGINES, EngineOrder
-from runtime.measure.environment import cpu_info
+from runtime.clock.machine import cpu_info
 from runtime.plugins import (
     BACKEND_GROUP,
     GROUPS,

@@ -13,13 +13,13 @@ from compress.commands.inspect import read_json
 from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.source import model_digest
-from compress.quantize.fastest import keep_choice
 from compress.recipe.load import load_recipe
 from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
-from compress.store.cache import code_version, library_versions, name_measured_file
+from compress.store.cache import code_version, library_versions
 from compress.store.digests import FileDigests
 from compress.store.durable import temporary_folder
+from compress.timing.kept import Kept
 from runtime.bundle.format import HOST, Manifest, read_manifest, verify
 
 
@@ -87,15 +87,10 @@ def read_host(bundle: Path) -> dict[str, Any]:
 
 
 def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:
-    """Let passes choose what measurements of time made them choose; `choices`: index of the pass -> its record.
-
-    What a cache holds already stays: its results were made by it.
-    """
+    """Let passes choose what measurements of time made them choose; `choices`: index of the pass -> its record."""
     for record in choices.values():
         choice = {name: value for name, value in record.items() if name != "key"}
-        path = name_measured_file(cache, str(record["key"]))
-        if not path.exists():
-            keep_choice(path, choice, given=True)
+        Kept(cache).give(str(record["key"]), {"choice": choice})
 
 
 def compare_files(first: Manifest, second: Manifest) -> tuple[str, ...]:

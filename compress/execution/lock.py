@@ -20,7 +20,7 @@ from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import code_version, library_versions
 from compress.version import __version__
-from runtime.measure.environment import cpu_info
+from runtime.clock.machine import cpu_info
 
 
 def make_lock(

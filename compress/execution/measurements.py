@@ -5,104 +5,30 @@ The models between the passes are written as a user would get them, for the judg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
-from compress.context import Feeds, PassResult
+from compress.context import PassResult
 from compress.errors import CompressError
 from compress.execution.cached import FloatModel
 from compress.execution.quality import run_graph
-from compress.export.onnx import export_float, finish, float_graph, save_graph
+from compress.export.onnx import finish, float_graph, save_graph
 from compress.graph.specs import cache_of, input_specs
-from compress.models.load import TorchModel
 from compress.passes import Pass
-from compress.planning.inputs import Batches, example_feeds
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.planning.timing import flavour_of
 from compress.quantize.state import GraphState
-from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
-from compress.store.durable import temporary_folder
 from compress.store.run_log import Journal
-from compress.work.contexts import Form, ModuleTimer
-from runtime.backends import find_backend
-from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import model_size
-from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.errors import RuntimeFailure
-from runtime.measure.benchmark import choose_backend
-from runtime.measure.timing import time_rounds
 from runtime.report.passes import PassModel
-
-ROUNDS, WARMUP = 400, 10
-TIMING_BUDGET_S = 30.0
-
-
-@dataclass(frozen=True)
-class _ModuleTimer:
-    """See `compress.work.contexts.ModuleTimer`. `sample`: what a call reads; `folder`: where the graphs lie."""
-
-    recipe: Recipe
-    loaded: TorchModel
-    example: Feeds
-    sample: Feeds
-    backend: str
-    folder: Path
-
-    def export(self, module: nn.Module, form: Form) -> Path:
-        graph = float_graph(export_float(replace(self.loaded, module=module), self.example, self.recipe.opset))
-        path = self.folder / f"{len(list(self.folder.iterdir()))}.onnx"
-        save_graph(form(graph), path)
-        return path
-
-    def time(self, graphs: Sequence[Path]) -> list[float]:
-        """Time calls that are made in turn.
-
-        The first's is its median; each other's is that times the median of the rounds' own ratios to the first. Other
-        work that slows some rounds down then falls on both; on a busy machine ratios of medians of 5 were seen where
-        1.5 is so.
-        """
-        with ExitStack() as held:
-            sessions = []
-            for path in graphs:
-                sessions.append(find_backend(self.backend).open(path, self.recipe.validate_.benchmark.threads, {}))
-                held.callback(sessions[-1].close)
-            feeds = [[self.sample]] * len(sessions)
-            seconds = time_rounds(sessions, feeds, ROUNDS, WARMUP, self.recipe.seed, TIMING_BUDGET_S)
-        return [1000 * float(np.median(seconds[0]) * ratio) for ratio in np.median(seconds / seconds[0], axis=1)]
-
-
-def module_timer(
-    recipe: Recipe, loaded: TorchModel, batches: Batches
-) -> Callable[[], AbstractContextManager[ModuleTimer]] | None:
-    """Return a function that opens a timer of modules with the inputs of `loaded`.
-
-    A timed call reads a sample, or as many as the model's inputs fix.
-
-    None for language models, where the target runs engines, and where it does not run here: another runtime's times
-    would be no answer.
-    """
-    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
-    if elsewhere is not None or recipe.model.generates or name in ENGINES:
-        return None
-    example = example_feeds(batches[0], loaded.inputs)
-    size = fixed_batch(loaded.inputs) or 1
-    sample = {key: np.ascontiguousarray(values[:size]) for key, values in example.items()}
-
-    @contextmanager
-    def open_timer() -> Iterator[ModuleTimer]:
-        with temporary_folder() as folder:
-            yield _ModuleTimer(recipe, loaded, example, sample, name, folder)
-
-    return open_timer
 
 
 def list_costs(passes: Sequence[Pass], results: Sequence[PassResult[object]]) -> list[PassModel]:

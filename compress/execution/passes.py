@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
+from torch import nn
 
 from compress.blocks.device import choose_device
 from compress.blocks.sharing import from_main, share
@@ -21,10 +22,9 @@ from compress.errors import SourceError
 from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.in_files import float_model_in_files
-from compress.execution.measurements import module_timer
 from compress.execution.quality import graph_runner, score_finder, shortfall_finder
 from compress.execution.weight_trials import make_weight_trials
-from compress.export.onnx import save_graph, with_integers, with_rounded_layers
+from compress.export.onnx import export_float, float_graph, save_graph, with_integers, with_rounded_layers
 from compress.export.parity import TOLERANCE, check_parity
 from compress.export.refill import refill
 from compress.facts import Note
@@ -34,21 +34,22 @@ from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_m
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
-from compress.planning.inputs import Batches, make_student
+from compress.planning.inputs import Batches, example_feeds, make_student
 from compress.planning.plan import Plan
-from compress.planning.timing import describe_call, explain_untimed, make_stopwatch, make_writer
-from compress.quantize.latency import round_all_roughly
+from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
+from compress.quantize.latency import StateTimer, round_all_roughly
 from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
-from compress.store.cache import ResultCache, cache_key, find_measured_file
+from compress.store.cache import ResultCache, cache_key
 from compress.store.durable import blame
 from compress.store.run_log import Journal
 from compress.work import Form
-from compress.work.contexts import BlockContext, GraphContext, GraphTiming, ModelContext, Timing, WeightTrials
+from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
+from runtime.bundle.engine import ENGINES
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
-from runtime.measure.environment import cpu_info
+from runtime.measure.benchmark import choose_backend
 from runtime.measure.workload import make_feeds
 from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
@@ -267,25 +268,37 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     )
 
 
-def _make_timing(run: RunContext, loaded: TorchModel) -> Timing:
+def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
+    """Return how a pass over the module measures speed: a call reads a sample, or as many as the inputs fix.
+
+    None for language models, where the target runs engines, and where it does not run here: another runtime's times
+    would be no answer.
+    """
     recipe = run.plan.recipe
+    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
+    if elsewhere is not None or recipe.model.generates or name in ENGINES:
+        return None
     samples = run.sets.get("calibration", run.sets["evaluation"])
+    example = example_feeds(Batches(samples, run.plan.inputs, loaded.inputs)[0], loaded.inputs)
+    size = fixed_batch(loaded.inputs) or 1
+
+    def export_module(module: nn.Module) -> ir.Model:
+        return float_graph(export_float(replace(loaded, module=module), example, recipe.opset))
+
     return Timing(
-        module_timer(recipe, loaded, Batches(samples, run.plan.inputs, loaded.inputs)),
+        make_clock(recipe, run.cache.root),
+        export_module,
+        [{key: np.ascontiguousarray(values[:size]) for key, values in example.items()}],
         lambda graph: make_writer(recipe)(round_all_roughly(graph)),
-        recipe.validate_.benchmark.threads,
-        partial(find_measured_file, run.cache.root),
     )
 
 
-def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> GraphTiming | None:
+def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> StateTimer | None:
     """Return how a pass that chooses by time measures it; None for any other, and where nothing is timed."""
     plan = run.plan
     if not (config.chooses_by_time or config.needs_timing) or explain_untimed(plan.recipe) is not None:
         return None
-    feeds, recipe = _make_timed_feeds(run, exported.inputs), plan.recipe
-    file_of = partial(find_measured_file, run.cache.root)
-    return GraphTiming(make_stopwatch(recipe), feeds, cpu_info()[0], file_of, describe_call(recipe))
+    return make_timer(plan.recipe, run.cache.root, _make_timed_feeds(run, exported.inputs))
 
 
 def _make_timed_feeds(run: RunContext, specs: tuple[TensorSpec, ...]) -> list[Feeds]:

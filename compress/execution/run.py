@@ -30,7 +30,7 @@ from compress.export.bundle import Contents, Graphs, assemble, note_rows
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.facts import HostNote, Note
+from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.source import locate
@@ -306,10 +306,11 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 source_bytes=None if exported and with_float else _source_bytes(plan),
             ),
         )
+    notes = [*notes, *(note for result in passed.results for note in result.notes if note.here)]
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
-    return chain.models if chain else costs, [note for note in notes if isinstance(note, HostNote)]
+    return chain.models if chain else costs, [note for note in notes if note.here]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:

@@ -16,17 +16,15 @@ from compress.formats.schemes import Scheme
 from compress.graph.layers import find_layers
 from compress.planning.inputs import Inputs
 from compress.planning.latency import BUDGET_S, round_as_planned, time_decoders
-from compress.planning.timing import explain_untimed, flavour_of, make_stopwatch
-from compress.quantize.latency import LayerCall, describe_calls, time_weights
+from compress.planning.timing import explain_untimed, flavour_of, make_clock, make_writer
+from compress.quantize.latency import LayerCall, StateTimer, describe_calls, time_weights
 from compress.quantize.state import GraphState
-from compress.store.cache import find_measured_file
-from compress.store.durable import seal, temporary_folder, unseal
+from compress.store.durable import temporary_folder
+from compress.timing.clock import middle_batch
 from compress.work.contexts import LayerSchemes, WeightTrials
 from runtime.backends import Feeds
-from runtime.bundle.files import write_whole
 from runtime.bundle.format import model_size
 from runtime.errors import RuntimeFailure
-from runtime.measure.environment import cpu_info
 
 
 def make_weight_trials(
@@ -83,35 +81,33 @@ class _Tried:
         graphs = list(self.write(choices))
         if self.recipe.model.generates:
             return time_decoders(self.recipe, graphs, self.inputs)
-        return make_stopwatch(self.recipe).time_graphs(graphs, self.make_feeds(), BUDGET_S)
+        return make_clock(self.recipe, self.cache).time(graphs, self.make_feeds(), BUDGET_S)
 
     def time_layers(self, schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:
-        stopwatch = make_stopwatch(self.recipe)
+        clock = make_clock(self.recipe, self.cache)
+        timer = StateTimer(clock, make_writer(self.recipe), ())
         calls = self._describe_calls(list(schemes))
-        path = find_measured_file(self.cache, ["weights", *cpu_info(), stopwatch.backend, stopwatch.threads])
-        kept: dict[str, float] = (unseal(path.read_bytes()) or {}).get("ms", {}) if path.is_file() else {}
+        key = [clock.backend, clock.threads]
+        kept: dict[str, float] = (clock.kept.read("weights", key) or {}).get("ms", {})
         measured: dict[str, list[float]] = {}
         missing = {call for name, call in calls.items() if any(_key(call, s) not in kept for s in schemes[name])}
         if missing:
-            self.log(f"measuring {len(missing)} layer shapes at each choice of bits, on {stopwatch.backend}")
+            self.log(f"measuring {len(missing)} layer shapes at each choice of bits, on {clock.backend}")
         for name, call in calls.items():
             keys = [_key(call, scheme) for scheme in schemes[name]]
             if any(key not in kept for key in keys):
                 with suppress(RuntimeFailure):  # a layer that is refused alone counts with the rest of the model
-                    kept |= zip(keys, time_weights(call, schemes[name], stopwatch), strict=True)
+                    kept |= zip(keys, time_weights(call, schemes[name], timer), strict=True)
             if all(key in kept for key in keys):
                 measured[name] = [kept[key] for key in keys]
         if missing:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, seal({"ms": kept}))
+            clock.kept.write("weights", key, {"ms": kept})
         return measured
 
     def _describe_calls(self, names: Sequence[str]) -> dict[str, LayerCall]:
         model = self.graph().model
         if not self.recipe.model.generates:
-            feeds = self.make_feeds()
-            usual = sorted(feeds, key=lambda batch: sum(values.size for values in batch.values()))[len(feeds) // 2]
-            return describe_calls(model, names, usual)
+            return describe_calls(model, names, middle_batch(self.make_feeds()))
         batch = self.recipe.validate_.benchmark.batch_size
         layers = {layer.name: layer for layer in find_layers(model)}
         calls = {}

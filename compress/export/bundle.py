@@ -23,7 +23,7 @@ from compress.export.gguf import FILE, write_gguf
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.export.openvino import reads_texts, write_ir, write_tokenizer
-from compress.facts import HostNote, Note
+from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.layers import find_layers
@@ -143,7 +143,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         write_recorded(staging, *contents.recorded_values)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
     write_json(staging / "lock.json", contents.lock)
-    here = [note.text for note in notes if isinstance(note, HostNote)]
+    here = [note.text for note in notes if note.here]
     write_json(staging / HOST, {**contents.host, "notes": here})
     layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
     write_json(staging / "layers.json", layers)
@@ -178,7 +178,7 @@ def _name_weights(rows: Sequence[Mapping[str, Any]], graphs: Graphs | None) -> l
 
 def note_rows(notes: Sequence[Note]) -> list[dict[str, Any]]:
     """Return notes as rows of layers.json, those of this machine alone left out."""
-    shared = [note for note in notes if not isinstance(note, HostNote)]
+    shared = [note for note in notes if not note.here]
     return [{"layer": "", "type": "note", "action": note.level, "reason": note.text} for note in shared]
 
 

@@ -34,7 +34,7 @@ from compress.export import gptq_format
 from compress.export.checkpoint_config import float_types
 from compress.export.checkpoint_rules import transformers_lacks
 from compress.export.compressed_tensors import NVFP4, PACKED, layer_format
-from compress.facts import HostNote, Note
+from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import file_names
 from compress.models.fresh_reader import (
@@ -273,10 +273,10 @@ class _Comparison:
         schemes = self.model.schemes.values()
         if self.reader == "transformers" and any(layer_format(scheme) == NVFP4 for scheme in schemes):
             text = f"{self.name}: transformers unpacks NVFP4 into bfloat16, which changes its outputs by more than "
-            return [HostNote("warning", f"{text}{allowed:.0%}; vLLM's kernels do not")]
+            return [Note("warning", f"{text}{allowed:.0%}; vLLM's kernels do not", here=True)]
         type_name, how = str(dtype).removeprefix("torch."), "set export.dtype: float32 to store what was judged"
         text = f"{self.name}: storing in {type_name} changes its outputs by more than {allowed:.0%}; {how}"
-        return [HostNote("warning", text)]
+        return [Note("warning", text, here=True)]
 
     def _expect(self, read: Callable[[str], Tensor], rounded: bool = False) -> list[Outputs]:
         return compute_expected_outputs(self.model, self.given, rounded, read)
@@ -359,11 +359,13 @@ def _make_reader_note(folder: Path, reader: str, why: str, target: str) -> Note:
     return Note("info", f"{folder.name}: loaded back by {asked} in a fresh process{engine}")
 
 
-def _make_comparison_note(folder: Path, whole: bool, n: int, n_bytes: int) -> HostNote:
+def _make_comparison_note(folder: Path, whole: bool, n: int, n_bytes: int) -> Note:
     if whole:
-        return HostNote("info", f"{folder.name}: loaded back, its outputs on {n} samples are those that were judged")
+        return Note(
+            "info", f"{folder.name}: loaded back, its outputs on {n} samples are those that were judged", here=True
+        )
     text = (
         "loaded back, names and shapes of its tensors are those that config.json builds; its outputs were not compared"
     )
     reason = f"its {n_bytes / 2**30:.1f} GiB of float32 weights do not fit into memory twice"
-    return HostNote("warning", f"{folder.name}: {text} ({reason})")
+    return Note("warning", f"{folder.name}: {text} ({reason})", here=True)

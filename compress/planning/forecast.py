@@ -27,15 +27,15 @@ from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.judging import is_scored_by_torch
-from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, turns_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.pruning_time import PruningTime
 from compress.planning.rates import SIDE, Rates, time_call
-from compress.quantize.fastest import CANDIDATES_BUDGET_S
-from compress.quantize.latency import ROUNDS
+from compress.quantize.fastest import PROOF_BUDGET_S, STEP_BUDGET_S
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
+from compress.timing.clock import CALLS, PROCESSES
 from runtime.backends import BACKENDS
 from runtime.bundle.manifest import fixed_batch
 from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
@@ -54,6 +54,7 @@ TRACED_A_LAYER = 4000
 work of the libraries, in units of this machine's pace with them."""
 AROUND = 1.25
 """What a run takes beside its work, in units of what its plan took to begin: it imports more, and has an end."""
+STEPS = 2
 PLACEMENTS = 5
 """Placements of int8 that are timed whole."""
 JUDGING_RUNS = 2
@@ -330,7 +331,7 @@ class _Run:
             return 0.0
         calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
         timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
-        return rounds_seconds(timed, ROUNDS, 2, CANDIDATES_BUDGET_S)
+        return STEPS * turns_seconds(timed, CALLS, 2, STEP_BUDGET_S) + PROCESSES * calls.process_s + PROOF_BUDGET_S
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""

@@ -1,30 +1,24 @@
-"""How long judging a bundle will take: the runtime's rounds and budgets, and calls whose time is known."""
+"""How long judging a bundle will take: the runtime's processes and budgets, and calls whose time is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.bundle.manifest import Benchmark, Gate
+from runtime.bundle.manifest import Benchmark, Gate, Judgement
+from runtime.clock.turns import BLOCK_S, MIN_ROUNDS, SETTLED_S, WARMUP_BUDGET_S
 from runtime.judge.alternatives import FIDELITY_SAMPLES
 from runtime.measure.benchmark import (
     ANSWERS_BUDGET_S,
+    LASTING_S,
     LATENCIES,
     LATENCY_BUDGET_S,
     RATES,
-    SHOWN_PROCESSES,
+    SHOWN,
     THROUGHPUT_BUDGET_S,
-    find_lasting_s,
+    count_processes,
 )
-from runtime.measure.probe import RUNS
-from runtime.measure.timing import (
-    MIN_ROUNDS,
-    SETTLED_S,
-    SETTLING_S,
-    SURE_ROUNDS,
-    WARMUP_BUDGET_S,
-    large_batch_rounds,
-)
+from runtime.measure.requests import LEAST_REQUESTS
 
 ELSEWHERE = {"openvino": 3}
 """Backend -> ways in which it is timed beside the one that is judged: both files, OpenVINO's float one in two types."""
@@ -55,24 +49,23 @@ class Calls:
 
 def judging_seconds(speed: Benchmark, n_samples: int, calls: Calls, gates: Sequence[Gate] = ()) -> float:
     """Return the seconds of judging a model that is called, as `runtime.judge.validate` does it: no decoder's."""
-    single = [*calls.of_batch(speed.batch_size), *[calls.float_s * speed.batch_size] * calls.n_between]
-    many = calls.of_batch(speed.throughput_batch_size)
-    budget = LATENCY_BUDGET_S * (1 + calls.n_between / 2)
-    seconds = n_samples * calls.candidate_s
-    seconds += rounds_seconds(
-        single, speed.iterations, speed.warmup, budget, SETTLING_S, find_lasting_s(gates, LATENCIES)
+    processes = count_processes(Judgement(gates=tuple(gates), benchmark=speed))
+    gated = {gate.metric for gate in gates}
+    single, many = calls.of_batch(speed.batch_size), calls.of_batch(speed.throughput_batch_size)
+    beside = [calls.float_s * speed.batch_size] * (1 + calls.n_between + calls.n_ways - 2)
+    parts = [
+        (single, speed.iterations, LATENCY_BUDGET_S, LASTING_S if gated & LATENCIES else 0.0),
+        (many, speed.iterations // 4, THROUGHPUT_BUDGET_S, LASTING_S if gated & RATES else 0.0),
+    ]
+    if len(beside) > 1:
+        parts.append((beside, speed.iterations // 2, LATENCY_BUDGET_S * len(beside) / 4, 0.0))
+    each = sum(
+        turns_seconds(some, -(-count // processes), speed.warmup, budget_s / processes, least_s / processes)
+        for some, count, budget_s, least_s in parts
     )
-    rounds, warmup = large_batch_rounds(speed), min(speed.warmup, 3)
-    seconds += rounds_seconds(many, rounds, warmup, THROUGHPUT_BUDGET_S, SETTLING_S, find_lasting_s(gates, RATES))
-    answers = sum(calls.of_batch(speed.batch_size))
-    seconds += speed.warmup * answers + min(speed.iterations * answers, max(ANSWERS_BUDGET_S, MIN_ROUNDS * answers))
-    seconds += sum(SHOWN_PROCESSES * (calls.process_s + RUNS * call) for call in calls.of_batch(speed.batch_size))
-    if not calls.others:
-        return seconds
-    ways = [calls.float_s, calls.candidate_s, *[calls.float_s] * (calls.n_ways - 2)]
-    seconds += min(n_samples, FIDELITY_SAMPLES) * sum(ways) + len(calls.others) * calls.process_s
-    timed = [speed.batch_size * call for call in ways]
-    return seconds + rounds_seconds(timed, speed.iterations, speed.warmup, LATENCY_BUDGET_S)
+    answers = SHOWN * min(speed.iterations * sum(single), ANSWERS_BUDGET_S) / processes
+    fidelity = min(n_samples, FIDELITY_SAMPLES) * calls.float_s * (calls.n_ways if calls.others else 0)
+    return n_samples * calls.candidate_s + processes * (calls.process_s + each) + answers + fidelity
 
 
 def requests_seconds(speed: Benchmark, calls: Calls, tokens_s: Sequence[float]) -> float:
@@ -80,27 +73,20 @@ def requests_seconds(speed: Benchmark, calls: Calls, tokens_s: Sequence[float]) 
 
     `calls`: its samples are prompts of `prompt_tokens`.
     """
+    processes = count_processes(Judgement(benchmark=speed))
     prompts = calls.of_batch(speed.batch_size)[-len(tokens_s) :]
     requests = [prompt + speed.new_tokens * token for prompt, token in zip(prompts, tokens_s, strict=True)]
     requests += [requests[0]] * calls.n_between
     pace, warmup = sum(requests), max(min(speed.warmup, 3), 1)
-    budget = LATENCY_BUDGET_S * (1 + calls.n_between / 2)
-    made = max(min(speed.iterations, MIN_ROUNDS), min(speed.iterations, budget / max(pace, 1e-9)))
-    probes = SHOWN_PROCESSES * sum(calls.process_s + (RUNS - 1) * request for request in requests[: len(tokens_s)])
-    return min(warmup * pace, WARMUP_BUDGET_S + pace) + made * pace + probes
+    rounds = min(-(-speed.iterations // processes), LATENCY_BUDGET_S / processes / max(pace, 1e-9))
+    each = min(warmup * pace, WARMUP_BUDGET_S + pace) + max(rounds, LEAST_REQUESTS) * pace
+    return processes * (calls.process_s + each)
 
 
-def rounds_seconds(
-    calls: Sequence[float],
-    rounds: int,
-    warmup: int,
-    budget_s: float,
-    settling_s: float = 0.0,
-    lasting_s: float = 0.0,
-) -> float:
-    """Return the seconds of `runtime.measure.timing.time_rounds`, of models whose calls take so long."""
-    pace = sum(seconds * (1 if seconds >= SETTLED_S else 2) for seconds in calls)
-    made = max(min(rounds, MIN_ROUNDS), min(rounds, int(budget_s / max(pace, 1e-9))), int(lasting_s / max(pace, 1e-9)))
+def turns_seconds(calls: Sequence[float], count: int, warmup: int, budget_s: float, least_s: float = 0.0) -> float:
+    """Return the seconds of `runtime.clock.turns.time_in_turns`, of models whose calls take so long."""
+    in_block = max(1.0, BLOCK_S / max(*calls, 1e-9))
+    per_round = sum(seconds * (in_block + (seconds < SETTLED_S)) for seconds in calls)
+    rounds = max(MIN_ROUNDS, min(count / in_block, budget_s / max(per_round, 1e-9)), least_s / max(per_round, 1e-9))
     warm = sum(min(max(warmup, 1) * seconds, WARMUP_BUDGET_S + seconds) for seconds in calls)
-    settled = min(max(SURE_ROUNDS - made, 0) * pace, settling_s) if made >= MIN_ROUNDS else 0.0
-    return warm + made * pace + settled
+    return warm + rounds * per_round

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,27 +39,25 @@ from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
-from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_stopwatch
+from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_timer
 from compress.quantize.int8 import with_integer_layers
-from compress.quantize.latency import UNDISTURBED, Stopwatch, round_roughly
+from compress.quantize.latency import StateTimer, round_roughly
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
 from compress.recipe.schema import Recipe
-from compress.store.cache import find_measured_file
-from compress.store.durable import seal, temporary_folder, unseal
+from compress.store.durable import temporary_folder
 from compress.store.progress import no_progress
+from compress.timing.kept import Kept
 from compress.work import WORK, foresee_pass
-from compress.work.contexts import GraphContext, GraphTiming, ModelContext
+from compress.work.contexts import GraphContext, ModelContext
 from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS, Feeds, find_backend
-from runtime.bundle.files import write_whole
 from runtime.bundle.manifest import fixed_batch
+from runtime.clock.machine import peak_memory_bytes
 from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
-from runtime.measure.environment import cpu_info
-from runtime.measure.probe import peak_memory_bytes
-from runtime.measure.timing import time_requests
+from runtime.measure.requests import time_requests
 from runtime.report.units import size_text
 
 BUDGET_S = 6.0
@@ -85,9 +82,8 @@ def forecast_latency(
     reason = _explain_no_forecast(inputs)
     if reason is not None:
         return None, [Note("info", f"latency is not forecast, nothing was measured: {reason}")]
-    machine = cpu_info()[0]
-    path = find_measured_file(cache, ["forecast", machine, keys.float_graph, list(keys.passes), describe_call(recipe)])
-    kept = unseal(path.read_bytes()) if path.is_file() else None
+    key, keep = [keys.float_graph, list(keys.passes), describe_call(recipe)], Kept(cache)
+    kept = keep.read("forecast", key)
     if kept is not None:
         lists = {name: tuple(kept["forecast"][name]) for name in ("parts", "in_float")}
         latency = LatencyForecast(**{**kept["forecast"], **lists})
@@ -95,12 +91,11 @@ def forecast_latency(
     if not twins and inputs.facts.source != "onnx":
         return None, []
     try:
-        latency = _measure_forecast(inputs, cache, machine, log or _log_to_stderr)
+        latency = _measure_forecast(inputs, cache, log or _log_to_stderr)
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS) as error:
         first = str(error).partition("\n")[0]
         return None, [Note("info", f"latency is not forecast: {type(error).__name__}: {first}")]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, seal({"forecast": asdict(latency)}))
+    keep.write("forecast", key, {"forecast": asdict(latency)})
     return latency, _describe_gain(recipe, latency)
 
 
@@ -118,20 +113,19 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
     return f"the weights are larger than {size_text(LARGEST_BYTES)}" if large else None
 
 
-def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> LatencyForecast:
+def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
-    stopwatch = make_stopwatch(recipe)
-    log(f"measuring how long the model takes on {stopwatch.backend}, before and after the passes")
-    feeds = [make_call(inputs)]
-    before, after, parts, export_s = make_twins(inputs, cache, machine, stopwatch, feeds, log)
+    timer = make_timer(recipe, cache, [make_call(inputs)])
+    log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
+    before, after, parts, export_s = make_twins(inputs, timer, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     if recipe.model.generates:
-        metric, ms = "tpot", time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
+        metric, ms = "tpot", time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
     else:
-        metric, ms = "latency_p50", stopwatch.time([before, after], feeds, BUDGET_S)
+        metric, ms = "latency_p50", timer.time([before, after], BUDGET_S)
     latency = LatencyForecast(
         metric,
-        stopwatch.backend,
+        timer.clock.backend,
         round(ms[0], 4),
         round(ms[1], 4),
         parts,
@@ -143,7 +137,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
         return latency
     if recipe.passes and latency.speedup < GAINS:
         log("it gains little; measuring what else there is")
-        latency = replace(latency, others=_time_others(recipe, before, stopwatch, feeds))
+        latency = replace(latency, others=_time_others(recipe, before, timer))
     return latency
 
 
@@ -179,13 +173,7 @@ def make_call(inputs: Inputs) -> Feeds:
 
 
 def make_twins(
-    inputs: Inputs,
-    cache: Path,
-    machine: str,
-    stopwatch: Stopwatch,
-    feeds: Sequence[Feeds],
-    log: Log,
-    made: GraphState | None = None,
+    inputs: Inputs, timer: StateTimer, log: Log, made: GraphState | None = None
 ) -> tuple[GraphState, GraphState, tuple[str, ...], float]:
     """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold.
 
@@ -204,13 +192,10 @@ def make_twins(
     else:
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
         fill_zeros(loaded.module, recipe.seed)
-        before = after = GraphState(_export(loaded, recipe, feeds[0]))
+        before = after = GraphState(_export(loaded, recipe, timer.feeds[0]))
     export_s = time.perf_counter() - begun
-    timing = None
-    if explain_untimed(recipe) is None:
-        file_of = partial(find_measured_file, cache)
-        timing = GraphTiming(stopwatch, feeds, machine, file_of, describe_call(recipe))
-    target = flavour_of(recipe)
+    timing = timer if explain_untimed(recipe) is None else None
+    target, feeds = flavour_of(recipe), timer.feeds
     context = GraphContext((), target, recipe.seed, log, no_progress, timing=timing)
     for pass_ in recipe.passes:
         stage = pass_.stage_on(inputs.facts)
@@ -309,31 +294,32 @@ def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) ->
             decoders.append(Decoder(session, cache_of(graph)))
         prompt = rng.integers(0, vocab_size, (speed.batch_size, speed.prompt_tokens))
         times = time_requests(decoders, [list(prompt)], speed.new_tokens, REQUESTS, 1, recipe.seed, BUDGET_S)
-    return [1000 * float(value) for value in np.quantile(times.per_token, UNDISTURBED, axis=1)]
+    of_token = times.per_token  # [graphs, requests]
+    return [1000 * float(np.median(of_token[0]) * ratio) for ratio in np.median(of_token / of_token[0], axis=1)]
 
 
-def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds: Sequence[Feeds]) -> dict[str, float]:
+def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer) -> dict[str, float]:
     """Time what else there is here: other forms of the layers on the target, other runtimes for the float file."""
-    graphs, names, backends = [float_graph(before.model)], ["float"], [stopwatch.backend]
+    graphs, names, backends = [float_graph(before.model)], ["float"], [timer.clock.backend]
     products = {layer.name: layer for layer in find_layers(before.model) if layer.op in ("MatMul", "Gemm")}
     formats = TARGETS[recipe.target].formats
     if products and formats["int8-dynamic"].verdict == "fast":
         state = with_integer_layers(before, list(products), "inputs", False, True, round_roughly)
         names.append("int8 with mode: dynamic")
-        graphs.append(stopwatch.write(state))
+        graphs.append(timer.write(state))
     if products and formats["w4"].verdict == "fast":
         wide = [name for name, layer in products.items() if layer.matrix().shape[1] % WEIGHT_GROUP == 0]
         four_bits = Scheme(WeightScheme(4, WEIGHT_GROUP))
         if wide:
             names.append(f"weights in 4 bits (rtn, scheme: W4A16, group_size: {WEIGHT_GROUP})")
-            graphs.append(stopwatch.write(round_as_planned(before, dict.fromkeys(wide, four_bits))))
+            graphs.append(timer.write(round_as_planned(before, dict.fromkeys(wide, four_bits))))
     backends *= len(graphs)
-    if stopwatch.backend != "openvino" and BACKENDS["openvino"].available() is None:
+    if timer.clock.backend != "openvino" and BACKENDS["openvino"].available() is None:
         type_ = "bf16" if computes_bfloat16("cpu") else "float32"
         names.append(f"target: openvino, float file in {type_}")
         graphs.append(graphs[0])
         backends.append("openvino")
-    ms = stopwatch.time_graphs(graphs, feeds, BUDGET_S, backends)
+    ms = timer.clock.time(graphs, timer.feeds, BUDGET_S, backends)
     return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
 
 

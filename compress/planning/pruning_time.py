@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from compress.facts import FLOAT_BYTES, LayerFacts
 from compress.passes.base import PruningWorkload
-from compress.planning.judging_time import rounds_seconds
+from compress.planning.judging_time import turns_seconds
 from compress.planning.rates import Rates
+from compress.timing.clock import CALLS
+from compress.work.contexts import TIMING_BUDGET_S
 
 IN_TORCH = 1.3
 """Times that a forward pass takes in torch what it takes in ONNX Runtime."""
@@ -26,8 +28,6 @@ SOLUTIONS = 6
 """Ridges tried: `compress.prune.compensate.RIDGES`."""
 FLOPS = 2
 """A multiplication and a sum."""
-ROUNDS, WARMUP, TIMING_BUDGET_S = 400, 10, 30.0
-"""As `compress.execution.measurements`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PruningTime:
         forwards = work.forwards * self.n_samples + work.tried * tried
         read = sum(self._sum_seconds(layer, 1) for layer in work.read)
         fitted = sum(self._fit_seconds(layer) for layer in work.fitted)
-        timed = work.timed * rounds_seconds(self.calls, ROUNDS, WARMUP, TIMING_BUDGET_S)
+        timed = work.timed * turns_seconds(self.calls, CALLS, 2, TIMING_BUDGET_S)
         return forwards * IN_TORCH * self.forward + read + fitted + work.exports * self.export + timed
 
     def _fit_seconds(self, layer: LayerFacts) -> float:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import onnx_ir as ir
 
 from compress.export.onnx import finish, float_graph
 from compress.formats.targets import TARGETS, Target
-from compress.quantize.latency import Stopwatch
+from compress.quantize.latency import StateTimer
 from compress.quantize.state import GraphState
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
+from compress.timing.clock import Clock
+from compress.timing.kept import Kept
+from runtime.backends import Feeds
 from runtime.bundle.engine import ENGINES
 from runtime.measure.benchmark import choose_backend, graph_backend
 
@@ -41,10 +45,15 @@ def describe_call(recipe: Recipe) -> list[object]:
     return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length, *tokens]
 
 
-def make_stopwatch(recipe: Recipe) -> Stopwatch:
-    """Return what times graphs as the result will be timed: on the recipe's backend, in the form that is judged."""
+def make_clock(recipe: Recipe, cache: Path) -> Clock:
+    """Return what times graphs on the recipe's backend. `cache`: the folder that keeps what was measured."""
     backend = choose_backend(recipe.target, None, recipe.model.generates)[0]
-    return Stopwatch(backend, recipe.validate_.benchmark.threads, make_writer(recipe), recipe.seed)
+    return Clock(backend, recipe.validate_.benchmark.threads, recipe.seed, Kept(cache))
+
+
+def make_timer(recipe: Recipe, cache: Path, feeds: Sequence[Feeds]) -> StateTimer:
+    """Return what times states as the result will be timed: on these batches, in the form that is judged."""
+    return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe))
 
 
 def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:

@@ -12,29 +12,28 @@ cancels out. Products of two activations (attention scores) are in that rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from compress.blocks.trace import in_axis, remove_hooks_on_exit
 from compress.prune.costs import AxisSize, Cost, Term, sizes_of
 from compress.prune.dimensions import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
-from compress.store.durable import temporary_folder
-from runtime.backends import Session, find_backend
-from runtime.measure.timing import time_rounds
+from compress.timing.clock import Clock
+from runtime.clock.graphs import Attribute, Node, write_model
 
 OPSET = 20
 CHAIN_BYTES = 2**23
 """A chain has as many links as this holds weights of, at least one and at most LINKS."""
 LINKS = 4
+BUDGET_S = 20.0
+"""Seconds for the calls of one layer at all its sizes."""
 GRID = 8
 """Sizes of an axis that are measured where both axes vary, or several dimensions lie on it; others lie between."""
 
@@ -137,28 +136,25 @@ def keep_form(model: ir.Model) -> ir.Model:
     return model
 
 
-@dataclass(frozen=True)
-class Stand:
-    """What layers are timed on. `form`: writes a float graph in the numbers that they are timed in.
+def measure(
+    wanted: Sequence[Wanted], clock: Clock, form: Callable[[ir.Model], ir.Model], numbers: str
+) -> list[LatencyTable]:
+    """Return one table for each different layer, kept for this machine; its sizes are timed in turn with each other.
 
-    `rounds` of each, `budget_s` seconds for each layer at most.
+    `form`: writes a float graph in the numbers that layers are timed in, named by `numbers`. Raises what the backend
+    raises.
     """
-
-    backend: str
-    threads: int
-    form: Callable[[ir.Model], ir.Model] = keep_form
-    rounds: int = 60
-    budget_s: float = 20.0
-    seed: int = 0
-
-
-def measure(wanted: Sequence[Wanted], stand: Stand) -> list[LatencyTable]:
-    """Return one table for each different layer; its sizes are timed in turn with each other, and the medians kept.
-
-    Raises what the backend raises.
-    """
-    distinct = dict.fromkeys((case.shape, case.outs, case.ins) for case in wanted)
-    return [_measure_table(*case, stand) for case in distinct]
+    tables = []
+    for layer in {(case.shape, case.outs, case.ins): case for case in wanted}.values():
+        key = [clock.backend, clock.threads, numbers, layer.shape, layer.outs, layer.ins]
+        kept = clock.kept.read("widths", key)
+        if kept is None:
+            table = _measure_table(layer.shape, layer.outs, layer.ins, clock, form)
+            clock.kept.write("widths", key, {"ms": table.ms})
+            tables.append(table)
+        else:
+            tables.append(LatencyTable(layer.shape, layer.outs, layer.ins, tuple(map(tuple, kept["ms"]))))
+    return tables
 
 
 def latency_cost(
@@ -190,49 +186,27 @@ def measure_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> f
     return float(np.clip((whole_ms - measured_ms) / saved, 0.5, 2.0)) if saved > 0 else 1.0
 
 
-def to_json(tables: Sequence[LatencyTable]) -> list[dict[str, Any]]:
-    """Return the tables as JSON values, for a cache."""
-    return [asdict(table) for table in tables]
-
-
-def from_json(tables: list[dict[str, Any]]) -> list[LatencyTable]:
-    """Return the tables that `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
-    loaded = []
-    for table in tables:
-        shape: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in table["shape"].items()
-        }
-        rows = tuple(tuple(row) for row in table["ms"])
-        loaded.append(LatencyTable(LayerShape(**shape), tuple(table["outs"]), tuple(table["ins"]), rows))
-    return loaded
-
-
 def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]], float]:
     full = table.at((table.outs[-1], table.ins[-1]))
     return lambda sizes: scale * (table.at(sizes) - full)
 
 
-def _measure_table(shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], stand: Stand) -> LatencyTable:
-    sessions: list[Session] = []
-    feeds, links = [], []
-    with temporary_folder() as folder, ExitStack() as stack:
-        for number, (n_out, n_in) in enumerate((o, i) for o in outs for i in ins):
-            model, n_links = chain(shape, n_out, n_in)
-            path = folder / f"{number}.onnx"
-            ir.save(stand.form(ir.from_proto(model)), path)
-            session = find_backend(stand.backend).open(path, stand.threads, {})
-            stack.callback(session.close)
-            sessions.append(session)
-            size = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
-            feeds.append([{"x": np.random.default_rng(stand.seed).standard_normal(size).astype(np.float32)}])
-            links.append(n_links)
-        seconds = np.median(time_rounds(sessions, feeds, stand.rounds, 3, stand.seed, stand.budget_s), axis=1)
-    ms = (1000 * seconds / (2 * np.array(links))).reshape(len(outs), len(ins))
-    return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in ms))
+def _measure_table(
+    shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], clock: Clock, form: Callable[[ir.Model], ir.Model]
+) -> LatencyTable:
+    graphs, feeds, links = [], [], []
+    for n_out, n_in in ((o, i) for o in outs for i in ins):
+        graph, size, n_links = chain(shape, n_out, n_in)
+        graphs.append(form(graph))
+        feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
+        links.append(n_links)
+    each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
+    rows = each.reshape(len(outs), len(ins))
+    return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in rows))
 
 
-def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, int]:
-    """Return a model of one input "x", and its number of links: twice as many layers of weights [n_out, n_in, *kernel].
+def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int, ...], int]:
+    """Return a model of one input "x", its shape, and the number of links: two layers each, [n_out, n_in, *kernel].
 
     `n_in`: inputs of one group.
     """
@@ -241,41 +215,29 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[onnx.ModelProto, in
     weight_bytes = 8 * n_out * n_in * int(np.prod(shape.kernel))
     links = int(np.clip(CHAIN_BYTES // weight_bytes, 1, LINKS))
     rng = np.random.default_rng(0)
-    nodes, weights, current = [], [], "x"
+    nodes: list[Node] = []
+    names, weights, current = [], {}, "x"
     for number, (into, out) in enumerate([(width, n_out), (n_out, width)] * links):
         size = (out, into // groups, *shape.kernel) if shape.kernel else (into, out)
-        value = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
-        weights.append(numpy_helper.from_array(value, f"w{number}"))
-        nodes.append(_make_node(shape, groups, current, number))
-        nodes.append(helper.make_node("Relu", [f"y{number}"], [f"r{number}"], f"relu{number}"))
+        values = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
+        weights[f"w{number}"] = values
+        operator, attributes = _describe_node(shape, groups)
+        nodes += [
+            (operator, [current, f"w{number}"], [f"y{number}"], attributes),
+            ("Relu", [f"y{number}"], [f"r{number}"], {}),
+        ]
+        names += [f"layer{number}", f"relu{number}"]  # forms of the graph name what they add after its nodes
         current = f"r{number}"
-    io = [1, width, *shape.places] if shape.kernel else [1, *shape.places, width]
-    graph = helper.make_graph(
-        nodes,
-        "chain",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, io)],
-        [helper.make_tensor_value_info(current, TensorProto.FLOAT, io)],
-        weights,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)])
-    model.ir_version = 10
-    return model, links
+    io = (1, width, *shape.places) if shape.kernel else (1, *shape.places, width)
+    content = write_model(nodes, weights, {"x": ("float32", io)}, {current: ("float32", io)}, OPSET, names)
+    return ir.from_proto(onnx.load_from_string(content)), io, links
 
 
-def _make_node(shape: LayerShape, groups: int, current: str, number: int) -> onnx.NodeProto:
-    """Return the node of one layer, padded so that it gives as many places as it takes."""
-    names = [current, f"w{number}"]
+def _describe_node(shape: LayerShape, groups: int) -> tuple[str, dict[str, Attribute]]:
+    """Return the operator and attributes of one layer, padded so that it gives as many places as it takes."""
     if not shape.kernel:
-        return helper.make_node("MatMul", names, [f"y{number}"], f"layer{number}")
+        return "MatMul", {}
     reach = [d * (k - 1) for d, k in zip(shape.dilation, shape.kernel, strict=True)]
     pads = [r // 2 for r in reach] + [r - r // 2 for r in reach]
-    return helper.make_node(
-        "Conv",
-        names,
-        [f"y{number}"],
-        f"layer{number}",  # forms of the graph name what they add after its nodes
-        kernel_shape=shape.kernel,
-        dilations=shape.dilation,
-        pads=pads,
-        group=groups,
-    )
+    kernel: dict[str, Attribute] = {"kernel_shape": shape.kernel, "dilations": shape.dilation}
+    return "Conv", {**kernel, "pads": pads, "group": groups}

@@ -1,11 +1,10 @@
 """Which layers to compute in eight bits so that the model is as fast as it can be on this machine.
 
 A layer whose int8 kernel is slower than its float one (a depthwise convolution often is) is better computed in float,
-with weights that are stored in eight bits and unpacked once, as the file is loaded. But a tensor that goes from one to
-the other has its own price: Q or DQ, and a copy into another layout. So sets of layers are proposed from the table of
-the layers' times (`compress.quantize.latency`) and a rate for such borders, by local search over the placement that
-would really be written. The sums are a forecast; what is taken is the fastest of the proposed graphs timed whole,
-beside the float one, in turn.
+with weights that are stored in eight bits and unpacked once, as the file is loaded. Layers are tried by their form, all
+of one form together, in the whole graph: so borders (Q, DQ, copies into another layout) count as they are. A choice
+decides the file's bytes, and a clock never reads twice alike: so a step must gain WORTH of a whole call, and the
+outcome must beat the rule without a clock by as much in fresh processes, beyond their interval. Else the rule decides.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from compress.graph.edit import uses_of, values_by_name
-from compress.graph.layers import GraphLayer, find_layers
+from compress.graph.layers import GraphLayer
 from compress.graph.run import Feeds
 from compress.quantize.latency import (
     LayerCall,
-    LayerTable,
     LayerTime,
-    Stopwatch,
+    StateTimer,
     Times,
     describe_calls,
     pretend_ranges,
@@ -38,101 +34,86 @@ from compress.quantize.latency import (
 from compress.quantize.placement import Kind, Placement, Use, place
 from compress.quantize.qdq import integer_layers, placement_of
 from compress.quantize.state import GraphState
-from compress.store.durable import seal, unseal
-from runtime.bundle.files import write_whole
+from compress.timing.clock import middle_batch
 
-BORDER_SCALES = (1.0, 0.5, 2.0)
-"""Of the rate of borders, each giving a proposal: between two layers of a model they cost more or less than alone."""
-SWEEPS, SEARCH_BUDGET_S = 4, 5.0
-CANDIDATES_BUDGET_S = 12.0
-NEAR = 0.03
-"""Candidates within this of the fastest count as fast; of them the smallest file is taken, then the first."""
-SLOWER = 1.0
-"""Of float's time; a candidate above it is slower than float."""
+WORTH = 0.05
+"""What a choice must gain of a whole call. Ten builds of a CNN of 0.1 ms, idle and beside other work, differed by up to
+0.0012 ms (1.5 %) in what they found of one layer."""
+STEP_BUDGET_S = 4.0
+"""Seconds for the calls of one step's candidates."""
+PROOF_BUDGET_S = 3.0
+"""Seconds of all calls of the fresh processes that confirm the outcome."""
+FEW_INPUTS = 8
+"""Inputs of a group below which a convolution is a form of its own: int8 kernels read them in blocks of 4 or more."""
 
 
 @dataclass(frozen=True)
 class PlacementChoice:
-    """What was found fastest, where and by how much: all that decides the file, so that it can be taken up again.
-
-    `in_float`: layers that are computed in float, each with its times (float, int8), milliseconds, as far as they were
-    measured. `kind`: how tensors are quantized. `float_ms`, `all_ms`, `chosen_ms`: of a call of the float model, with
-    all layers in int8, and as chosen. `machine`: the processor.
-    """
+    """What decides the file: how tensors are quantized, and which layers are computed in float."""
 
     kind: Kind
-    in_float: Mapping[str, tuple[float, float] | None]
-    float_ms: float
-    all_ms: float
-    chosen_ms: float
-    machine: str
-
-    @property
-    def speedup(self) -> float:
-        return self.float_ms / self.chosen_ms
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the choice as JSON values."""
-        return asdict(self)
+    in_float: tuple[str, ...]
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> PlacementChoice:
-        """Return the choice that `to_record` wrote. Raises KeyError or TypeError for anything else."""
-        in_float = {name: (times[0], times[1]) if times else None for name, times in record["in_float"].items()}
-        return cls(**{**record, "in_float": in_float})
+        """Return the choice of which `asdict` gave the record. Raises KeyError for anything else."""
+        return cls(record["kind"], tuple(record["in_float"]))
+
+
+@dataclass(frozen=True)
+class PlacementTimes:
+    """How many times as fast as float the model is on this machine, with all layers in int8, and as chosen."""
+
+    everywhere: float
+    chosen: float
 
 
 def choose_fastest(
-    state: GraphState,
-    feeds: Sequence[Feeds],
-    stopwatch: Stopwatch,
-    table: LayerTable,
-    machine: str,
-    log: Callable[[str], None] = print,
-) -> PlacementChoice:
-    """Choose which of the state's integer layers stay so. `feeds`: batches as the result will be timed on.
+    state: GraphState, timer: StateTimer, log: Callable[[str], None] = print
+) -> tuple[PlacementChoice, PlacementTimes]:
+    """Choose which of the state's integer layers stay so.
 
     The graphs that are timed hold the state's ranges, for speed depends on them (`list_zero_based`). Raises what the
     backend raises on the whole graphs.
     """
-    usual = sorted(feeds, key=lambda batch: sum(values.size for values in batch.values()))[len(feeds) // 2]
-    calls = describe_calls(state.model, state.integer, usual)
-    times = table.measure(calls.values(), stopwatch, state.dynamic, log)
-    proposals = propose(state, calls, times, usual)
-    log(f"timing {len(proposals)} placements of int8 against float")
-    float_state = GraphState(state.model)
-    states = [float_state, *(pretend_ranges(keep_integer(state, names, kind)) for names, kind in proposals)]
-    ms = stopwatch.time(states, feeds, CANDIDATES_BUDGET_S)
-    weights = {layer.name: layer.matrix().size for layer in find_layers(state.model)}
-    sizes = [sum(weights[name] for name in names) for names, _ in proposals]
-    best = pick(ms[0], ms[1:], sizes)
-    names, kind = proposals[best] if best is not None else (frozenset[str](), state.placement)
-    chosen_ms = ms[0] if best is None else ms[1 + best]
-    measured = {name: times.get(call) for name, call in calls.items()}
-    return PlacementChoice(
-        kind,
-        {name: _own_times(measured.get(name)) for name in state.integer if name not in names},
-        round(ms[0], 4),
-        round(ms[1], 4),
-        round(chosen_ms, 4),
-        machine,
-    )
+    forms = _group_forms(state, timer)
+    rule = PlacementChoice(state.placement, ())
+    log(f"timing {len(forms)} forms of layers in int8 against float")
+
+    def write(choice: PlacementChoice) -> GraphState:
+        names = [name for name in state.integer if name not in choice.in_float]
+        return pretend_ranges(keep_integer(state, names, choice.kind))
+
+    kinds: tuple[Kind, ...] = ("all", "inputs") if state.placement == "all" else (state.placement,)
+    steps = [PlacementChoice(kind, ()) for kind in kinds[1:]]
+    chosen = rule
+    while True:
+        left = [form for form in forms if not set(form) <= set(chosen.in_float)]
+        steps += [replace(chosen, in_float=tuple(sorted({*chosen.in_float, *form}))) for form in left]
+        before, *after = timer.time([write(chosen), *map(write, steps)], STEP_BUDGET_S)
+        best = int(np.argmin(after)) if after else 0
+        if not after or after[best] * (1 + WORTH) > before:
+            break
+        chosen, steps = steps[best], []
+    graphs = [timer.write(some) for some in (GraphState(state.model), write(rule), write(chosen))]
+    _, everywhere, fastest = timer.clock.compare(graphs, timer.feeds, PROOF_BUDGET_S)
+    nothing = set(chosen.in_float) == set(state.integer)
+    least = 1.0 if nothing else fastest.low  # in float altogether it is the float model's speed
+    if chosen != rule and least <= everywhere.high * (1 + WORTH):
+        chosen, fastest = rule, everywhere
+    return chosen, PlacementTimes(round(everywhere.value, 4), round(fastest.value, 4))
 
 
-def _own_times(times: LayerTime | None) -> tuple[float, float] | None:
-    return None if times is None else (round(times.float_ms, 4), round(times.int8_ms, 4))
-
-
-def pick(float_ms: float, ms: Sequence[float], n_weights: Sequence[int]) -> int | None:
-    """Return the number of the candidate to take: of those as fast as the fastest that with most weights in int8.
-
-    None where all are slower than float.
-    """
-    fast = min(ms)
-    if fast > SLOWER * float_ms:
-        return None
-    near = [i for i, value in enumerate(ms) if value <= min(fast * (1 + NEAR), SLOWER * float_ms)]
-    return max(near, key=lambda i: (n_weights[i], -i))
+def _group_forms(state: GraphState, timer: StateTimer) -> list[tuple[str, ...]]:
+    """Group the integer layers by form: operator, kernel, strides or not, how many inputs a group has."""
+    calls = describe_calls(state.model, state.integer, middle_batch(timer.feeds))
+    forms: dict[object, list[str]] = {}
+    for name, call in calls.items():
+        strided = any(key == "strides" and text.strip("[] 1,") for key, text in call.attributes)
+        inputs = "one" if call.weight[1] == 1 else "few" if call.weight[1] < FEW_INPUTS else "many"
+        form = (call.op, call.weight[2:], strided, inputs) if call.op == "Conv" else (call.op,)
+        forms.setdefault(form, []).append(name)
+    return [tuple(sorted(names)) for names in forms.values()]
 
 
 def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> GraphState:
@@ -149,24 +130,6 @@ def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> Graph
         unpacked=[*state.unpacked, *unpacked],
         biases={name: bias for name, bias in state.biases.items() if name not in unpacked},
     )
-
-
-def propose(
-    state: GraphState, calls: Mapping[str, LayerCall], times: Times, feeds: Feeds
-) -> list[tuple[frozenset[str], Kind]]:
-    """Return the placements to time: all layers first, then what the table finds best at several prices of borders."""
-    everything = frozenset(state.integer)
-    forecast = Forecaster.of(state, calls, times, feeds)
-    own = frozenset(name for name in everything if forecast.gains(name))
-    until = time.monotonic() + SEARCH_BUDGET_S
-    sets = [everything, *(forecast.improve(own, calls, scale, until) for scale in BORDER_SCALES), own]
-    kinds: tuple[Kind, ...] = ("all", "inputs") if state.placement == "all" else (state.placement,)
-    proposals: dict[object, tuple[frozenset[str], Kind]] = {}
-    for names, kind in ((names, kind) for kind in kinds for names in sets if names):
-        placement = placement_of(keep_integer(state, names, kind))
-        written = frozenset((name, frozenset(uses)) for name, uses in placement.consumers.items())
-        proposals.setdefault((names, written), (names, kind))  # without Adds the two kinds are one
-    return list(proposals.values())
 
 
 @dataclass(frozen=True)
@@ -200,15 +163,6 @@ class Forecaster:
             fit_border_rate(times),
         )
 
-    def gains(self, name: str) -> bool:
-        """Return whether a layer alone is faster in int8; one that was not measured is taken to be."""
-        times = self.times.get(name)
-        return times is None or times.int8_ms < times.float_ms
-
-    def layers_ms(self, names: Collection[str]) -> float:
-        """Return the sum of the layers' own times with `names` in int8."""
-        return sum(t.int8_ms if name in names else t.float_ms for name, t in self.times.items())
-
     def borders_ms(self, names: Collection[str]) -> float:
         """Return what the borders cost between `names` in int8 and the rest in float."""
         if self.state.dynamic:
@@ -223,31 +177,6 @@ class Forecaster:
         """Return whether float makes a tensor that int8 reads, or reads one that int8 makes."""
         return name not in placement.writers or bool(self.readers[name] - set(placement.consumers[name]))
 
-    def improve(
-        self, start: frozenset[str], calls: Mapping[str, LayerCall], scale: float, until: float
-    ) -> frozenset[str]:
-        """Return the best set reachable by moving equal layers together, then single ones, while that gains."""
-        groups: dict[LayerCall, set[str]] = {}
-        for name, call in calls.items():
-            groups.setdefault(call, set()).add(name)
-        moves = [frozenset(names) for names in groups.values() if len(names) > 1]
-        moves += [frozenset({name}) for name in self.layers]
-        best, cost = start, self._cost(start, scale)
-        for _ in range(SWEEPS):
-            before = best
-            for move in moves:
-                if time.monotonic() > until:
-                    return best
-                for changed in {best | move, best - move} - {best}:
-                    if (price := self._cost(changed, scale)) < cost:
-                        best, cost = changed, price
-            if best == before:
-                break
-        return best
-
-    def _cost(self, names: frozenset[str], scale: float) -> float:
-        return self.layers_ms(names) + scale * self.borders_ms(names)
-
 
 def fit_border_rate(times: Times) -> float:
     """Return the milliseconds that a border costs for each element of its tensor: the slope over the layers' inputs.
@@ -260,20 +189,6 @@ def fit_border_rate(times: Times) -> float:
         return max((cost / size for size, cost in rows), default=0.0)
     sizes, costs = np.array(rows, dtype=float).T
     return max(float(np.polyfit(sizes, costs, 1)[0]), 0.0)
-
-
-def read_choice(path: Path | None, machine: str) -> PlacementChoice | None:
-    """Return the choice that is kept in `path`: this machine's own, or one that was given; None without such a one."""
-    stored = unseal(path.read_bytes()) if path is not None and path.is_file() else None
-    if stored is None or not (stored["given"] or stored["choice"]["machine"] == machine):
-        return None
-    return PlacementChoice.from_record(stored["choice"])
-
-
-def keep_choice(path: Path, choice: Mapping[str, Any], given: bool = False) -> None:
-    """Keep a choice's record. `given`: it holds on any machine, as a bundle's lock asks for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, seal({"choice": dict(choice), "given": given}))
 
 
 def list_zero_based(state: GraphState) -> list[str]:

@@ -5,8 +5,6 @@ copy into the runtime's layout, Q and DQ, the call), which it does not pay insid
 COPIES times, all reading one tensor, each read to its end by a cheap reduction: the difference of the two is the
 layer's own time, and what is left over is what its borders cost (measured on a face detector's layers in ONNX Runtime:
 79 and 232 microseconds where a profile of the whole model shows 113 and 254; the layer alone: 135 and 510).
-
-The table is kept for the machine, so that a shape is measured once.
 """
 
 from __future__ import annotations
@@ -14,36 +12,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import onnx
 import onnx_ir as ir
-from onnx import TensorProto, helper, numpy_helper
 
 from compress.formats.schemes import Scheme
 from compress.graph.layers import GraphLayer, find_layers
-from compress.graph.run import IN_MEMORY, Feeds, open_session, tap, weight_bytes
+from compress.graph.run import Feeds, open_session, tap
 from compress.quantize.int8 import with_integer_layers
 from compress.quantize.placement import ACTIVATIONS, after_activation, decide_kind
 from compress.quantize.qdq import BLOCK_OPSET, placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, Range
-from compress.store.durable import seal, temporary_folder, unseal
-from runtime.backends import find_backend
-from runtime.bundle.files import write_whole
+from compress.timing.clock import Clock
+from runtime.clock.graphs import Attribute, Node, write_model
 from runtime.errors import RuntimeFailure
-from runtime.measure.timing import time_rounds
 
 COPIES = 3
-ROUNDS, LEAST_ROUNDS = 40, 3
-UNDISTURBED = 0.2
-"""Share of the rounds that are as quick as what is taken: other work slows the others down, and long calls more often
-than short ones, so that medians told of 11 times as fast on a busy machine where 5 is so."""
 LAYER_BUDGET_S = 0.6
-"""Seconds for the calls of one layer; fewer rounds are made of those that take longer, LEAST_ROUNDS at least."""
+"""Seconds for the calls of one layer."""
 TABLE_BUDGET_S = 30.0
 """Seconds for all layers of a model together; the largest come first, and what is left over is not in the table."""
 OPSET = 17
@@ -92,91 +81,51 @@ Times = Mapping[LayerCall, LayerTime]
 
 
 @dataclass(frozen=True)
-class Stopwatch:
-    """What times graphs: a backend, its threads, and how a state is written for it."""
+class StateTimer:
+    """Times states of a graph as files that the target gets.
 
-    backend: str
-    threads: int
+    `write`: gives the file of a state; `feeds`: the batches that the result will be timed on; `call`: what a time
+    depends on beside graph, machine and backend, as JSON values (batch size, length of a text).
+    """
+
+    clock: Clock
     write: Callable[[GraphState], ir.Model]
-    seed: int = 0
+    feeds: Sequence[Feeds]
+    call: Sequence[object] = ()
 
-    def time(self, states: Sequence[GraphState], feeds: Sequence[Feeds], budget_s: float) -> list[float]:
-        """Return the milliseconds of a call of each, timed in turn over the batches of `feeds`.
+    def time(self, states: Sequence[GraphState], budget_s: float) -> list[float]:
+        """Return the milliseconds of a call of each state, as `Clock.time`."""
+        return self.clock.time([self.write(state) for state in states], self.feeds, budget_s)
 
-        Each's is that of the quick rounds (UNDISTURBED). Raises what the backend raises.
-        """
-        return self.time_graphs([self.write(state) for state in states], feeds, budget_s)
-
-    def time_graphs(
-        self, graphs: Sequence[ir.Model], feeds: Sequence[Feeds], budget_s: float, backends: Sequence[str] = ()
-    ) -> list[float]:
-        """Time written graphs as `time` does; `backends`: of each, where they are not all its own."""
-        with temporary_folder() as folder, ExitStack() as held:
-            sessions = []
-            for number, graph in enumerate(graphs):
-                path = folder / f"{number}.onnx"
-                ir.save(graph, path, external_data="weights" if weight_bytes(graph) > IN_MEMORY else None)
-                backend = find_backend(backends[number] if backends else self.backend)
-                sessions.append(backend.open(path, self.threads, {}))
-                held.callback(sessions[-1].close)
-            batches = [feeds] * len(sessions)
-            pace = float(time_rounds(sessions, batches, 1, 1, self.seed, 0.0).sum())
-            fitting = int(budget_s / max(2 * pace, 1e-9))
-            made = max(LEAST_ROUNDS, min(ROUNDS, fitting))
-            seconds = time_rounds(sessions, batches, made, 2, self.seed, budget_s)
-        return [1000 * float(value) for value in np.quantile(seconds, UNDISTURBED, axis=1)]
-
-
-@dataclass
-class LayerTable:
-    """What was measured on this machine, kept in `path` (None: in memory alone)."""
-
-    path: Path | None
-    times: dict[str, LayerTime] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, path: Path | None) -> LayerTable:
-        """Read the table that lies in `path`; an empty one where there is none, or a damaged one."""
-        stored = unseal(path.read_bytes()) if path is not None and path.is_file() else None
-        return cls(path, {key: LayerTime(*row) for key, row in (stored or {}).get("layers", {}).items()})
-
-    def measure(
-        self,
-        calls: Iterable[LayerCall],
-        stopwatch: Stopwatch,
-        dynamic: bool = False,
-        log: Callable[[str], None] = print,
+    def time_layers(
+        self, calls: Iterable[LayerCall], dynamic: bool = False, log: Callable[[str], None] = print
     ) -> dict[LayerCall, LayerTime]:
-        """Return the times of these calls, measuring those that the table lacks, within TABLE_BUDGET_S.
+        """Return the times of these calls, those kept for this machine and, within TABLE_BUDGET_S, the others.
 
         What there was no time for, and what the backend refuses, is left out, and told to `log`.
         """
-        wanted = {call: _key(call, dynamic) for call in sorted(set(calls), key=lambda call: -call.macs)}
-        missing = [call for call, key in wanted.items() if key not in self.times]
+        key = [self.clock.backend, self.clock.threads, dynamic]
+        kept = (self.clock.kept.read("layers", key) or {}).get("times", {})
+        wanted = {call: call.to_text() for call in sorted(set(calls), key=lambda call: -call.macs)}
+        missing = [call for call, text in wanted.items() if text not in kept]
         begun, refused = time.monotonic(), list[str]()
         if missing:
-            log(f"measuring {len(missing)} layer shapes, in float and in int8, on {stopwatch.backend}")
+            log(f"measuring {len(missing)} layer shapes, in float and in int8, on {self.clock.backend}")
         for call in missing:
             if time.monotonic() - begun > TABLE_BUDGET_S:
                 break
             try:
-                self.times[wanted[call]] = time_layer(call, stopwatch, dynamic)
+                kept[wanted[call]] = list(asdict(time_layer(call, self, dynamic)).values())
             except RuntimeFailure as error:
                 refused.append(f"{call.op} {list(call.weight)}: {error}")
-        left = sum(key not in self.times for key in wanted.values()) - len(refused)
+        left = sum(text not in kept for text in wanted.values()) - len(refused)
         if refused:
             log(f"{len(refused)} layer shapes could not be timed; the first: {refused[0]}")
         if left:
             log(f"{left} layer shapes were not timed: the others took {TABLE_BUDGET_S:g} s")
-        if missing and self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            rows = {key: list(asdict(times).values()) for key, times in self.times.items()}
-            write_whole(self.path, seal({"layers": rows}))
-        return {call: self.times[key] for call, key in wanted.items() if key in self.times}
-
-
-def _key(call: LayerCall, dynamic: bool) -> str:
-    return f"{'dynamic' if dynamic else 'static'} {call.to_text()}"
+        if missing:
+            self.clock.kept.write("layers", key, {"times": kept})
+        return {call: LayerTime(*kept[text]) for call, text in wanted.items() if text in kept}
 
 
 def describe_calls(model: ir.Model, names: Iterable[str], feeds: Feeds) -> dict[str, LayerCall]:
@@ -211,16 +160,19 @@ def _format(attribute: ir.Attr) -> str:
     return json.dumps(list(value) if isinstance(value, tuple | list) else value)
 
 
-def time_layer(call: LayerCall, stopwatch: Stopwatch, dynamic: bool = False) -> LayerTime:
+def time_layer(call: LayerCall, timer: StateTimer, dynamic: bool = False) -> LayerTime:
     """Measure one layer. Raises what the backend raises."""
     states = [state for copies in (1, COPIES) for state in _float_and_int8(make_layer_graph(call, copies), dynamic)]
-    x = np.random.default_rng(stopwatch.seed).standard_normal(call.input).astype(np.float32)
-    once = stopwatch.time(states, [{"x": x}], LAYER_BUDGET_S)
+    once = replace(timer, feeds=[_make_input(call, timer.clock.seed)]).time(states, LAYER_BUDGET_S)
     own = [max((once[2 + i] - once[i]) / (COPIES - 1), 1e-4) for i in (0, 1)]
     return LayerTime(own[0], own[1], *(max(once[i] - own[i], 0.0) for i in (0, 1)))
 
 
-def time_weights(call: LayerCall, schemes: Sequence[Scheme], stopwatch: Stopwatch) -> list[float]:
+def _make_input(call: LayerCall, seed: int) -> Feeds:
+    return {"x": np.random.default_rng(seed).standard_normal(call.input).astype(np.float32)}
+
+
+def time_weights(call: LayerCall, schemes: Sequence[Scheme], timer: StateTimer) -> list[float]:
     """Return the milliseconds of one matrix product with its weights stored by each of the schemes.
 
     Raises what the backend raises.
@@ -238,8 +190,7 @@ def time_weights(call: LayerCall, schemes: Sequence[Scheme], stopwatch: Stopwatc
                 for layer in layers
             }
             states.append(GraphState(model, weight_only=list(rounded), weights=rounded))
-    x = np.random.default_rng(stopwatch.seed).standard_normal(call.input).astype(np.float32)
-    ms = stopwatch.time(states, [{"x": x}], LAYER_BUDGET_S)
+    ms = replace(timer, feeds=[_make_input(call, timer.clock.seed)]).time(states, LAYER_BUDGET_S)
     return [max((ms[len(schemes) + i] - ms[i]) / (COPIES - 1), 1e-4) for i in range(len(schemes))]
 
 
@@ -282,9 +233,16 @@ def round_roughly(layer: GraphLayer) -> QuantizedWeight:
 def make_layer_graph(call: LayerCall, copies: int, opset: int = OPSET) -> ir.Model:
     """Return a graph: x float32 -> `copies` of the layer, each with weights of its own -> y, what each reduces to."""
     rng = np.random.default_rng(0)
-    nodes: list[Any] = []
+    nodes: list[Node] = []
+    names: list[str] = []
     constants: dict[str, np.ndarray] = {}
     outputs = []
+
+    def add(op: str, inputs: list[str], output: str, name: str = "", **attributes: Attribute) -> str:
+        nodes.append((op, inputs, [output], attributes))
+        names.append(name or output)
+        return output
+
     for number in range(copies):
         name = f"layer{number}"
         fan_in = max(int(np.prod(call.weight[1:])), 1)
@@ -293,37 +251,26 @@ def make_layer_graph(call: LayerCall, copies: int, opset: int = OPSET) -> ir.Mod
         inputs, bias = ["x", f"{name}.weight"], f"{name}.bias"
         if call.bias:
             constants[bias] = (rng.standard_normal(call.weight[0]) / 10).astype(np.float32)
-        biased = [bias] if call.bias else []
-        out = f"{name}/out"
         if call.op == "MatMul":
-            nodes.append(helper.make_node("MatMul", inputs, [out], name=name))
+            out = add("MatMul", inputs, f"{name}/out", name)
             if call.bias:
-                nodes.append(helper.make_node("Add", [out, bias], [f"{name}/biased"]))
-                out = f"{name}/biased"
+                out = add("Add", [out, bias], f"{name}/biased")
         else:
             attributes = {key: json.loads(text) for key, text in call.attributes}
-            nodes.append(helper.make_node(call.op, inputs + biased, [out], name=name, **attributes))
+            out = add(call.op, inputs + ([bias] if call.bias else []), f"{name}/out", name, **attributes)
         if call.activation:
             bounds = ["low", "high"] if call.activation == "Clip" else []
             constants |= {"low": np.zeros((), np.float32), "high": np.full((), 6, np.float32)} if bounds else {}
-            nodes.append(helper.make_node(call.activation, [out, *bounds], [f"{name}/active"]))
-            out = f"{name}/active"
-        read = f"{name}/read"
+            out = add(call.activation, [out, *bounds], f"{name}/active")
         if call.op == "Conv":
-            nodes.append(helper.make_node("GlobalAveragePool", [out], [read]))
+            outputs.append(add("GlobalAveragePool", [out], f"{name}/read"))
+        elif opset >= 18:
+            constants["last"] = np.array([-1])
+            outputs.append(add("ReduceMean", [out, "last"], f"{name}/read", keepdims=1))
         else:
-            if opset >= 18:
-                constants["last"] = np.array([-1])
-                nodes.append(helper.make_node("ReduceMean", [out, "last"], [read], keepdims=1))
-            else:
-                nodes.append(helper.make_node("ReduceMean", [out], [read], axes=[-1], keepdims=1))
-        outputs.append(read)
-    axis = 1 if call.op == "Conv" else -1
-    nodes.append(helper.make_node("Concat", outputs, ["y"], axis=axis))
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, call.input)
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * len(call.input))
-    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
-    graph = helper.make_graph(nodes, "layer", [x], [y], tensors)
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10))
+            outputs.append(add("ReduceMean", [out], f"{name}/read", axes=[-1], keepdims=1))
+    add("Concat", outputs, "y", axis=1 if call.op == "Conv" else -1)
+    content = write_model(nodes, constants, {"x": ("float32", call.input)}, {"y": ("float32", None)}, opset, names)
+    model = ir.from_proto(onnx.load_from_string(content))
     ir.passes.common.ShapeInferencePass()(model)
     return model

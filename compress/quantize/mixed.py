@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from compress.graph.layers import GraphLayer, find_layers, is_constant
-from compress.graph.run import IN_MEMORY, Feeds, weight_bytes
+from compress.graph.run import IN_MEMORY, weight_bytes
 from compress.quantize.allocate import OutOfReach, join_groups
 from compress.quantize.budgets import NEAR, NEAR_BYTES, BudgetMissed, Measured, Prices, choose_measured
 from compress.quantize.fastest import Forecaster
-from compress.quantize.latency import LayerTable, Stopwatch, describe_calls
+from compress.quantize.latency import StateTimer, describe_calls
 from compress.quantize.state import GraphState
 from compress.store.durable import temporary_folder
+from compress.timing.clock import middle_batch
 
 POINTS = 8
 """Sets that are held against the metric."""
@@ -109,9 +110,7 @@ def price_time(
     state: GraphState,
     groups: Groups,
     speedup: float,
-    stopwatch: Stopwatch,
-    feeds: Sequence[Feeds],
-    table: LayerTable,
+    timer: StateTimer,
     log: Callable[[str], None],
 ) -> Prices:
     """Return what each group takes of a call in eight bits, and in float with the borders that it makes alone.
@@ -120,12 +119,12 @@ def price_time(
     A layer that was not timed alone is taken to be so much faster in eight bits that it stays so. BudgetMissed where
     even all groups in eight bits are slower than the budget.
     """
-    before, after = stopwatch.time([GraphState(state.model), state], feeds, TIMING_BUDGET_S)
+    before, after = timer.time([GraphState(state.model), state], TIMING_BUDGET_S)
     if before / after < speedup:
         raise BudgetMissed(f"all layers in eight bits make it {before / after:.2f} times as fast here")
-    usual = sorted(feeds, key=lambda batch: sum(values.size for values in batch.values()))[len(feeds) // 2]
+    usual = middle_batch(timer.feeds)
     calls = describe_calls(state.model, state.integer, usual)
-    times = table.measure(calls.values(), stopwatch, state.dynamic, log)
+    times = timer.time_layers(calls.values(), state.dynamic, log)
     unknown = 2 * before
     forecast, everything, rows = Forecaster.of(state, calls, times, usual), set(state.integer), []
     whole_borders = forecast.borders_ms(everything)
@@ -141,7 +140,7 @@ def price_time(
 
     def measure(numbers: Sequence[int]) -> Measured:
         chosen = return_to_float(state, list_returned(groups, numbers))
-        whole, left = stopwatch.time([GraphState(state.model), chosen], feeds, TIMING_BUDGET_S)
+        whole, left = timer.time([GraphState(state.model), chosen], TIMING_BUDGET_S)
         return Measured((left - whole / speedup) * before / whole, f"{whole / left:.2f} times as fast as in float")
 
     rest = after - sum(row[ROUNDED] for row in rows)

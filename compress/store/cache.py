@@ -28,7 +28,6 @@ from typing import Any
 from compress.errors import PlaceError
 from compress.store.durable import MARK, MARK_TEXT, blame, is_named, is_own_folder, link_or_copy, lock, seal, unseal
 from runtime.bundle.files import regular_files, sha256_of, sync, sync_tree
-from runtime.bundle.records import to_json
 
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
 RECORD, DRAFT, RESULT, PARTIAL, LABEL = "record.json", ".draft-", "result", "partial-", "label.txt"
@@ -231,16 +230,6 @@ def _read_whole_record(folder: Path) -> dict[str, Any] | None:
         return record if whole else None
     except (OSError, LookupError, TypeError, AttributeError):  # not there, or not of this form
         return None
-
-
-def find_measured_file(root: Path, key: Any) -> Path:
-    """Return the file in the cache, there or not, that keeps what was measured for a key: JSON values or records."""
-    return name_measured_file(root, cache_key("measured", to_json(key)))
-
-
-def name_measured_file(root: Path, key: str) -> Path:
-    """Return the file in the cache, there or not, that keeps what was measured for a key that is hashed already."""
-    return root / "measured" / f"{key}.json"
 
 
 def default_root() -> Path:

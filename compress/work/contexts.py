@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import onnx_ir as ir
 from torch import nn
@@ -17,54 +14,31 @@ from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
 from compress.prune.latency import keep_form
-from compress.quantize.latency import Stopwatch
+from compress.quantize.latency import StateTimer
 from compress.quantize.state import GraphState
+from compress.timing.clock import Clock
 
 Form = Callable[[ir.Model], ir.Model]
-
-
-class ModuleTimer(Protocol):
-    """Times torch modules that take the model's inputs as the target runs them: exported. Raises what that raises."""
-
-    def export(self, module: nn.Module, form: Form) -> Path:
-        """Write a module's graph as the form says; the file stays until the timer is closed."""
-        ...
-
-    def time(self, graphs: Sequence[Path]) -> Sequence[float]:
-        """Time graphs against each other: milliseconds of each (median, one sample)."""
-        ...
+TIMING_BUDGET_S = 10.0
+"""Seconds for the calls of graphs that are timed against each other."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How a pass measures speed on the target.
+    """How a pass over the whole module measures speed on the target: `export` gives the graph of a module.
 
-    `open_timer`: what times exported modules; None where the target does not run here.
-    `in_int8`: the form of graphs whose layers are in eight bits, as the target gets them. `threads`: of what is timed.
-    `file_of`: the file, there or not, that keeps what was measured on this machine for a key of JSON values; None:
-    nothing is kept.
+    `feeds`: the calls that are timed. `in_int8`: the form of graphs whose layers are in eight bits, as the target gets
+    them.
     """
 
-    open_timer: Callable[[], AbstractContextManager[ModuleTimer]] | None = None
-    in_int8: Form = keep_form
-    threads: int = 1
-    file_of: Callable[[Sequence[object]], Path] | None = None
-
-
-@dataclass(frozen=True)
-class GraphTiming:
-    """How a pass over the graph measures speed on the target.
-
-    `stopwatch`: times graphs there. `feeds`: the batches that the result will be timed on. `machine`: the processor.
-    `file_of`: the file, there or not, that keeps what was measured or chosen for a key of JSON values. `call`: what a
-    choice depends on beside the graph, as JSON values: threads, batch size, length of a text.
-    """
-
-    stopwatch: Stopwatch
+    clock: Clock
+    export: Callable[[nn.Module], ir.Model]
     feeds: Sequence[Feeds]
-    machine: str
-    file_of: Callable[[Sequence[object]], Path]
-    call: Sequence[object]
+    in_int8: Form = keep_form
+
+    def time(self, graphs: Sequence[ir.Model]) -> list[float]:
+        """Return the milliseconds of a call of each graph."""
+        return self.clock.time(graphs, self.feeds, TIMING_BUDGET_S)
 
 
 LayerSchemes = Mapping[str, Scheme]
@@ -119,7 +93,7 @@ class ModelContext(TrainingContext):
     """
 
     student: Callable[[Student, int], TorchModel] | None = None
-    timing: Timing = Timing()
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -135,4 +109,4 @@ class GraphContext(TrainingContext):
     shortfalls: Callable[[ir.Model], list[str]] | None = None
     score: Callable[[ir.Model], float] | None = None
     write: Callable[[GraphState], ir.Model] | None = None
-    timing: GraphTiming | None = None
+    timing: StateTimer | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -19,12 +19,11 @@ from compress.passes.int8 import Int8
 from compress.quantize.budgets import BudgetMissed, Prices
 from compress.quantize.fastest import (
     PlacementChoice,
+    PlacementTimes,
     choose_fastest,
     digest_structure,
-    keep_choice,
     keep_integer,
     list_zero_based,
-    read_choice,
 )
 from compress.quantize.int8 import (
     Setting,
@@ -34,7 +33,7 @@ from compress.quantize.int8 import (
     tensors_of,
     with_integer_layers,
 )
-from compress.quantize.latency import LayerTable, pretend_ranges, round_roughly
+from compress.quantize.latency import pretend_ranges, round_roughly
 from compress.quantize.measure import (
     COLLAPSE,
     Suspect,
@@ -53,6 +52,7 @@ from compress.quantize.placement import Kind, decide_kind
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.state import GraphState
+from compress.timing.kept import name_given
 from compress.work.contexts import GraphContext
 
 MEASURE_BATCHES = 16
@@ -75,8 +75,6 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
     restored = _restore(knobs, state, context)
     state = restored.state
     measured = _measure(state, seen, restored.sensitivity, sample, context)
-    for name, numbers in _list_times(choice).items():
-        measured.setdefault(name, {}).update(numbers)
     decisions = [_decide(knobs, layer.name, layer.type, state, choice, restored.reason) for layer in taken]
     told = [*_tell_choice(knobs, choice), *notes, *restored.notes]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
@@ -114,8 +112,13 @@ def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, con
     return pretend_ranges(state)
 
 
-Chosen = tuple[PlacementChoice, str]
-"""What was found fastest, and the name of the cache's file that keeps it."""
+@dataclass(frozen=True)
+class Chosen:
+    """What was found fastest, the key under which it is kept, and its times; None where a bundle's lock gave it."""
+
+    choice: PlacementChoice
+    key: tuple[object, ...]
+    times: PlacementTimes | None
 
 
 def take_fastest(
@@ -126,53 +129,41 @@ def take_fastest(
     All of them, and None, where the pass does not ask for that, nothing can be timed, or a pass before has layers in
     eight bits already, whose placement is kept. A choice that was made before for such a graph is taken up again.
     """
-    timing = context.timing
+    timer = context.timing
     others = set(state.integer) - {layer.name for layer in taken}
-    if timing is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or others:
+    if timer is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or others:
         return state, None
-    decided = [digest_structure(state.model), state.integer, state.placement, state.attention, state.dynamic]
-    decided.append(list_zero_based(state))
-    path = timing.file_of(["placement", *timing.call, *decided])
-    choice = read_choice(path, timing.machine)
-    if choice is None:
-        table = LayerTable.open(timing.file_of(["layers", timing.machine, *timing.call[:2]]))
-        choice = choose_fastest(state, timing.feeds, timing.stopwatch, table, timing.machine, context.log)
-        keep_choice(path, choice.to_record())
+    form = [digest_structure(state.model), state.integer, state.placement, state.attention, state.dynamic]
+    key = (*timer.call, *form, list_zero_based(state))
+    given = timer.clock.kept.read_given("placement", key)
+    kept = given or timer.clock.kept.read("placement", key)
+    if kept is None:
+        choice, times = choose_fastest(state, timer, context.log)
+        kept = {"choice": asdict(choice), "times": asdict(times)}
+        timer.clock.kept.write("placement", key, kept)
+    choice = PlacementChoice.from_record(kept["choice"])
     names = [name for name in state.integer if name not in choice.in_float]
-    return keep_integer(state, names, choice.kind), (choice, path.stem)
+    measured = None if given is not None else PlacementTimes(**kept["times"])
+    return keep_integer(state, names, choice.kind), Chosen(choice, key, measured)
 
 
 def _record(chosen: Chosen | None) -> dict[str, Any]:
-    return {} if chosen is None else {"key": chosen[1], **chosen[0].to_record()}
-
-
-def _list_times(chosen: Chosen | None) -> dict[str, dict[str, float]]:
-    """Return the measured times of the layers that are computed in float for speed."""
-    if chosen is None:
-        return {}
-    times = {name: pair for name, pair in chosen[0].in_float.items() if pair is not None}
-    return {name: {"float_ms": pair[0], "int8_ms": pair[1]} for name, pair in times.items()}
+    """Return what a bundle's lock says of the choice: all that decides the file, and no time."""
+    return {} if chosen is None else {"key": name_given("placement", chosen.key), **asdict(chosen.choice)}
 
 
 def _tell_choice(knobs: EightBit, chosen: Chosen | None) -> list[Note]:
-    if chosen is None:
-        return []
-    choice = chosen[0]
-    everywhere = choice.float_ms / choice.all_ms
-    if choice.chosen_ms >= choice.float_ms:
-        text = (
-            f"{knobs.kind}: nothing is faster in int8 here ({everywhere:.2f}x with all layers), so all layers are "
-            "computed in float and their weights alone stored in int8: for size only (placement: auto computes in int8)"
-        )
-        return [Note("warning", text)]
-    if not choice.in_float:
+    if chosen is None or not chosen.choice.in_float:
         return []
     text = (
-        f"{knobs.kind}: {len(choice.in_float)} layers are computed in float, their weights stored in int8, as int8 or "
-        f"its borders are slower there: {choice.speedup:.2f}x instead of {everywhere:.2f}x as fast as float "
-        "(placement: auto computes them in int8)"
+        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float, their weights stored in int8, "
+        "because int8 or its borders are slower there (placement: auto computes them in int8)"
     )
-    return [Note("info", text)]
+    notes = [Note("info", text)]
+    if chosen.times is not None:
+        gains = f"{chosen.times.chosen:.2f}x instead of {chosen.times.everywhere:.2f}x as fast as float"
+        notes.append(Note("info", f"{knobs.kind}: with these layers in float the model is {gains} here", here=True))
+    return notes
 
 
 def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
@@ -379,8 +370,7 @@ def _price_time(knobs: EightBit, state: GraphState, groups: Groups, context: Gra
     timing, speedup = context.timing, knobs.restore.speedup
     if timing is None or speedup is None:
         raise PassError(f"{knobs.kind}: restore: speedup needs a target that is timed here; use size_ratio")
-    table = LayerTable.open(timing.file_of(["layers", timing.machine, *timing.call[:2]]))
-    return price_time(state, groups, speedup, timing.stopwatch, timing.feeds, table, context.log)
+    return price_time(state, groups, speedup, timing, context.log)
 
 
 def _take_samples(batches: Iterable[Feeds], samples: int) -> list[Feeds]:
@@ -421,10 +411,7 @@ def _decide(
     knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, restored: str
 ) -> LayerDecision:
     if chosen is not None and name in state.unpacked:
-        times = chosen[0].in_float.get(name)
-        shown = "not timed alone" if times is None else f"{times[0]:.3g} ms, {times[1]:.3g} in int8"
-        reason = f"W8, computed in float: faster so in this graph ({shown}, borders not counted)"
-        return LayerDecision(name, kind, knobs.number, reason)
+        return LayerDecision(name, kind, knobs.number, "W8, computed in float: faster so in this graph")
     if name in state.weight_only:
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:

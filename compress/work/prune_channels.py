@@ -31,26 +31,18 @@ from compress.prune.curves import find_curves
 from compress.prune.dimensions import Coupling, Dimension
 from compress.prune.importance import draw_label_loss, random_projection_loss
 from compress.prune.latency import (
-    LatencyTable,
-    Stand,
-    Wanted,
     find_wanted_layers,
-    from_json,
     keep_form,
     latency_cost,
     measure,
     measure_scale,
-    to_json,
 )
 from compress.prune.obs import Elimination
 from compress.prune.shrink import ShrinkResult, remove_all, renumber_dimension, shrink
 from compress.prune.surgery import differs_from_masked, remove
-from compress.store.durable import seal, unseal
 from compress.tasks import find_torch_task
-from compress.work.contexts import Form, ModelContext, ModuleTimer
+from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
-from runtime.bundle.files import write_whole
-from runtime.measure.environment import cpu_info
 
 Batch = Mapping[str, Tensor]
 EXACT = 1e-3
@@ -281,23 +273,17 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
 
     What a measurement teaches of the table's errors goes into the next choice.
     """
-    if given.context.timing.open_timer is None:
-        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
-    with given.context.timing.open_timer() as timer:
-        return _choose_by_time(knobs, given, groups, options, timer)
-
-
-def _choose_by_time(
-    knobs: PruneChannels, given: Choosing, groups: Groups, options: list[Options], timer: ModuleTimer
-) -> Choice:
-    wanted_speedup = knobs.speedup
+    timing, wanted_speedup = given.context.timing, knobs.speedup
     assert wanted_speedup is not None
+    if timing is None:
+        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
     full = [dimension.n_units for dimension in given.dimensions]
     layers = find_wanted_layers(given.module, given.dimensions, _spread_widths(options, groups), given.sample)
-    form = given.context.timing.in_int8 if knobs.timed_in == "int8" else keep_form
-    tables = _measure_tables(layers, given.context, knobs.timed_in, form)
-    whole = timer.export(given.module, form)
-    (whole_ms,) = timer.time([whole])
+    form = timing.in_int8 if knobs.timed_in == "int8" else keep_form
+    given.context.log(f"measuring {len(layers)} layers at several widths, in {knobs.timed_in}")
+    tables = measure(layers, timing.clock, form, knobs.timed_in)
+    whole = form(timing.export(given.module))
+    (whole_ms,) = timing.time([whole])
     others = _limit_params(knobs, given, groups)
     scale, goal = 1.0, wanted_speedup
     best: tuple[float, float, tuple[int, ...]] | None = None
@@ -305,7 +291,7 @@ def _choose_by_time(
         cost = latency_cost(whole_ms, layers, tables, full, scale)
         limit = Limit(_merge_cost(cost, groups), whole_ms / goal)
         widths = _spread(choose_widths(options, [limit, *others]), groups)
-        before_ms, after_ms = timer.time([whole, timer.export(_cut_copy(given, widths), form)])
+        before_ms, after_ms = timing.time([whole, form(timing.export(_cut_copy(given, widths)))])
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
         if reached >= wanted_speedup and (best is None or reached < best[0]):
@@ -338,20 +324,3 @@ def _cut_copy(given: Choosing, widths: Sequence[int]) -> nn.Module:
         smaller, given.dimensions, [c.choose_kept(width, dimension.n_units) for c, dimension, width in pairs], remove
     )
     return smaller
-
-
-def _measure_tables(layers: Sequence[Wanted], context: ModelContext, numbers: str, form: Form) -> list[LatencyTable]:
-    """Measure the layers' times in these numbers, or read what an earlier run on this machine measured."""
-    stand = Stand(context.target.name, context.timing.threads, form, seed=context.seed)
-    if context.timing.file_of is None:
-        return measure(layers, stand)
-    shapes = [[layer.shape, layer.outs, layer.ins] for layer in layers]
-    path = context.timing.file_of(["latency", *cpu_info(), stand.backend, stand.threads, numbers, shapes])
-    kept = unseal(path.read_bytes()) if path.is_file() else None
-    if kept is not None:
-        return from_json(kept["tables"])
-    context.log(f"measuring {len(layers)} layers at several widths, in {numbers}")
-    tables = measure(layers, stand)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, seal({"tables": to_json(tables)}))
-    return tables

@@ -21,7 +21,6 @@ from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
 from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
-from compress.prune.latency import keep_form
 from compress.prune.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
@@ -160,19 +159,19 @@ def _count_gone(
     if knobs.speedup is None:
         n = len(skipping.blocks)
         return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
-    if context.timing.open_timer is None:
+    timing = context.timing
+    if timing is None:
         raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
-    with context.timing.open_timer() as timer:
-        whole = timer.export(skipping.module, keep_form)
+    whole = timing.export(skipping.module)
 
-        def measure_speed(n_gone: int) -> float:
-            smaller = copy.deepcopy(skipping.module)
-            shorten(Skipping(smaller, skipping.blocks, sample), ranking.order[:n_gone], sample)
-            before_ms, after_ms = timer.time([whole, timer.export(smaller, keep_form)])
-            context.log(f"{knobs.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
-            return before_ms / after_ms
+    def measure_speed(n_gone: int) -> float:
+        smaller = copy.deepcopy(skipping.module)
+        shorten(Skipping(smaller, skipping.blocks, sample), ranking.order[:n_gone], sample)
+        before_ms, after_ms = timing.time([whole, timing.export(smaller)])
+        context.log(f"{knobs.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
+        return before_ms / after_ms
 
-        n_gone, reached = _find_fewest_gone(knobs, len(ranking.order), measure_speed)
+    n_gone, reached = _find_fewest_gone(knobs, len(ranking.order), measure_speed)
     text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
     return n_gone, [Note("info", text)]
 

@@ -22,7 +22,7 @@ from compress.passes.training import Augmentation, TrainingPass
 from compress.quantize.outputs import first_output
 from compress.tasks import find_torch_task
 from compress.work.settled import Settled
-from runtime.measure.environment import cpu_info
+from runtime.clock.machine import cpu_info
 
 SAME_CLASS = 0.9
 """Of the images, that a change must leave the class that the teacher gave them."""

@@ -123,6 +123,8 @@ class Backend:
     """Whether it generates text: keys and values stay in its sessions between calls."""
     exact: Options = field(default_factory=dict)
     """Options with which what the file has in float32 is computed in float32: a baseline that is measured against."""
+    on_gpu: bool = False
+    """Whether it computes on a GPU, so that the processor's own time says nothing of a call."""
     planned_as: str = ""
     """Of a plug-in: the target as for which a recipe that names this backend is planned and its graph written."""
 

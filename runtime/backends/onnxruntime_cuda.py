@@ -85,4 +85,4 @@ def why_unavailable() -> str | None:
     return f"{why}: pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 
 
-BACKEND = Backend("onnxruntime-cuda", why_unavailable, open_session, onnxruntime_library, decoders=True)
+BACKEND = Backend("onnxruntime-cuda", why_unavailable, open_session, onnxruntime_library, decoders=True, on_gpu=True)

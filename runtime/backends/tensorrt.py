@@ -300,7 +300,9 @@ def _format_profiles(profiles: Sequence[Profile]) -> str:
 
 
 def _make_backend(runtime: str) -> Backend:
-    return Backend(runtime, why_unavailable(runtime), open_engine(runtime), lambda: api.load(runtime), decoders=True)
+    return Backend(
+        runtime, why_unavailable(runtime), open_engine(runtime), lambda: api.load(runtime), decoders=True, on_gpu=True
+    )
 
 
 TENSORRT, TENSORRT_RTX = map(_make_backend, ENGINES)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.bundle.onnx_file import GraphFacts
+from runtime.clock.machine import say_busy
 from runtime.judge.causes_operators import FIXED_COST_MS
 from runtime.judge.evidence import Evidence
 from runtime.judge.why import Explanation
-from runtime.measure.environment import say_busy
 from runtime.report.units import interval_words
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")

@@ -1,6 +1,6 @@
 """The other ways to run the same bundle here: other backends, and the float model in a lower precision.
 
-All are timed in the same rounds, so that their ratios are of one run; OpenVINO compiles for the shapes that are timed.
+All are timed in the processes that the judged models are timed in; OpenVINO compiles for the shapes that are timed.
 A handful of samples says how close each stays to the baseline's frozen outputs, because a fast model that answers
 otherwise is no alternative.
 """
@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Session
+from runtime.backends import BACKENDS, Session, open_options
 from runtime.bundle.columns import count, take
-from runtime.bundle.format import Manifest
+from runtime.bundle.format import Manifest, inside
 from runtime.errors import RuntimeFailure
+from runtime.judge.evidence import find_medians
 from runtime.measure.benchmark import (
-    LATENCY_BUDGET_S,
+    BenchmarkResult,
+    Beside,
     Variant,
     engine_trouble,
     list_variants,
     open_variant,
     pair,
 )
-from runtime.measure.timing import time_rounds
-from runtime.measure.workload import make_feeds, settings_for
-from runtime.metrics import LATENCY_PERCENTILES, METRICS, Outputs, why_not
-from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples
+from runtime.measure.workload import settings_for
+from runtime.metrics import METRICS, Outputs, why_not
+from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 FIDELITY_SAMPLES = 256
+JUDGED = 2
+"""Rows of the models that are judged: baseline and candidate on the main backend."""
 Row = dict[str, Any]
 """{"name", "artifact", "precision", "latency_ms", "speedup", "fidelity", "fastest"} or, if it fails, {..., "error"}."""
 
@@ -57,7 +59,11 @@ def available_others(manifest: Manifest, main: str) -> list[str]:
     return [name for name in working if engine_trouble(manifest, name) is None]
 
 
-def compare(
+Way = tuple[Row, Beside | None]
+"""A row, and what is to be timed for it; None where it failed, or where it is one of the two that are judged."""
+
+
+def find_ways(
     root: Path,
     manifest: Manifest,
     columns: Mapping[str, Any],
@@ -65,51 +71,82 @@ def compare(
     main: str,
     others: Sequence[str],
     threads: int | None,
-) -> list[Row]:
-    """Measure the latency of every variant, in one run of interleaved rounds.
+) -> list[Way]:
+    """Return a row for each variant, the two judged ones first, with how close its outputs stay to the baseline's.
 
-    A variant that fails is a row that says so.
+    Whatever a variant fails with is its row's error: it is no part of the judgement.
     """
-    (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
-    given = encoding_views(manifest.task, columns)[0]
-    rows: list[Row] = []
-    runs: list[tuple[Row, Session, Any]] = []
-    with ExitStack() as stack:
-        for variant in variants(manifest, main, others):
-            row: Row = {"name": variant.backend, "artifact": variant.artifact.name, "precision": variant.precision}
-            rows.append(row)
-            try:
+    settings, _ = settings_for(manifest, threads)
+    ways: list[Way] = []
+    for number, variant in enumerate(variants(manifest, main, others)):
+        row: Row = {"name": variant.backend, "artifact": variant.artifact.name, "precision": variant.precision}
+        options = dict(open_options(root, variant.artifact, variant.options))
+        if variant.backend == "openvino" and number >= JUDGED:
+            options["static"] = True  # timed calls all have one shape, so it may compile for that shape
+        beside: Beside | None = Beside(inside(root, variant.artifact.path).absolute(), variant.backend, options)
+        try:
+            with ExitStack() as stack:
                 session = open_variant(stack, root, variant, settings.threads)
                 preprocessor = bundle_preprocessor(root, manifest, session.inputs)
                 row["fidelity"] = _measure_fidelity(session, preprocessor, manifest, columns, baseline)
-                feeds = make_feeds(preprocessor, given, settings.batch_size, seed, settings.sequence_length)
-                if variant.backend == "openvino":  # timed calls all have one shape, so it may compile for that shape
-                    fixed = replace(variant, options={**variant.options, "static": True})
-                    session = open_variant(stack, root, fixed, settings.threads)
-            except RuntimeFailure as error:
-                row["error"] = str(error)
-            else:
-                runs.append((row, session, feeds))
-        seconds = time_rounds(
-            [s for _, s, _ in runs],
-            [f for _, _, f in runs],
-            settings.iterations,
-            settings.warmup,
-            seed,
-            LATENCY_BUDGET_S,
-        )
-    _add_timings([row for row, _, _ in runs], seconds)
+        except (RuntimeFailure, MemoryError) as error:
+            row["error"], beside = str(error) or "out of memory", None
+        ways.append((row, beside if number >= JUDGED else None))
+    return ways
+
+
+def add_latencies(
+    ways: Sequence[Way], timed: BenchmarkResult, beside_ms: Sequence[float | None], speedup: float
+) -> list[Row]:
+    """Return the rows with their latencies: of the judged ones, and of their `speedup`, those of the report.
+
+    Those of the others, `beside_ms`, are of the same processes: their ratio to the baseline, times its own.
+    """
+    latencies = iter(beside_ms)
+    judged = iter(1000 * np.median(find_medians(timed.first_times), axis=0))  # [models]
+    rows: list[Row] = []
+    for row, beside in ways:
+        is_judged = len(rows) < JUDGED
+        ms = float(next(judged)) if is_judged else next(latencies) if beside is not None else None
+        if ms is not None:
+            row = {**row, "latency_ms": {"p50": ms}}
+        elif "error" not in row:
+            row = {**row, "error": "it failed while it was timed"}
+        rows.append(row)
+    rows = _rank(rows)
+    rows[1]["speedup"] = speedup
     return rows
 
 
-def only_main(manifest: Manifest, main: str, seconds: np.ndarray) -> list[Row]:
-    """Return the rows where there is nothing to compare with: baseline and candidate as the benchmark timed them."""
-    rows: list[Row] = [
-        {"name": main, "artifact": variant.artifact.name, "precision": variant.precision}
-        for variant in list_variants(manifest, main)
+def _rank(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with how many times as fast as the first each is, and which is the fastest."""
+    known = [row["latency_ms"]["p50"] for row in rows if "latency_ms" in row]
+    return [
+        row
+        if "latency_ms" not in row
+        else {
+            **row,
+            "speedup": known[0] / row["latency_ms"]["p50"],
+            "fastest": row["latency_ms"]["p50"] == min(known),
+        }
+        for row in rows
     ]
-    _add_timings(rows, seconds)
-    return rows
+
+
+def only_main(manifest: Manifest, main: str, timed: BenchmarkResult) -> list[Row]:
+    """Return the rows where there is nothing to compare with: baseline and candidate as the benchmark timed them."""
+    medians = 1000 * np.median(find_medians(timed.first_times), axis=0)  # [models]
+    return _rank(
+        [
+            {
+                "name": main,
+                "artifact": variant.artifact.name,
+                "precision": variant.precision,
+                "latency_ms": {"p50": float(ms)},
+            }
+            for variant, ms in zip(list_variants(manifest, main), medians, strict=True)
+        ]
+    )
 
 
 def _measure_fidelity(
@@ -124,14 +161,3 @@ def _measure_fidelity(
     close = [metric for metric in METRICS.values() if metric.against == "baseline" and metric.ideal == 1.0]
     fits = [metric for metric in close if why_not(metric, manifest.task, outputs, None) is None]
     return {"n_samples": n, **{metric.name: metric.compute(outputs, reference) for metric in fits}}
-
-
-def _add_timings(rows: Sequence[Row], seconds: np.ndarray) -> None:
-    medians = np.median(seconds, axis=1)
-    for row, times, median in zip(rows, seconds, medians, strict=True):
-        row["latency_ms"] = {
-            name.removeprefix("latency_"): float(1000 * np.percentile(times, percentile))
-            for name, percentile in LATENCY_PERCENTILES.items()
-        }
-        row["speedup"] = float(medians[0] / median)
-        row["fastest"] = bool(median == medians.min())

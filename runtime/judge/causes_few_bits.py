@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from runtime.clock.peaks import Product
 from runtime.judge.cause import NOTHING, Found, make_cause, total_ms
 from runtime.judge.twins import ProfiledPair
-from runtime.measure.peaks import Product
 from runtime.measure.profile import NodeTime, Profile
 
 BOUND = 0.25

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.bundle.onnx_file import GraphNode
+from runtime.clock.peaks import Peaks
 from runtime.judge.cause import NOTHING, Cause, Found, is_slower, make_cause, total_ms
 from runtime.judge.twins import ProfiledPair
-from runtime.measure.peaks import Peaks
 from runtime.measure.profile import INTEGER, NodeTime, Profile
 
 MUCH_SLOWER = 0.5

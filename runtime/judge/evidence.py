@@ -26,17 +26,20 @@ from runtime.judge.stats import (
     exact,
     paired_difference,
     paired_ratio,
-    percentile_interval,
+    process_interval,
     proportion_interval,
-    range_interval,
     skewed_interval,
     subtract,
     unknown,
 )
-from runtime.measure.timing import Best, RequestTimes
+from runtime.measure.requests import RequestTimes
 from runtime.metrics import METRICS, Metric, Outputs, is_own, why_not
 from runtime.metrics.base import Columns, Flaws, Link
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
+
+PROCESS = "fresh processes"
+_SIDE_OF_A_PERCENTILE = 2.5
+"""Calls of a process beyond a percentile, below which the percentile is one odd call's."""
 
 
 @dataclass(frozen=True)
@@ -365,73 +368,92 @@ _METHODS: Mapping[str, Callable[[Metric, Columns | None, Columns, float], Estima
 }
 
 
+def _to_milliseconds(second: float) -> float:
+    return 1000 * second
+
+
+def find_medians(seconds: Array) -> Array:
+    """Return each process's median, [processes, models], of seconds [processes, models, ...]."""
+    medians: Array = np.median(seconds.reshape(*seconds.shape[:2], -1), axis=2)
+    return medians
+
+
 def timing_evidence(
-    name: str, percentile: float, seconds: np.ndarray, judgement: Judgement, batch_size: int | None = None
+    name: str,
+    percentile: float,
+    seconds: Array,
+    level: float,
+    to_unit: Callable[[float], float] = _to_milliseconds,
 ) -> Evidence:
-    """Return evidence of a percentile of paired times, seconds [2, rounds] or [2, rounds, calls] (baseline, candidate).
+    """Return evidence of a percentile of calls, seconds [processes, models, rounds, calls], on the scale `to_unit`.
 
-    Latency in ms or, given `batch_size`, throughput in samples per second. The speed-up of medians is the median of the
-    rounds' own ratios: equal on an idle machine, and steadier on a busy one, because what slows a round slows both of
-    its calls.
+    Each process has its own percentile, of all its calls; the estimate is of their median. The speed-up of medians is,
+    in each process, the median of the rounds' own ratios: what slows a round slows both of its models.
     """
-    if batch_size is None:
-        return _percentile_evidence(name, percentile, seconds, judgement.confidence, lambda second: 1000 * second)
-    return _percentile_evidence(
-        name, percentile, seconds, judgement.confidence, lambda second: _rate(batch_size, second)
-    )
+    of_process = np.percentile(seconds.reshape(*seconds.shape[:2], -1), percentile, axis=2)  # [processes, models]
+    ratios = None
+    if percentile == 50 and seconds.shape[1] == 2:
+        medians = np.median(seconds, axis=3)  # [processes, models, rounds]
+        ratios = np.median(medians[:, 0] / medians[:, 1], axis=1)
+    values = np.vectorize(to_unit, otypes=[float])(of_process)
+    lacking = _lack_calls(percentile, seconds.shape[2] * seconds.shape[3])
+    return process_evidence(name, values, level, ratios, lacking)
 
 
-def _percentile_evidence(
-    name: str, percentile: float, seconds: np.ndarray, level: float, to_unit: Callable[[float], float]
+def _lack_calls(percentile: float, n_calls: int) -> str:
+    """Return what is missing where a process made too few calls to show a percentile; "" where it made enough."""
+    needed = 1 if percentile == 50 else math.ceil(_SIDE_OF_A_PERCENTILE / min(percentile / 100, 1 - percentile / 100))
+    if n_calls >= needed:
+        return ""
+    return f"each process made {n_calls} calls, and at least {needed} are needed (benchmark.iterations)"
+
+
+def process_evidence(
+    name: str, values: Array, level: float, ratios: Array | None = None, lacking: str = ""
 ) -> Evidence:
-    """Return evidence of a percentile of times, seconds [2, rounds] or [2, rounds, calls], on the scale `to_unit`.
+    """Return evidence of a metric of which each process gives one value a model, [processes, models], in its unit.
 
-    One row alone is the candidate's.
+    `ratios`: how many times as fast the candidate is in each process, where that is not the ratio of its values.
+    `lacking`: why these values have no interval.
     """
-    *slow, fast = (percentile_interval(times, percentile, level) for times in seconds)
-    after = change_scale(fast, to_unit)
-    if not slow:
-        return make_evidence(name, seconds.shape[1], before=None, after=after, difference=None, speedup=None)
-    before = change_scale(slow[0], to_unit)
-    paired = percentile == 50 and seconds.ndim == 2
+
+    def estimate(seen: Array) -> Estimate:
+        if lacking:
+            return unknown(float(np.median(seen)), f"{len(seen)} fresh processes", lacking)
+        return process_interval(seen, level)
+
+    after = estimate(values[:, -1])
+    if values.shape[1] == 1:
+        return make_evidence(name, len(values), before=None, after=after, difference=None, speedup=None)
+    slow, fast = (values[:, 1], values[:, 0]) if MEASURED[name].higher_is_better else (values[:, 0], values[:, 1])
+    if ratios is None and (fast > 0).all():
+        ratios = slow / fast
     return make_evidence(
         name,
-        seconds.shape[1],
-        before=before,
+        len(values),
+        before=estimate(values[:, 0]),
         after=after,
-        difference=subtract(after, before),
-        speedup=percentile_interval(seconds[0] / seconds[1], 50, level) if paired else divide(slow[0], fast),
+        difference=estimate(values[:, 1] - values[:, 0]),
+        speedup=None if ratios is None else estimate(ratios),
     )
 
 
-def cost_evidence(seconds: np.ndarray, judgement: Judgement) -> Evidence:
-    """Return evidence of the cost of a million samples, of paired times of large batches, seconds [2, rounds]."""
+def cost_evidence(seconds: Array, judgement: Judgement) -> Evidence:
+    """Return evidence of the cost of a million samples, of calls with large batches as for `timing_evidence`."""
     settings = judgement.benchmark
     price = (settings.price_per_hour or 0.0) / 3600 / (settings.throughput_batch_size / 1e6)
-    return _percentile_evidence("cost_per_million", 50, seconds, judgement.confidence, lambda second: price * second)
-
-
-def energy_evidence(joules: np.ndarray, judgement: Judgement) -> Evidence:
-    """Return evidence of energy, of joules for each sample or token, [2, blocks]."""
-    return _percentile_evidence("energy", 50, joules, judgement.confidence, lambda of_one: 1000 * of_one)
-
-
-def _rate(amount: float, seconds: float) -> float:
-    """Return how much of `amount` a second does; what is not known to take any time has no largest rate."""
-    return amount / seconds if seconds > 0 else math.inf
+    return timing_evidence("cost_per_million", 50, seconds, judgement.confidence, lambda second: price * second)
 
 
 def range_evidence(
-    name: str, baseline: tuple[float, ...] | None, candidate: tuple[float, ...], judgement: Judgement
+    name: str, baseline: tuple[float, ...] | None, candidate: tuple[float, ...], level: float
 ) -> Evidence:
-    """Return evidence of a quantity seen in a few fresh processes: the median, and as its interval the whole range.
-
-    `baseline`: None where the candidate ran alone.
-    """
-    after = range_interval(candidate, judgement.confidence)
+    """Return evidence of what different processes saw of either model. `baseline`: None where there is none."""
+    nothing = unknown(math.nan, "no process", "none opened it first")
+    after = process_interval(np.array(candidate), level) if candidate else nothing
     if baseline is None:
         return make_evidence(name, len(candidate), before=None, after=after, difference=None, speedup=None)
-    before = range_interval(baseline, judgement.confidence)
+    before = process_interval(np.array(baseline), level) if baseline else nothing
     return make_evidence(
         name,
         len(candidate),
@@ -456,26 +478,6 @@ def size_evidence(baseline_bytes: int | None, candidate_bytes: int) -> dict[str,
     }
 
 
-def throughput_under_latency_evidence(
-    best: tuple[Best, Best], judgement: Judgement, name: str = "throughput_under_latency"
-) -> Evidence:
-    """Return evidence of a rate, batch over median time, at each side's own largest batch in time."""
-    before, after = (_estimate_rate(side, judgement.confidence) for side in best)
-    n = judgement.benchmark.iterations if best[1] is None else len(best[1][1])
-    faster = None
-    if before.value > 0:
-        faster = divide(after, before) if after.value > 0 else exact(0.0)
-    return make_evidence(name, n, before=before, after=after, difference=subtract(after, before), speedup=faster)
-
-
-def _estimate_rate(best: Best, level: float) -> Estimate:
-    """Estimate the throughput; none at all is exact."""
-    if best is None:
-        return exact(0.0)
-    batch_size, seconds = best
-    return change_scale(percentile_interval(seconds, 50, level), lambda second: _rate(batch_size, second))
-
-
 def make_evidence(
     name: str,
     n: int,
@@ -485,75 +487,31 @@ def make_evidence(
     difference: Estimate | None,
     speedup: Estimate | None,
 ) -> Evidence:
-    """Return evidence of a measured metric, unit and direction as in `MEASURED`; `n` rounds or processes were seen."""
+    """Return evidence of a measured metric, unit and direction as in `MEASURED`; `n` processes were seen."""
     metric = MEASURED[name]
-    counted = "fresh processes" if name in ("peak_memory", "load_time") else "timed rounds"
-    return Evidence(name, metric.unit, metric.higher_is_better, n, counted, after, before, difference, speedup)
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A percentile of some seconds of each round, on a metric's scale."""
-
-    name: str
-    percentile: float
-    seconds: Callable[[Array, Array], Array]
-    """(first [rounds], steps [rounds, new_tokens - 1]) -> [rounds] or [rounds, calls]."""
-    to_unit: Callable[[float], float]
-
-    def value(self, first: Array, steps: Array) -> float:
-        """Return the metric, in its unit."""
-        return self.to_unit(float(np.percentile(self.seconds(first, steps), self.percentile)))
+    return Evidence(name, metric.unit, metric.higher_is_better, n, PROCESS, after, before, difference, speedup)
 
 
 def request_evidence(times: RequestTimes, judgement: Judgement) -> dict[str, Evidence]:
-    """Return evidence of each metric, by name; row 0 of the times is the baseline, row 1 the candidate.
-
-    One row alone is the candidate's.
-    """
-    evidence = {}
-    for quantity in quantities(judgement.benchmark):
-        if MEASURED[quantity.name].of_prompts and not times.of_prompts:
-            continue
-        seconds = np.stack([quantity.seconds(*rows) for rows in zip(times.first, times.steps, strict=True)])
-        evidence[quantity.name] = _percentile_evidence(
-            quantity.name, quantity.percentile, seconds, judgement.confidence, quantity.to_unit
+    """Return evidence of each metric of requests, by name; times have axes [processes, models, rounds(, tokens)]."""
+    settings, level = judgement.benchmark, judgement.confidence
+    batch, n_prompt = settings.batch_size, settings.batch_size * settings.prompt_tokens
+    first, steps, per_token = times.first[..., None], times.steps, times.per_token[..., None]
+    medians = {"ttft": first, "tpot": per_token}
+    evidence = {name: timing_evidence(name, 50, seconds, level) for name, seconds in medians.items()}
+    for name, percentile in {**ITL_PERCENTILES, **latency_percentiles(settings)}.items():
+        evidence[name] = timing_evidence(name, percentile, steps, level)
+    if times.of_prompts:
+        evidence["prefill_rate"] = timing_evidence("prefill_rate", 50, first, level, lambda s: n_prompt / s)
+    evidence["decode_rate"] = timing_evidence("decode_rate", 50, per_token, level, lambda s: batch / s)
+    if settings.price_per_hour is not None:
+        price = settings.price_per_hour / 3600 / (batch * settings.new_tokens / 1e6)  # of a second of a request
+        evidence["cost_per_million"] = timing_evidence(
+            "cost_per_million", 50, times.whole[..., None], level, lambda second: price * second
         )
     return evidence
-
-
-def quantities(settings: Benchmark) -> list[Quantity]:
-    """Return what is measured with these settings."""
-    batch, n_prompt = settings.batch_size, settings.batch_size * settings.prompt_tokens
-    listed = [
-        Quantity("ttft", 50, lambda first, steps: first, _to_milliseconds),
-        Quantity("tpot", 50, _mean_per_token, _to_milliseconds),
-        *(
-            Quantity(name, percentile, lambda first, steps: steps, _to_milliseconds)
-            for name, percentile in {**ITL_PERCENTILES, **latency_percentiles(settings)}.items()
-        ),
-        Quantity("prefill_rate", 50, lambda first, steps: first, lambda second: _rate(n_prompt, second)),
-        Quantity("decode_rate", 50, _mean_per_token, lambda second: _rate(batch, second)),
-    ]
-    if settings.price_per_hour is not None:
-        millions = batch * settings.new_tokens / 1e6
-        price = settings.price_per_hour / 3600 / millions  # for each second that a request takes
-        listed.append(
-            Quantity("cost_per_million", 50, lambda first, steps: first + steps.sum(axis=1), lambda s: price * s)
-        )
-    return listed
 
 
 def latency_percentiles(settings: Benchmark) -> dict[str, float]:
     """Return what is given of one call's time: metric -> percentile."""
     return {**LATENCY_PERCENTILES, "latency_percentile": settings.latency_percentile}
-
-
-def _mean_per_token(first: Array, steps: Array) -> Array:
-    """Return the mean over a request's further tokens, [rounds]."""
-    mean: Array = steps.mean(axis=1)
-    return mean
-
-
-def _to_milliseconds(seconds: float) -> float:
-    return 1000 * seconds

@@ -12,6 +12,8 @@ from runtime.backends import Feeds, Session, open_options
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import inside, read_layers, read_samples, verify
 from runtime.bundle.manifest import Benchmark, Manifest
+from runtime.clock.machine import environment, say_busy
+from runtime.clock.peaks import measure_peaks, time_products
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.seq2seq import Seq2SeqEncoder
@@ -19,10 +21,8 @@ from runtime.errors import UsageError
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.benchmark import Variant, backend_of, list_variants
-from runtime.measure.environment import environment, say_busy
-from runtime.measure.peaks import measure_peaks, time_products
 from runtime.measure.profile_models import PROFILERS, ProfileOrder, profile_models
-from runtime.measure.timing import make_prompts, make_sources, run_request
+from runtime.measure.requests import make_prompts, make_sources, run_request
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 

@@ -164,9 +164,10 @@ class Findings:
     advice: tuple[str, ...] = ()
     """Sentences, the most important first."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """`runtime.measure.environment.environment`'s."""
+    """`runtime.clock.machine.environment`'s."""
     benchmark: dict[str, Any] = field(default_factory=dict)
-    """The settings as they were followed, and "rounds": how many were timed."""
+    """The settings as they were followed, "processes": how many timed, "taken": the share of the time that other work
+    had the processor, and "set_apart": rounds that it disturbed."""
     explanation: Explanation | None = None
     """Where the time of both models' calls goes, and why the candidate is not faster; None where it is, or where
     nothing was profiled."""

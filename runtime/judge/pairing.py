@@ -21,7 +21,7 @@ from runtime.judge.comparison import Comparison, Difference, Verdict
 from runtime.judge.evidence import column_evidence
 from runtime.judge.findings import Interval
 from runtime.judge.recorded import as_metric, describe_own_metric
-from runtime.judge.stats import ORDER_STATISTICS, Estimate, change_level, change_scale, divide, exact, subtract, unknown
+from runtime.judge.stats import PROCESSES, Estimate, change_level, change_scale, divide, exact, subtract, unknown
 from runtime.metrics import MEASURED, METRICS, MeasuredMetric, Metric, is_own
 from runtime.metrics.base import Columns
 from runtime.report.report import Report
@@ -289,8 +289,8 @@ def _read_speedup(report: Report, name: str, level: float) -> Estimate:
     """Return how many times as fast as its baseline a candidate is, at another level than its report's."""
     value, ends = report.ratios[name], report.ratio_intervals[name]
     if not _is_known(ends, above=0):
-        return Estimate(value, 0.0, math.inf, "no interval", "a run timed too few rounds for an interval")
-    logs = Estimate(math.log(value), math.log(ends[0]), math.log(ends[1]), ORDER_STATISTICS)
+        return Estimate(value, 0.0, math.inf, "no interval", "a run timed in too few processes for an interval")
+    logs = Estimate(math.log(value), math.log(ends[0]), math.log(ends[1]), PROCESSES)
     return change_scale(change_level(logs, report.confidence, level), math.exp)
 
 

@@ -11,21 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from statistics import NormalDist
 
 import numpy as np
 
 MIN_SAMPLES = 50
 """Below this a statistic other than a proportion has no interval: a skewed tail has not shown itself yet."""
-MIN_INDEPENDENT_ROUNDS = 15
-"""Rounds, after what they share is taken out, below which their order statistics say nothing."""
-MIN_DRIFTING_ROUNDS = 30
-"""Rounds of a drifting machine that cross their median at least once, but in 3 % of runs."""
-MOST_TELLING_ROUNDS = 500
-"""Of more rounds, neighbours count as calls of one: a pace lasts for seconds, not for a number of rounds."""
-_SIDE_OF_A_GROUP = 2.5
-"""Calls on the rarer side of a percentile in the groups whose range is taken: no single hiccup moves what they show."""
 _TAIL_FACTOR = 2.0
 """How much longer the tail is taken to be than the sample shows: a sample that misses the truth is one that has not
 drawn its tail, and shows half the skewness there is (measured on lognormal and Pareto samples of 50 to 1,000)."""
@@ -35,8 +27,7 @@ _NORMAL_THIRD_MOMENT = 4 / math.sqrt(2 * math.pi)
 """E|z|^3 of a standard normal z."""
 
 HALL = "Hall's skewness-corrected t"
-ORDER_STATISTICS = "order statistics"
-WHOLE_RANGE = "range of drifting rounds"
+PROCESSES = "order statistics of fresh processes"
 RARE_CHANGES = "Clopper-Pearson bound of what changed"
 
 
@@ -279,90 +270,7 @@ def bound_rare_changes(
     return estimate if (low, high) == (estimate.low, estimate.high) else replace(bound, low=low, high=high)
 
 
-def percentile_interval(times: np.ndarray, percentile: float, confidence: float) -> Estimate:
-    """Return a percentile of times [rounds] or [rounds, calls], with the binomial interval of its order statistics.
-
-    Exact where the rounds are independent; where they follow each other, n of them count as the fewer independent ones
-    that would scatter as much, and where these are too few to count, only the whole range of the rounds is sure: of
-    groups of neighbours, where there are enough, since a single call that was held up says nothing of the pace.
-    """
-    rounds = _join_neighbours(times)
-    n, value, share = rounds.size, float(np.percentile(times, percentile)), percentile / 100
-    below = (rounds <= value).mean(axis=1)  # [rounds]
-    dependence = _dependence_of_rounds(rounds, value)
-    calls = rounds.shape[1]
-    shared = 1.0 if calls == 1 else max(1.0, calls * float(np.var(below)) / (share * (1 - share)))
-    independent = n / (shared * dependence)
-    drifting = min(independent, len(rounds) / dependence) < MIN_INDEPENDENT_ROUNDS
-    if drifting and len(times) < MIN_DRIFTING_ROUNDS:
-        return unknown(value, f"{len(times)} rounds", _format_needed_rounds(times, independent, MIN_INDEPENDENT_ROUNDS))
-    count = MIN_INDEPENDENT_ROUNDS if drifting else int(independent)
-    from_first, from_last = _find_order_statistics(count, share, confidence)
-    lacking = ""
-    if not (from_first and from_last):
-        needed = math.log((1 - confidence) / 2) / math.log1p(-min(share, 1 - share))
-        lacking = _format_needed_rounds(times, independent, needed)
-    if drifting:
-        ordered = _percentiles_of_groups(times, percentile)
-        from_first, from_last = min(from_first, 1), min(from_last, 1)
-    else:
-        ordered = np.sort(rounds, axis=None)
-        from_first, from_last = (int(place * n / count + 1e-9) for place in (from_first, from_last))
-    low = float(ordered[from_first - 1]) if from_first else -math.inf
-    high = float(ordered[-from_last]) if from_last else math.inf
-    return Estimate(value, low, high, WHOLE_RANGE if drifting else ORDER_STATISTICS, lacking)
-
-
-def _join_neighbours(times: np.ndarray) -> np.ndarray:
-    """Return times [rounds] or [rounds, calls] as at most about MOST_TELLING_ROUNDS rounds of several, [rounds, calls].
-
-    The first few are left out where they do not fill one.
-    """
-    rounds = times.reshape(len(times), -1)
-    together = len(rounds) // MOST_TELLING_ROUNDS
-    if together < 2:
-        return rounds
-    return rounds[len(rounds) % together :].reshape(-1, together * rounds.shape[1])
-
-
-def _percentiles_of_groups(times: np.ndarray, percentile: float) -> np.ndarray:
-    """Return the percentile of each group of neighbouring times, in order; the times where they are too few for groups.
-
-    A machine's pace lasts longer than a group, a hiccup is shorter, and does not widen the range of what they show.
-    """
-    calls = times.reshape(-1)
-    size = math.ceil(_SIDE_OF_A_GROUP / min(percentile / 100, 1 - percentile / 100))
-    n_groups = len(calls) // size
-    if n_groups < MIN_DRIFTING_ROUNDS:
-        return np.sort(calls)
-    groups = calls[len(calls) - n_groups * size :].reshape(n_groups, size)
-    ordered: np.ndarray = np.sort(np.percentile(groups, percentile, axis=1))
-    return ordered
-
-
-def is_drifting(series: np.ndarray) -> bool:
-    """Return whether rounds [n] follow each other so closely that their median's interval is their whole range."""
-    rounds = _join_neighbours(series)
-    return len(rounds) / _dependence_of_rounds(rounds, float(np.median(series))) < MIN_INDEPENDENT_ROUNDS
-
-
-def _dependence_of_rounds(rounds: np.ndarray, value: float) -> float:
-    """Return `_dependence` of rounds [n, calls]: of the share below `value`, or of ranks if that is larger."""
-    return max(_dependence((rounds <= value).mean(axis=1)), _dependence(_ranks(np.median(rounds, axis=1))))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks that equal values share, so that a coarse clock's ties are no drift."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (np.cumsum(counts) - counts / 2)[inverse]
-    return ranks
-
-
-def _format_needed_rounds(times: np.ndarray, independent: float, needed: float) -> str:
-    """Say how many rounds would make up as many independent times as are needed."""
-    return f"at least {math.ceil(len(times) * needed / independent)} would be needed"
-
-
+@cache
 def _find_order_statistics(n: int, share: float, confidence: float) -> tuple[int, int]:
     """Return which of n ordered values, from the first and from the last, leave the quantile out by chance at most.
 
@@ -374,39 +282,25 @@ def _find_order_statistics(n: int, share: float, confidence: float) -> tuple[int
     return low, high
 
 
-def _dependence(series: np.ndarray) -> float:
-    """Return how many values of a series in time scatter as one independent value does: at least 1.
+def fresh_processes_needed(confidence: float, odd: int = 0) -> int:
+    """Return how many processes have an interval of their median that `odd` of them at either end do not widen."""
+    n = 1
+    while min(_find_order_statistics(n, 0.5, confidence)) <= odd:
+        n += 1
+    return n
 
-    The larger of two: the sum of the autocorrelations, cut by Geyer's initial monotone sequence (1992, Stat. Sci.
-    7:473), and the scatter of the means of 4, 8 and 16 blocks, which sees drift that noise hides from single lags.
+
+def process_interval(seen: np.ndarray, confidence: float) -> Estimate:
+    """Return the median of what independent processes saw [processes], between two of their ordered values.
+
+    They lie on either side of their median by even chance, so that this asks nothing of how they scatter.
     """
-    n, centred = len(series), series - series.mean()
-    variance = float(np.mean(centred**2))
-    if variance == 0:
-        return 1.0
-    size = 1 << (2 * n - 1).bit_length()
-    lags = np.fft.irfft(np.abs(np.fft.rfft(centred, size)) ** 2, size)[: n - n % 2] / (n * variance)
-    pairs = np.minimum.accumulate(lags.reshape(-1, 2).sum(axis=1))
-    estimates = [1.0, 2 * float(pairs[pairs > 0].sum()) - 1]
-    for blocks in (4, 8, 16):
-        if (length := n // blocks) >= 2:
-            means = centred[n - blocks * length :].reshape(blocks, length).mean(axis=1)
-            estimates.append(length * float(np.var(means, ddof=1)) / variance)
-    # a record too short for a long dependence shows too little of it: in noise, about its power of 2 / 3
-    return max(estimates) ** 1.5
-
-
-def fresh_processes_needed(confidence: float) -> int:
-    """Return how many processes have their median within their range: each lies on either side by even chance."""
-    return math.ceil(math.log2(2 / (1 - confidence)))
-
-
-def range_interval(seen: tuple[float, ...], confidence: float) -> Estimate:
-    """Return the median of what independent processes saw, with their whole range."""
-    value, needed = float(np.median(seen)), fresh_processes_needed(confidence)
-    if len(seen) < needed:
-        return unknown(value, f"{len(seen)} fresh processes", f"at least {needed} would be needed")
-    return Estimate(value, min(seen), max(seen), "range of fresh processes")
+    ordered, value = np.sort(seen), float(np.median(seen))
+    from_first, _ = _find_order_statistics(len(ordered), 0.5, confidence)
+    if not from_first:
+        needed = fresh_processes_needed(confidence)
+        return unknown(value, f"{len(ordered)} fresh processes", f"at least {needed} would be needed")
+    return Estimate(value, float(ordered[from_first - 1]), float(ordered[-from_first]), PROCESSES)
 
 
 def samples_needed(estimate: Estimate, limit: float, n: int) -> int | None:

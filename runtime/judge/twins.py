@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from runtime.measure.peaks import Peaks, Product
+from runtime.clock.peaks import Peaks, Product
 from runtime.measure.profile import CONVOLUTIONS, NodeTime, Profile
 
 Trials = Callable[[Sequence[Product]], Sequence[float | None]]
-"""Times products alone, in milliseconds: `runtime.measure.peaks.time_products`, bound to a backend and threads."""
+"""Times products alone, in milliseconds: `runtime.clock.peaks.time_products`, bound to a backend and threads."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from runtime.backends import find_backend
 from runtime.backends.base import Session
-from runtime.bundle.columns import Columns
+from runtime.bundle.columns import Array, Columns
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import (
@@ -27,9 +27,10 @@ from runtime.bundle.format import (
     verify,
 )
 from runtime.bundle.onnx_file import graph_facts
+from runtime.clock.machine import environment
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_smaller
-from runtime.judge.alternatives import available_others, compare, only_main
+from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.earlier import check_earlier, hold_against
@@ -43,6 +44,7 @@ from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
+    Beside,
     backend_of,
     list_variants,
     measure,
@@ -50,7 +52,6 @@ from runtime.measure.benchmark import (
     pair,
     speed_evidence,
 )
-from runtime.measure.environment import environment
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite, is_own
 from runtime.report.pass_table import make_pass_table
@@ -133,12 +134,18 @@ def judge_model(
     evidence, failures = quality(case, candidate)
     if case.backend in ENGINES:  # what a pass left is an ONNX file
         passes = [replace(model, path=None) for model in passes]
-    between = [(model.path, model.cache) for model in passes if model.path is not None]
-    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, between)
+    between = [Beside(model.path, case.backend, {}, model.cache) for model in passes if model.path is not None]
+    ways = other_ways(case)
+    beside = [*between, *(way for _, way in ways if way is not None)]
+    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, beside)
     evidence |= speed_evidence(timed, case.manifest.judgement)
-    rows = other_ways(case, timed)
+    rows = only_main(case.manifest, case.backend, timed)
+    if ways:
+        speedup = evidence["tpot" if case.manifest.generates else "latency_p50"].speedup
+        assert speedup is not None
+        rows = add_latencies(ways, timed, timed.beside_ms[len(between) :], speedup.value)
     graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
-    stages = {} if timed.answers_s is None else dict(zip(STAGES, find_median_ms(timed.answers_s[1]), strict=True))
+    stages = {} if timed.answers is None else dict(zip(STAGES, find_median_ms(timed.answers[:, 1]), strict=True))
     explanation, trouble = explain_slow(case, evidence, forecast)
     subject = Subject(
         backend=case.backend,
@@ -347,11 +354,11 @@ def check_sums(root: Path, which: str, tolerance: float, nll: Any, n_tokens: Any
         )
 
 
-def other_ways(case: Case, timed: BenchmarkResult) -> list[dict[str, Any]]:
-    """Return rows for every way to run the bundle; with one backend only, what the benchmark timed."""
+def other_ways(case: Case) -> list[Way]:
+    """Return every way to run the bundle beside the judged one; none where there is one alone."""
     if case.alone or (not case.others and (case.backend != "openvino" or case.manifest.generates)):
-        return only_main(case.manifest, case.backend, timed.latency_s)
-    return compare(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
+        return []
+    return find_ways(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
 
 
 def assemble(
@@ -444,17 +451,17 @@ def _describe_machine() -> dict[str, Any]:
 
 
 def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, Any]:
-    """Return the settings that say something about such a model, how many rounds were timed, and a GPU's own clock."""
+    """Return the settings that fit such a model, the processes that timed, what others took, and a GPU's own clock."""
     unused = (*NOT_OF_DECODERS, "throughput_batch_size") if generates else OF_DECODERS
     settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
-    record = {**settings, "rounds": timed.rounds}
-    if timed.device_s is not None:
-        before, after = (1000 * float(np.median(seconds)) for seconds in timed.device_s)
+    record = {**settings, "processes": timed.n_processes, "taken": timed.taken, "set_apart": timed.set_apart}
+    if timed.device is not None:
+        before, after = (1000 * float(np.median(timed.device[:, m])) for m in range(2))
         record["device_p50_ms"] = {"baseline": before, "candidate": after}
-    if timed.answers_s is not None:
+    if timed.answers is not None:
         record["stages_p50_ms"] = {
-            which: dict(zip(STAGES, find_median_ms(stages), strict=True))
-            for which, stages in zip(("baseline", "candidate"), timed.answers_s, strict=True)
+            which: dict(zip(STAGES, find_median_ms(timed.answers[:, m]), strict=True))
+            for m, which in enumerate(("baseline", "candidate"))
         }
     if isinstance(timed.energy, str):
         record["energy"] = f"not measured: {timed.energy}"
@@ -470,22 +477,23 @@ def describe_times(timed: BenchmarkResult) -> dict[str, dict[str, tuple[float, .
     if timed.requests is not None:
         seconds = {"ttft": timed.requests.first, "itl": timed.requests.steps}
     else:
-        seconds = {"latency": timed.latency_s}
-    if timed.answers_s is not None:
-        seconds["end_to_end"] = timed.answers_s.sum(axis=2)
+        assert timed.calls is not None
+        seconds = {"latency": timed.calls}
+    if timed.answers is not None:
+        seconds["end_to_end"] = timed.answers.sum(axis=3)
     return {
         name: {
-            which: tuple(float(f"{ms:.4g}") for ms in 1000 * np.percentile(of_model, QUANTILES))
-            for which, of_model in zip(("baseline", "candidate")[-len(times) :], times, strict=True)
-            if of_model.size
+            which: tuple(float(f"{ms:.4g}") for ms in 1000 * np.percentile(times[:, m], QUANTILES))
+            for m, which in enumerate(("baseline", "candidate")[-times.shape[1] :])
+            if times.size
         }
-        for name, times in seconds.items()
+        for name, times in seconds.items()  # [processes, models, ...]
     }
 
 
-def find_median_ms(seconds: np.ndarray) -> list[float]:
-    """Return the median of each column of seconds [rounds, columns], in ms."""
-    return [1000 * float(median) for median in np.median(seconds, axis=0)]
+def find_median_ms(seconds: Array) -> list[float]:
+    """Return the median of each stage of seconds [processes, rounds, stages], in ms."""
+    return [1000 * float(median) for median in np.median(seconds, axis=(0, 1))]
 
 
 def build_notes(root: Path, manifest: Manifest) -> list[str]:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from runtime.clock.peaks import Peaks
 from runtime.judge.cause import Cause, round_digits
 from runtime.judge.causes import FINDERS
 from runtime.judge.causes_int8 import QUANTIZING
 from runtime.judge.twins import ProfiledPair
-from runtime.measure.peaks import Peaks
 from runtime.measure.profile import NodeTime, Profile
 
 MOST_TOLD, MOST_LAYERS, MOST_OPERATORS = 4, 40, 12

@@ -1,18 +1,18 @@
-"""How fast and how big: baseline and candidate, interleaved on this machine.
+"""How fast and how big: baseline and candidate, timed in turn in several fresh processes of this machine.
 
 What is measured, always of both models in the same rounds: latency percentiles at `batch_size`, throughput at
 `throughput_batch_size` (batch over the median time), and with `latency_limit_ms` the throughput at the largest
-power-of-two batch whose p95 keeps the limit. Of a decoder whole requests are timed instead, `batch_size` prompts of
-`prompt_tokens` and `new_tokens` after each: the first token, and every further one. Load time and peak memory come from
-fresh processes. Whole answers, from bytes to labels, are timed beside calls; and energy, where the machine counts it.
+power-of-two batch whose `latency_percentile` keeps the limit. Of a decoder whole requests are timed instead,
+`batch_size` prompts of `prompt_tokens` and `new_tokens` after each. Each process also tells the load time and the peak
+memory of the model that it opened first, whole answers, from bytes to labels, and energy, where the machine counts it.
 
-Time is bounded: each of these stops after its budget below, but never before `timing.MIN_ROUNDS` rounds. Rounds whose
-speed a gate is about last ten seconds at least, and rounds that drift are added to for as long.
+Time is bounded (the budgets below, of all processes together), but for a least number of rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,22 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_model, open_options
+from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifact, open_options
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
+from runtime.bundle.columns import Array, Columns
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import (
-    Artifact,
-    Benchmark,
-    Gate,
-    Judgement,
-    KvCacheSpec,
-    Manifest,
-    inside,
-    read_samples,
-    verify,
-)
-from runtime.decode.kv_cache import Decoder, EncodedDecoder
+from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
+from runtime.bundle.records import to_json
+from runtime.clock.fresh import Answer, run_fresh, write_batches
+from runtime.clock.machine import environment
 from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import Seq2SeqEncoder, source_length
@@ -43,52 +36,48 @@ from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import (
     Evidence,
     cost_evidence,
-    energy_evidence,
+    find_medians,
     latency_percentiles,
+    process_evidence,
     range_evidence,
     request_evidence,
     size_evidence,
-    throughput_under_latency_evidence,
     timing_evidence,
 )
 from runtime.judge.stats import fresh_processes_needed
-from runtime.measure.answering import Answerer, make_sent, time_answers
-from runtime.measure.energy import find_meter, measure_energy
-from runtime.measure.environment import environment
-from runtime.measure.probe import Probe, probe
-from runtime.measure.timing import (
-    LASTING_S,
-    SETTLING_S,
-    Best,
-    Prompts,
-    RequestTimes,
-    device_rounds,
-    find_limited_batches,
-    goodput,
-    large_batch_rounds,
-    make_prompts,
-    make_sources,
-    run_request,
-    time_requests,
-    time_rounds,
-)
-from runtime.measure.workload import bound_batch, make_feeds, settings_for
+from runtime.measure.process import FEEDS, Order, Seconds, TimedModel
+from runtime.measure.requests import RequestTimes, make_prompts, make_sources
+from runtime.measure.workload import make_feeds, settings_for
+from runtime.metrics import MEASURED, SIZES
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
-from runtime.tasks import find_task
-from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
+from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 USUAL = "onnxruntime-cpu"
 """The backend that runs everything."""
-LATENCY_BUDGET_S = 60.0
-SHOWN_PROCESSES = 3
-"""Fresh processes for load time and memory that no gate is about."""
-THROUGHPUT_BUDGET_S = 30.0
-ANSWERS_BUDGET_S = 20.0
+LATENCY_BUDGET_S, THROUGHPUT_BUDGET_S, ANSWERS_BUDGET_S, LIMIT_BUDGET_S = 60.0, 30.0, 20.0, 30.0
+"""Seconds of all processes together; the last for each batch size that is tried."""
+LASTING_S = 6.0
+"""How long calls last in all processes together where a gate asks for their speed: of a CNN of 0.1 ms ratios then
+scatter by 0.7 % between processes, idle and beside two spinning ones alike."""
+SLOW_TO_START_S = 5.0
+"""Seconds until a process measures, from which on as few processes as have an interval are started."""
+SHOWN = 3
+"""Processes that time what no gate is about: whole answers, models beside the judged ones."""
+LARGE_BATCHES = 8
+"""Different large batches: a process reads all of them before it measures."""
 LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
 RATES = frozenset({"throughput", "cost_per_million"})
 """Metrics of single calls, and of large batches."""
-Between = tuple[Path, KvCacheSpec | None]
-"""A model's file, and a decoder's cache."""
+MEMORY = frozenset({"load_time", "peak_memory"})
+"""Metrics that each process tells of one model alone."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What each of several fresh processes saw of a model that it opened first."""
+
+    load_ms: tuple[float, ...]
+    peak_memory_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -104,36 +93,51 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Raw times in seconds, row 0 the baseline and row 1 the candidate, and what they were taken with.
+    """Times in seconds, as each of several fresh processes took them, and what they were taken with.
 
-    Of a candidate that ran alone each array has its row only.
+    The axis of models has the baseline first and then the candidate; of a candidate that ran alone it alone.
     """
 
     backend: str
     settings: Benchmark
-    latency_s: np.ndarray  # [2, rounds]; of a decoder every step of every round
-    throughput_s: np.ndarray | None  # [2, rounds]; None of a decoder
-    limited: tuple[Best, Best] | None
-    """None without `latency_limit_ms`, or of a decoder without `ttft_limit_ms` and `tpot_limit_ms`."""
+    calls: Array | None
+    """[processes, models, rounds, calls]; None of a decoder."""
+    large: Array | None
+    """[processes, models, rounds, calls]: calls with `throughput_batch_size` samples; None of a decoder."""
+    requests: RequestTimes | None
+    """Of a decoder, with an axis of processes first."""
     probes: tuple[Probe, ...]
     sizes: tuple[int | None, int]
     """Bytes; of a baseline that is not in the bundle those of the files that it came in."""
     environment: dict[str, Any]
-    requests: RequestTimes | None = None
-    """Of a decoder."""
-    between_s: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
-    """[models, rounds]: of the models between the two, in the same rounds; of a decoder for each token."""
-    device_s: np.ndarray | None = None
-    """[2, rounds] by the GPU's own clock, copies left out; None where there is none."""
-    answers_s: np.ndarray | None = None
-    """[2, rounds, stages]: whole answers, by `answering.STAGES`; None of a decoder."""
-    energy: np.ndarray | str = "it is not measured"
-    """Joules for each sample or generated token, [2, blocks]; or why they are not known."""
+    taken: float
+    """The share of the time that other work had the processor instead."""
+    set_apart: int
+    """Rounds that others disturbed, and that are not among these."""
+    limited: Array | None = None
+    """[processes, models]: samples (of a decoder requests) per second within the limit; None without one."""
+    beside_ms: tuple[float | None, ...] = ()
+    """Of the models beside: a call, of a decoder a further token; None where it failed."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Number of a model beside -> why it failed."""
+    device: Array | None = None
+    """[processes, models, rounds] by the GPU's own clock, copies left out; None where there is none."""
+    answers: Array | None = None
+    """[processes, models, rounds, stages]: whole answers, by `answering.STAGES`; None of a decoder."""
+    energy: Array | str = "it is not measured"
+    """Joules for each sample or generated token, [processes, models, blocks]; or why they are not known."""
 
     @property
-    def rounds(self) -> int:
-        """Return how many rounds were timed."""
-        return int(self.latency_s.shape[1] if self.requests is None else self.requests.first.shape[1])
+    def n_processes(self) -> int:
+        return len(self.first_times)
+
+    @property
+    def first_times(self) -> Array:
+        """Return what was timed of a call, [processes, models, ...]; of a decoder each further token."""
+        if self.requests is not None:
+            return self.requests.steps
+        assert self.calls is not None
+        return self.calls
 
 
 def benchmark(path: str | Path, backend: str | None = None, threads: int | None = None) -> BenchmarkResult:
@@ -235,210 +239,194 @@ def list_variants(manifest: Manifest, backend: str) -> tuple[Variant, ...]:
     return (Variant(after, backend, after.precision),)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A model that is timed beside the judged ones: where its file lies, and how it is opened."""
+
+    path: Path
+    backend: str
+    options: dict[str, Any] = field(default_factory=dict)
+    cache: KvCacheSpec | None = None
+
+
 def measure(
     root: Path,
     manifest: Manifest,
     columns: Mapping[str, Any],
     backend: str,
     threads: int | None = None,
-    between: Sequence[Between] = (),
+    beside: Sequence[Beside] = (),
 ) -> BenchmarkResult:
-    """Measure a bundle that has been read already, as `benchmark` does.
+    """Measure a bundle that has been read already, as `benchmark` does, in fresh processes one after the other.
 
-    The models `between` run in the same rounds; only their latency is measured.
+    The models `beside` are timed in the same processes; one that fails is said in `errors`, and nothing else.
     """
-    (settings, _), seed = settings_for(manifest, threads), manifest.judgement.seed
-    n_threads = settings.threads
+    settings, _ = settings_for(manifest, threads)
     variants = list_variants(manifest, backend)
-    if manifest.generates:
-        return _measure_requests(root, manifest, columns, settings, variants, between)
-    given = encoding_views(manifest.task, columns)[0]
-    budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
-    with ExitStack() as stack:
-        sessions = [open_variant(stack, root, variant, n_threads) for variant in variants]
-        sessions += [_open_graph(stack, backend, path, n_threads) for path, _ in between]
-        preprocessors = [bundle_preprocessor(root, manifest, session.inputs) for session in sessions]
-
-        def make_batches(batch_size: int) -> list[list[Feeds]]:
-            return [make_feeds(p, given, batch_size, seed, settings.sequence_length) for p in preprocessors]
-
-        single = make_batches(settings.batch_size)
-        gates = manifest.judgement.gates
-        lasting_s = find_lasting_s(gates, LATENCIES)
-        latency = time_rounds(
-            sessions, single, settings.iterations, settings.warmup, seed, budget_s, SETTLING_S, lasting_s
+    start: Sequence[int] = ()
+    with tempfile.TemporaryDirectory(prefix="measure.") as folder:
+        preprocessors = [bundle_preprocessor(root, manifest, variant.artifact.inputs) for variant in variants]
+        if manifest.generates:
+            encoder = preprocessors[0]
+            start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
+            batches = {"single 0": _make_requests(encoder, columns, settings, manifest.judgement.seed)}
+        else:
+            batches = _make_batches(preprocessors, manifest, columns, settings)
+        write_batches(Path(folder) / FEEDS, batches)
+        models = [_describe_model(root, variant, number) for number, variant in enumerate(variants)]
+        if manifest.generates:
+            models = [replace(model, feeds=0) for model in models]
+        models += [TimedModel(str(model.path), model.backend, model.options, 0, model.cache) for model in beside]
+        order = Order(
+            models=tuple(models),
+            n_judged=len(variants),
+            root=str(root.absolute()),
+            folder=folder,
+            settings=settings,
+            seconds=Seconds(0.0, 0.0, 0.0, 0.0),
+            index=0,
+            seed=manifest.judgement.seed,
+            generates=manifest.generates,
+            start_tokens=tuple(start),
         )
-        del sessions[2:], preprocessors[2:], single[2:]
-        on_device = device_rounds(sessions, single, settings.iterations)
-        many, rounds = make_batches(settings.throughput_batch_size), large_batch_rounds(settings)
-        throughput = time_rounds(
-            sessions,
-            many,
-            rounds,
-            min(settings.warmup, 3),
-            seed,
-            THROUGHPUT_BUDGET_S,
-            SETTLING_S,
-            find_lasting_s(gates, RATES),
-        )
-        answers = _time_answers(manifest, given, sessions, preprocessors, settings)
-        energy = _measure_energy(
-            backend, [_run_feeds(*pair) for pair in zip(sessions, many, strict=True)], settings.throughput_batch_size
-        )
-        fixed = bound_batch(manifest)
-        limited = (
-            find_limited_batches(sessions, make_batches, fixed, settings, seed) if settings.latency_limit_ms else None
-        )
-    repeats = _count_processes(manifest.judgement)
-    before, after = (
-        probe(
-            v.backend,
-            inside(root, v.artifact.path),
-            n_threads,
-            batches[0],
-            open_options(root, v.artifact, v.options),
-            None,
-            0,
-            repeats,
-        )
-        for v, batches in zip(variants, single, strict=True)
-    )
-    sizes = variants[0].artifact.size_bytes, variants[1].artifact.size_bytes
-    return BenchmarkResult(
-        backend,
-        settings,
-        latency[:2],
-        throughput,
-        limited,
-        (before, after),
-        sizes,
-        environment(n_threads),
-        between_s=latency[2:],
-        device_s=on_device,
-        answers_s=answers,
-        energy=energy,
-    )
+        answers = _run_processes(order, manifest.judgement, str(root))
+    return _collect(answers, order, settings, variants, manifest, preprocessors[0])
 
 
-def find_lasting_s(gates: Sequence[Gate], metrics: frozenset[str]) -> float:
-    """Return how many seconds the rounds that tell these metrics last at least: some, where a gate is about them."""
-    return LASTING_S if metrics & {gate.metric for gate in gates} else 0.0
+def _make_requests(encoder: Preprocessor, columns: Columns, settings: Benchmark, seed: int) -> list[Feeds]:
+    if isinstance(encoder, Seq2SeqEncoder):
+        return make_sources(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)
+    prompts = make_prompts(language_encoder(encoder), columns, settings.batch_size, settings.prompt_tokens, seed)
+    return [{"prompts": np.stack(batch)} for batch in prompts]
 
 
-def _time_answers(
-    manifest: Manifest,
-    columns: Mapping[str, Any],
-    sessions: Sequence[Session],
-    preprocessors: Sequence[Preprocessor],
+def _make_batches(
+    preprocessors: Sequence[Preprocessor], manifest: Manifest, columns: Columns, settings: Benchmark
+) -> dict[str, list[Feeds]]:
+    """Return what each model's calls read, single batches and large ones, by part and number of the model."""
+    given, seed, length = encoding_views(manifest.task, columns)[0], manifest.judgement.seed, settings.sequence_length
+    batches = {}
+    for number, encoder in enumerate(preprocessors):
+        batches[f"single {number}"] = make_feeds(encoder, given, settings.batch_size, seed, length)
+        size = settings.throughput_batch_size
+        batches[f"large {number}"] = make_feeds(encoder, given, size, seed, length, LARGE_BATCHES)
+    return batches
+
+
+def _describe_model(root: Path, variant: Variant, number: int) -> TimedModel:
+    path = inside(root, variant.artifact.path).absolute()
+    options = dict(open_options(root, variant.artifact, variant.options))
+    return TimedModel(str(path), variant.backend, options, number, variant.artifact.cache)
+
+
+def count_processes(judgement: Judgement) -> int:
+    """Return how many fresh processes measure: as many as have an interval, and more where a gate is about speed.
+
+    With more, an odd one on either side does not widen the interval. Load time and memory are of half of them each.
+    """
+    if judgement.benchmark.processes is not None:
+        return judgement.benchmark.processes
+    gated = {gate.metric for gate in judgement.gates}
+    least = fresh_processes_needed(judgement.confidence)
+    if gated & MEMORY:
+        return 2 * least
+    return fresh_processes_needed(judgement.confidence, odd=1) if gated & MEASURED.keys() - SIZES else least
+
+
+def _run_processes(order: Order, judgement: Judgement, name: str) -> list[Answer]:
+    """Run the order in one process after the other; all make as many calls as the first."""
+    count = count_processes(judgement)
+    gated = {gate.metric for gate in judgement.gates}
+    answers: list[Answer] = []
+    while len(answers) < count:
+        order = replace(
+            order,
+            index=len(answers),
+            models=order.models if len(answers) < SHOWN else order.models[: order.n_judged],
+            answers=bool(gated & END_TO_END_PERCENTILES.keys()) or len(answers) < SHOWN,
+            settings=replace(order.settings, iterations=max(1, -(-order.settings.iterations // count)))
+            if not answers
+            else order.settings,
+            seconds=Seconds(
+                LATENCY_BUDGET_S / count,
+                THROUGHPUT_BUDGET_S / count,
+                ANSWERS_BUDGET_S / count,
+                LIMIT_BUDGET_S / count,
+                LASTING_S / count if gated & LATENCIES else 0.0,
+                LASTING_S / count if gated & RATES else 0.0,
+            ),
+        )
+        answers.append(run_fresh("runtime.measure.process:measure_process", to_json(order), f"{name}: timing"))
+        record = answers[-1][0]
+        if len(answers) == 1:
+            order = replace(order, shapes={part: (shape[0], shape[1]) for part, shape in record["shapes"].items()})
+            slow = record["starting_s"] > SLOW_TO_START_S and judgement.benchmark.processes is None
+            if slow and not gated & MEMORY:
+                count = min(count, fresh_processes_needed(judgement.confidence))
+    return answers
+
+
+def _collect(
+    answers: Sequence[Answer],
+    order: Order,
     settings: Benchmark,
-) -> np.ndarray:
-    """Time whole answers of baseline and candidate, float64 [2, rounds, stages]."""
-    task, seed = find_task(manifest.task), manifest.judgement.seed
-    answerers = [
-        Answerer(session, preprocessor, task, facts_of(manifest))
-        for session, preprocessor in zip(sessions, preprocessors, strict=True)
-    ]
-    sent = make_sent(preprocessors[0], columns, settings.batch_size, seed)
-    return time_answers(answerers, sent, settings.iterations, settings.warmup, seed, ANSWERS_BUDGET_S)
-
-
-def _measure_energy(backend: str, works: Sequence[Callable[[int], object]], amount: int) -> np.ndarray | str:
-    """Return joules for each piece of work, [2, blocks], `amount` pieces a call; or why they are not known."""
-    meter = find_meter(backend)
-    return meter if isinstance(meter, str) else measure_energy(meter, works, [amount] * len(works))
-
-
-def _measure_requests(
-    root: Path,
+    variants: Sequence[Variant],
     manifest: Manifest,
-    columns: Mapping[str, Any],
-    settings: Benchmark,
-    variants: tuple[Variant, ...],
-    between: Sequence[Between],
+    preprocessor: Preprocessor,
 ) -> BenchmarkResult:
-    """Measure decoders, as `measure` does other models. `variants`: the last one is the candidate."""
-    n_models, (*_, last) = len(variants), variants
-    seed, threads = manifest.judgement.seed, settings.threads
-    with ExitStack() as stack:
-        sessions = [open_variant(stack, root, variant, threads) for variant in variants]
-        encoder = bundle_preprocessor(root, manifest, sessions[0].inputs)
-        opened = [(session, variant.artifact.cache) for session, variant in zip(sessions, variants, strict=True)]
-        opened += [(_open_graph(stack, variants[0].backend, path, threads), cache) for path, cache in between]
-        start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
-        decoders = [EncodedDecoder(s, start) if start else Decoder(s, cache) for s, cache in opened]
+    records = [record for record, _ in answers]
 
-        def make_batches(batch_size: int) -> Sequence[Prompts]:
-            if isinstance(encoder, Seq2SeqEncoder):
-                return make_sources(encoder, columns, batch_size, settings.prompt_tokens, seed)
-            return make_prompts(language_encoder(encoder), columns, batch_size, settings.prompt_tokens, seed)
+    def stack(part: str) -> Array | None:
+        arrays = [found[part] for _, found in answers if part in found]
+        return np.stack(arrays) if arrays else None
 
-        def time_batch(batch_size: int, rounds: int, warmup: int, budget_s: float) -> RequestTimes:
-            prompts = make_batches(batch_size)
-            return time_requests(decoders, prompts, settings.new_tokens, rounds, warmup, seed, budget_s)
-
-        budget_s = LATENCY_BUDGET_S * (1 + len(between) / 2)  # as many rounds as without them
-        every = time_batch(settings.batch_size, settings.iterations, min(settings.warmup, 3), budget_s)
-        times = RequestTimes(every.first[:n_models], every.steps[:n_models], of_prompts=reads_prompts(encoder))
-        del decoders[n_models:]
-        prompts = make_batches(settings.batch_size)
-        energy = _measure_energy(
-            variants[0].backend,
-            [_run_prompts(decoder, prompts, settings.new_tokens) for decoder in decoders],
-            settings.batch_size * settings.new_tokens,
-        )
-        limits = settings.ttft_limit_ms, settings.tpot_limit_ms
-        limited = None if limits == (None, None) or n_models == 1 else goodput(time_batch, settings)
-    given = prompts[0] if isinstance(prompts[0], dict) else {"prompts": np.stack(prompts[0])}
-    probes = tuple(
-        probe(
-            v.backend,
-            inside(root, v.artifact.path),
-            threads,
-            given,
-            open_options(root, v.artifact, v.options),
-            v.artifact.cache,
-            settings.new_tokens,
-            _count_processes(manifest.judgement),
-            start,
-        )
-        for v in variants
-    )
-    return BenchmarkResult(
-        variants[0].backend,
+    first, steps, energy = stack("first"), stack("steps"), stack("energy")
+    requests = None
+    if first is not None and steps is not None:
+        requests = RequestTimes(first, steps, of_prompts=reads_prompts(preprocessor))
+    baseline_bytes = manifest.source_bytes if len(variants) == 1 else variants[0].artifact.size_bytes
+    main = "calls" if requests is None else "requests"
+    taken = float(np.mean([record["taken"].get(main, 0.0) for record in records]))
+    probes = [
+        [record["probe"] for record in records if record["probe"]["model"] == number] for number in range(len(variants))
+    ]
+    errors = {int(number): text for record in records for number, text in record["errors"].items()}
+    result = BenchmarkResult(
+        order.models[0].backend,
         settings,
-        times.steps.reshape(n_models, -1),
-        None,
-        limited,
-        probes,
-        (manifest.source_bytes if n_models == 1 else variants[0].artifact.size_bytes, last.artifact.size_bytes),
-        environment(threads),
-        times,
-        every.per_token[n_models:],
-        energy=energy,
+        stack("calls"),
+        stack("large"),
+        requests,
+        tuple(
+            Probe(tuple(seen["load_ms"] for seen in of_model), tuple(seen["peak_memory_bytes"] for seen in of_model))
+            for of_model in probes
+        ),
+        (baseline_bytes, variants[-1].artifact.size_bytes),
+        environment(settings.threads) | {"taken": round(taken, 3)},
+        taken,
+        sum(record["set_apart"] for record in records),
+        stack("limited"),
+        errors=errors,
+        device=stack("device"),
+        answers=stack("answers"),
+        energy=energy if energy is not None else records[0].get("energy", "it is not measured"),
+    )
+    ratios = stack("beside")  # [processes, models beside], to the baseline
+    if ratios is None:
+        return result
+    baseline_ms = 1000 * float(np.median(find_medians(result.first_times)[:, 0]))
+    return replace(
+        result,
+        beside_ms=tuple(
+            None if number in errors else baseline_ms * float(np.median(of_model))
+            for number, of_model in enumerate(ratios.T)
+        ),
     )
 
 
 def reads_prompts(encoder: Preprocessor) -> bool:
     """Return whether requests are texts, whose tokens can be counted."""
     return not isinstance(encoder, Seq2SeqEncoder) or source_length(encoder.spec.source) is not None
-
-
-def _run_feeds(session: Session, feeds: Sequence[Feeds]) -> Callable[[int], object]:
-    """Return what makes the n-th call of a model, its batches in turn."""
-    return lambda n: session.run(feeds[n % len(feeds)])
-
-
-def _run_prompts(
-    decoder: Decoder | EncodedDecoder, prompts: Sequence[Prompts], new_tokens: int
-) -> Callable[[int], object]:
-    """Return what makes the n-th request of a decoder, its prompts in turn."""
-    return lambda n: run_request(decoder, prompts[n % len(prompts)], new_tokens)
-
-
-def _count_processes(judgement: Judgement) -> int:
-    """Return how many fresh processes measure load time and memory: what an interval needs, where a gate asks."""
-    gated = {gate.metric for gate in judgement.gates} & {"load_time", "peak_memory"}
-    return fresh_processes_needed(judgement.confidence) if gated else SHOWN_PROCESSES
 
 
 def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -> Session:
@@ -448,37 +436,35 @@ def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -
     return session
 
 
-def _open_graph(stack: ExitStack, backend: str, path: Path, threads: int) -> Session:
-    session = open_model(find_backend(backend), path, threads, {})
-    stack.callback(session.close)
-    return session
-
-
 def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:
     """Return evidence of every measured metric, by name."""
+    judgement = replace(judgement, benchmark=result.settings)
+    settings, level = result.settings, judgement.confidence
     if result.requests is not None:
-        evidence = request_evidence(result.requests, replace(judgement, benchmark=result.settings))
+        evidence = request_evidence(result.requests, judgement)
     else:
-        percentiles = latency_percentiles(result.settings)
-        evidence = {n: timing_evidence(n, p, result.latency_s, judgement) for n, p in percentiles.items()}
-    if result.answers_s is not None:
-        whole = result.answers_s.sum(axis=2)
-        evidence |= {n: timing_evidence(n, p, whole, judgement) for n, p in END_TO_END_PERCENTILES.items()}
+        assert result.calls is not None and result.large is not None
+        evidence = {
+            name: timing_evidence(name, percentile, result.calls, level)
+            for name, percentile in latency_percentiles(settings).items()
+        }
+        size = settings.throughput_batch_size
+        evidence["throughput"] = timing_evidence("throughput", 50, result.large, level, lambda second: size / second)
+        if settings.price_per_hour is not None:
+            evidence["cost_per_million"] = cost_evidence(result.large, judgement)
+    if result.answers is not None:
+        whole = result.answers.sum(axis=3)[..., None]  # [processes, models, rounds, 1]
+        evidence |= {name: timing_evidence(name, p, whole, level) for name, p in END_TO_END_PERCENTILES.items()}
     if not isinstance(result.energy, str):
-        evidence["energy"] = energy_evidence(result.energy, judgement)
-    batch_size = result.settings.throughput_batch_size
-    if result.throughput_s is not None:
-        evidence["throughput"] = timing_evidence("throughput", 50, result.throughput_s, judgement, batch_size)
-        if result.settings.price_per_hour is not None:
-            evidence["cost_per_million"] = cost_evidence(
-                result.throughput_s, replace(judgement, benchmark=result.settings)
-            )
+        evidence["energy"] = timing_evidence(
+            "energy", 50, result.energy[..., None], level, lambda joules: 1000 * joules
+        )
     if result.limited is not None:
         name = "throughput_under_latency" if result.requests is None else "goodput"
-        evidence[name] = throughput_under_latency_evidence(result.limited, judgement, name)
+        evidence[name] = process_evidence(name, result.limited, level)
     *first, after = result.probes
     before = first[0] if first else None
     memory, load = (before.peak_memory_bytes, before.load_ms) if before else (None, None)
-    evidence["peak_memory"] = range_evidence("peak_memory", memory, after.peak_memory_bytes, judgement)
-    evidence["load_time"] = range_evidence("load_time", load, after.load_ms, judgement)
+    evidence["peak_memory"] = range_evidence("peak_memory", memory, after.peak_memory_bytes, level)
+    evidence["load_time"] = range_evidence("load_time", load, after.load_ms, level)
     return evidence | size_evidence(*result.sizes)

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import numpy as np
 
+from runtime.backends import find_backend
 from runtime.bundle.columns import Array
 
 POWERCAP = Path("/sys/class/powercap")
 """Linux's counters of processors by Intel and AMD: `intel-rapl:N` is package N, whoever made it."""
-GPU_BACKENDS = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
 BLOCK_S = 0.25
 """Calls of one model in a row: a counter that moves each millisecond is then read to within half a percent."""
-BLOCKS = 12
-"""Blocks of each model, the least of which a median has an interval."""
+BLOCKS = 2
+"""Blocks of each model in a process."""
 
 
 class Meter(Protocol):
@@ -62,7 +62,7 @@ class FirstGpu:
 
 def find_meter(backend: str) -> Meter | str:
     """Return what counts the energy of calls on a backend, or why nothing does here."""
-    return _find_gpu() if backend in GPU_BACKENDS else find_packages(POWERCAP)
+    return _find_gpu() if find_backend(backend).on_gpu else find_packages(POWERCAP)
 
 
 def find_packages(folder: Path) -> Packages | str:

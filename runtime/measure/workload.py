@@ -92,9 +92,14 @@ def bound_batch(manifest: Manifest) -> int | None:
 
 
 def make_feeds(
-    preprocessor: Preprocessor, columns: Mapping[str, Any], batch_size: int, seed: int, sequence_length: int | None
+    preprocessor: Preprocessor,
+    columns: Mapping[str, Any],
+    batch_size: int,
+    seed: int,
+    sequence_length: int | None,
+    most: int = MAX_FEEDS,
 ) -> list[Feeds]:
-    """Make up to MAX_FEEDS batches of `batch_size` samples, drawn in a seeded order, repeated where there are too few.
+    """Make up to `most` batches of `batch_size` samples, drawn in a seeded order, repeated where there are too few.
 
     UsageError, before it is made, for a batch of more than MOST_FEED_BYTES.
     """
@@ -109,7 +114,7 @@ def make_feeds(
             f"{MOST_FEED_BYTES >> 20}: give a smaller batch_size or throughput_batch_size"
         )
     feeds: list[Feeds] = []
-    for index in range(min(MAX_FEEDS, -(-n_samples // batch_size))):
+    for index in range(min(most, -(-n_samples // batch_size))):
         rows = np.take(order, range(index * batch_size, (index + 1) * batch_size), mode="wrap")
         batch = preprocessor.encode(columns, rows)
         feeds.append(stretch(batch, sequence_length) if sequence_length else batch)

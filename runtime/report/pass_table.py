@@ -6,9 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from runtime.bundle.columns import Array
 from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Case, Findings, Side
 from runtime.measure.benchmark import BenchmarkResult
@@ -24,7 +21,7 @@ def make_pass_table(
     """Return a row for the float model and one for each pass; both ends are the report's own numbers.
 
     `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
-    `timed`: with the models that have a path, in their order; None where nothing was run.
+    `timed`: with the models that have a path, in their order, first beside the judged ones; None where nothing was run.
     """
     latency = _latency_metric(case)
     rows, before = [_fill_from_side(PassRow(FLOAT), report.baseline, latency)], case.baseline
@@ -52,12 +49,12 @@ def _measure_passes(
     case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult | None, report: Findings
 ) -> Iterator[tuple[PassRow, Outputs | None]]:
     """Yield each pass's row, still without its changes, and the outputs that it was measured on."""
-    seconds = iter(timed.between_s if timed is not None else ())
+    latencies = iter(timed.beside_ms if timed is not None else ())
     for model in models[:-1]:
         memory = model.peak_memory_bytes
         row = PassRow(model.name, model.seconds, model.size_bytes, error=model.error, peak_memory_bytes=memory)
         if timed is not None and model.path is not None:
-            row = _add_times(row, next(seconds), timed, report.baseline)
+            row = _add_times(row, next(latencies), report.baseline, _latency_metric(case))
         yield _add_scores(row, model.outputs, case), model.outputs
     *_, model = models
     row = PassRow(model.name, model.seconds, peak_memory_bytes=model.peak_memory_bytes)
@@ -79,11 +76,11 @@ def _fill_from_side(row: PassRow, side: Side, latency: str) -> PassRow:
     return replace(row, size_bytes=side.size_bytes, metrics=metrics, latency_ms=ms)
 
 
-def _add_times(row: PassRow, seconds: Array, timed: BenchmarkResult, baseline: Side) -> PassRow:
-    """Return the row with its times. `seconds`: of each round, [rounds]; the baseline's were taken in the same ones."""
-    first = timed.latency_s[0] if timed.requests is None else timed.requests.per_token[0]
+def _add_times(row: PassRow, ms: float | None, baseline: Side, latency: str) -> PassRow:
+    """Return the row with its times: milliseconds from rounds that it took in turn with the baseline."""
     smaller = baseline.size_bytes / row.size_bytes if baseline.size_bytes and row.size_bytes else None
-    ms, faster = 1000 * float(np.median(seconds)), float(np.median(first / seconds))
+    base = baseline.generation.get("tpot") if latency == "tpot" else baseline.latency_ms.get("p50")
+    faster = base / ms if base and ms else None
     return replace(row, smaller=smaller, latency_ms=ms, faster=faster)
 
 

@@ -12,7 +12,7 @@ import pytest
 from fuzzing import COUNTS, assert_done_or_refused, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from shortcuts import without_probes
+from shortcuts import without_processes
 from tiny_bundles import (
     DELETE,
     KINDS,
@@ -52,10 +52,10 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 @pytest.fixture(autouse=True, scope="module")
 def _brief() -> Iterator[None]:
     """Judge in milliseconds: no processes for load time and memory, no more rounds than a few."""
-    with without_probes(), pytest.MonkeyPatch.context() as patch:
+    with without_processes(), pytest.MonkeyPatch.context() as patch:
         for name in ("benchmark.LATENCY_BUDGET_S", "benchmark.THROUGHPUT_BUDGET_S", "timing.LIMIT_BUDGET_S"):
             patch.setattr(f"runtime.measure.{name}", 0.02)
-        patch.setattr("runtime.measure.timing.WARMUP_BUDGET_S", 0.1)
+        patch.setattr("runtime.clock.turns.WARMUP_BUDGET_S", 0.1)
         yield
 
 

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import pytest
 
-from runtime.measure.probe import Probe
+from runtime.clock.fresh import Answer
+
+
+def run_here(function: str, task: Mapping[str, Any], what: str) -> Answer:
+    """Do what `runtime.clock.fresh.run_fresh` has a process of its own do."""
+    module, _, name = function.partition(":")
+    record, arrays = getattr(importlib.import_module(module), name)(json.loads(json.dumps(task)))
+    return json.loads(json.dumps(record)), arrays
 
 
 @contextmanager
-def without_probes() -> Iterator[None]:
-    """Judge without the probes of load time and memory."""
+def without_processes() -> Iterator[None]:
+    """Measure in this process what is measured in fresh ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0,), (1.0,)))
+        for module in ("runtime.measure.benchmark", "runtime.clock.compare"):
+            patch.setattr(f"{module}.run_fresh", run_here)
         yield
 
 
 @contextmanager
 def few_rounds() -> Iterator[None]:
-    """Time in the fewest rounds that give an interval, whether they drift or not."""
+    """Time in the fewest calls that give an interval."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LASTING_S", "SETTLING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
+        for name in ("LASTING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
             patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
+        patch.setattr("runtime.clock.turns.BLOCK_S", 0.0)
+        patch.setattr("runtime.clock.turns.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
         patch.setattr("runtime.judge.validate.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
         yield
@@ -33,8 +45,8 @@ def few_rounds() -> Iterator[None]:
 
 @contextmanager
 def quick_judge() -> Iterator[None]:
-    """Judge on the main backend alone, in few rounds, without the probes of load time and memory."""
-    with without_probes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
+    """Judge on the main backend alone, in few rounds, in this process."""
+    with without_processes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
         yield
 
@@ -76,9 +88,9 @@ def _find_tables() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def no_probes() -> Iterator[None]:
-    """Judge on all backends, in few rounds, without the probes."""
-    with without_probes(), few_rounds():
+def judge_here() -> Iterator[None]:
+    """Judge on all backends, in few rounds, in this process."""
+    with without_processes(), few_rounds():
         yield
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -115,7 +115,6 @@ class Workshop:
 def open_workshop(folder: Path) -> Iterator[Workshop]:
     """Make the two bundles and the cache, and cut measurements short while the context is open."""
     with quick_judge(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.measure.timing.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr(tempfile, "tempdir", None)
         shop = Workshop(folder / "work", folder / "kept", {}, {})
         write_source(shop.root / "src")

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from shortcuts import no_probes
+from shortcuts import judge_here
 
 from runtime.backends import BACKENDS, Session
 from runtime.boxes.spec import Detections, HeadOutputs
@@ -40,7 +40,7 @@ from runtime.encode.preprocess import (
 from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
-__all__ = ["no_probes"]
+__all__ = ["judge_here"]
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "dog", "ran", "far"]
 IMAGE = ImagePreprocess(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))

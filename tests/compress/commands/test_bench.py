@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from makers import image_recipe, text_folder, write_texts
+from runtime.measure.probe import Probe
 from sample_projects import write_image_files
 from shortcuts import quick_run
 
@@ -22,7 +23,6 @@ from compress.recipe.load import load_recipe
 from compress.search.orders import Answer, Order
 from compress.search.workers import InThisProcess
 from runtime.backends import BACKENDS
-from runtime.measure.probe import Probe
 
 __all__ = ["quick_run"]
 Spoil = Callable[[Order], Answer | None]

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.measure.timing import device_rounds
 from tensorrt_fakes import RECORDED, Doubling, HostCuda, Library, load_engine
 
 from runtime.backends import open_options, tensorrt
 from runtime.bundle.engine import EngineRecord, Here, InputShapes, why_not_here
 from runtime.bundle.manifest import Artifact
 from runtime.errors import BundleError, RuntimeFailure, UsageError
-from runtime.measure.timing import device_rounds
 from runtime.nvidia import cuda, tensorrt_api
 from runtime.nvidia.gpu import Gpu
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.measure.probe import Probe
 
 from runtime import open_bundle
 from runtime.__main__ import main
@@ -35,7 +36,6 @@ from runtime.judge.evidence import quantities
 from runtime.judge.findings import OF_DECODERS
 from runtime.judge.validate import validate
 from runtime.measure.benchmark import benchmark, speed_evidence
-from runtime.measure.probe import Probe
 from runtime.metrics import MEASURED
 from runtime.report.report import render_markdown, render_text, verdict_line
 

@@ -16,9 +16,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from runtime.bundle.onnx_file import Graph, GraphNode
+from runtime.clock.peaks import Peaks, Product
 from runtime.judge.twins import ProfiledPair, match_twins
 from runtime.judge.why import Explanation, explain
-from runtime.measure.peaks import Peaks, Product
 from runtime.measure.profile import NodeTime, Profile, Tensor
 from runtime.measure.profile_models import profile_model
 

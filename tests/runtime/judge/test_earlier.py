@@ -19,7 +19,7 @@ from runtime.errors import BundleError, UsageError
 from runtime.judge.validate import validate
 from runtime.report.stored import read_stored_report
 
-pytestmark = pytest.mark.usefixtures("no_probes")
+pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 ONE = ("onnxruntime-cpu",)
 MakeBundle = Callable[..., Path]

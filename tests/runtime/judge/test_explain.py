@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from shortcuts import without_probes
+from shortcuts import without_processes
 from tiny_bundles import make_bundle
 
 from runtime.__main__ import main
 from runtime.bundle.format import read_manifest
+from runtime.clock.peaks import Peaks
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge import explain, validate
 from runtime.judge.explain import explain_path, explain_unprofiled
 from runtime.judge.twins import ProfiledPair
-from runtime.measure.peaks import Peaks
 from runtime.report.why import render_explanation
 
 KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
@@ -46,7 +46,7 @@ def test_what_has_no_profile_is_refused_with_the_way_out(tmp_path: Path) -> None
 
 def test_a_candidate_that_is_no_faster_says_why_in_its_report(tmp_path: Path) -> None:
     bundle = make_bundle("image", tmp_path / "image")
-    with without_probes():
+    with without_processes():
         report = validate.validate(bundle, ["onnxruntime-cpu"])
     record = json.loads((bundle / "report.json").read_text())["explanation"]
     assert report.explanation is not None
@@ -60,7 +60,7 @@ def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, mon
 
     monkeypatch.setattr(validate, "explain_bundle", fail)
     bundle = make_bundle("image", tmp_path / "image")
-    with without_probes():
+    with without_processes():
         report = validate.validate(bundle, ["onnxruntime-cpu"])
     assert report.verdict == "pass"
     assert "Why it is no faster is not known: its profile failed: no room" in report.advice

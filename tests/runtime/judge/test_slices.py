@@ -195,7 +195,7 @@ def bundle(tmp_path: Path, tiny: Any) -> Path:
     return root
 
 
-@pytest.mark.usefixtures("no_probes")
+@pytest.mark.usefixtures("judge_here")
 def test_a_bundle_with_slices_is_judged_by_them_and_its_model_reads_none(bundle: Path) -> None:
     report = validate(bundle, ["onnxruntime-cpu"])
     assert [(table.column, table.metric) for table in report.slices] == [

@@ -31,7 +31,7 @@ from runtime.encode.preprocess import TensorPreprocess
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.validate import validate
 
-pytestmark = pytest.mark.usefixtures("no_probes")
+pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 N = 400
 MakeBundle = Callable[..., Path]

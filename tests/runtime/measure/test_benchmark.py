@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.measure.probe import probe
+from runtime.measure.timing import LASTING_S, MIN_ROUNDS, SURE_ROUNDS, time_rounds
 
 from runtime.backends import BACKENDS, tensorrt
 from runtime.bundle.engine import EngineRecord
 from runtime.bundle.format import Benchmark, Gate, Judgement, read_manifest, write_bundle
 from runtime.bundle.tensors import TensorSpec
+from runtime.clock.machine import cpu_info, environment
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.alternatives import available_others
@@ -33,9 +36,6 @@ from runtime.measure.benchmark import (
     settings_for,
     speed_evidence,
 )
-from runtime.measure.environment import cpu_info, environment
-from runtime.measure.probe import probe
-from runtime.measure.timing import LASTING_S, MIN_ROUNDS, SURE_ROUNDS, time_rounds
 from runtime.measure.workload import make_feeds, stretch
 from runtime.metrics import MEASURED
 from runtime.nvidia.gpu import Gpu
@@ -244,14 +244,14 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path, monkeyp
     assert found["end_to_end_p50"].candidate.value > 1000 * float(np.median(result.answers_s[1, :, 2]))
 
 
-@pytest.mark.usefixtures("no_probes")
+@pytest.mark.usefixtures("judge_here")
 def test_a_limit_that_nothing_keeps_gives_no_batch(image_bundle: Path) -> None:
     result = benchmark(rewrite(image_bundle, replace(FAST, latency_limit_ms=1e-6)))
     assert result.limited == (None, None)
     assert speed_evidence(result, Judgement())["throughput_under_latency"].candidate.value == 0
 
 
-@pytest.mark.usefixtures("no_probes")
+@pytest.mark.usefixtures("judge_here")
 def test_texts_of_a_given_length_are_measured(make_text_bundle: Callable[..., Path]) -> None:
     columns = {"text": ["the cat sat", "dog ran far on the mat"], "text_pair": ["dog", "cat"]}
     root = make_text_bundle("feature-extraction", columns, max_length=16)

@@ -24,7 +24,7 @@ from runtime.report.passes import PASSES_FILE, PassModel, PassRow
 from runtime.report.report import render_markdown, render_text, to_dict
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
-pytestmark = pytest.mark.usefixtures("no_probes")
+pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
 N = 300
 ONE = ("onnxruntime-cpu",)

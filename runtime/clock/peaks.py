@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.backends import Feeds, Session, find_backend, open_model
-from runtime.bundle.onnx_write import Node, write_model
+from runtime.backends import Feeds, find_backend, open_model
+from runtime.clock.graphs import Node, write_model
+from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
-from runtime.measure.timing import time_rounds
 
 ROWS, WIDTH = 128, 1024
 """Of the large product."""
-ROUNDS = 30
+CALLS = 30
 BUDGET_S = 1.0
 READER = "onnxruntime-cpu"
 LEAST_READ, MOST_READ = 1 << 20, 1 << 26
@@ -108,7 +108,7 @@ Trial = tuple[bytes, Feeds]
 def _time(backend: str, threads: int, trials: Sequence[Trial]) -> list[float | None]:
     """Return the seconds of a quick call of each."""
     found: list[float | None] = [None] * len(trials)
-    runs: list[tuple[int, Session, Feeds]] = []
+    runs: list[tuple[int, Call]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peaks.")))
         for number, (content, feeds) in enumerate(trials):
@@ -120,11 +120,10 @@ def _time(backend: str, threads: int, trials: Sequence[Trial]) -> list[float | N
                 session.run(feeds)
             except RuntimeFailure:  # no kernel for it here
                 continue
-            runs.append((number, session, feeds))
+            runs.append((number, make_call(session, [feeds])))
         if runs:
-            sessions, feeds_of = [s for _, s, _ in runs], [[f] for _, _, f in runs]
-            times = time_rounds(sessions, feeds_of, ROUNDS, 2, 0, BUDGET_S)
-            for (number, *_), row in zip(runs, times, strict=True):
+            turns = time_in_turns([call for _, call in runs], CALLS, budget_s=BUDGET_S, one_thread=threads == 1)
+            for (number, _), row in zip(runs, turns.seconds, strict=True):
                 found[number] = float(row.min())  # other work only slows calls down, and this is of what can be
     return found
 

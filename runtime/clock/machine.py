@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -34,8 +35,17 @@ def environment(threads: int) -> dict[str, Any]:
     }
 
 
+BUSY = 0.02
+"""Share of the time that other work had the processor, from which on it is worth a word."""
+
+
 def say_busy(machine: Mapping[str, Any]) -> str:
-    """Return a sentence where an `environment` had more work than cores; else ""."""
+    """Return a sentence where other work had the processor ("taken", of what was timed), or more than cores; else ""."""
+    taken = machine.get("taken")
+    if taken is not None:
+        if taken <= BUSY:
+            return ""
+        return f"Other work had the processor for {taken:.0%} of the time that was measured; that is not counted."
     load, cores = machine.get("load_average"), machine.get("cores")
     if load is None or cores is None or load <= cores:
         return ""
@@ -59,3 +69,14 @@ def _find_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def peak_memory_bytes() -> int:
+    """Return the most resident memory this process has had: VmHWM on Linux, ru_maxrss elsewhere."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        return int(lines["VmHWM"].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

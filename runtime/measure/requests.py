@@ -1,0 +1,149 @@
+"""Time decoders by whole requests: a prompt read, and its answer generated.
+
+Tokens are chosen greedily, and an answer goes on after the token that would end it, so that all requests are equally
+long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from runtime.backends import Feeds
+from runtime.bundle.columns import Array, Columns, count
+from runtime.bundle.format import Benchmark
+from runtime.clock.turns import WARMUP_BUDGET_S, no_garbage_collection
+from runtime.decode.answers import repeat_tokens
+from runtime.decode.kv_cache import Decoder, EncodedDecoder
+from runtime.encode.language import LanguageEncoder
+from runtime.encode.seq2seq import Seq2SeqEncoder
+from runtime.errors import UsageError
+
+LEAST_REQUESTS = 2
+"""Requests of each decoder that a process times, whatever they take."""
+PROMPTS = 16
+"""Different batches of prompts that the rounds go through in turn."""
+MAX_REQUEST_POWER = 6
+"""Batches of up to 2^6 prompts are tried for goodput."""
+Prompts = Sequence[Array] | Feeds
+"""A batch of prompts: tokens of each, or of an encoder-decoder the inputs of its encoder."""
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """Seconds of every round, one row a model; each array with an axis of processes before these, or without."""
+
+    first: Array  # [models, rounds]: the prompts read and the first tokens chosen
+    steps: Array  # [models, rounds, new_tokens - 1]: each further token
+    of_prompts: bool = True
+    """Whether prompts are texts, whose tokens can be counted; a recording is none."""
+
+    @property
+    def per_token(self) -> Array:
+        """Return the mean seconds over a request's further tokens, [..., models, rounds]."""
+        result: Array = self.steps.mean(axis=-1)
+        return result
+
+    @property
+    def whole(self) -> Array:
+        """Return the seconds of each whole request, [..., models, rounds]."""
+        result: Array = self.first + self.steps.sum(axis=-1)
+        return result
+
+
+def make_prompts(
+    encoder: LanguageEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int
+) -> list[list[Array]]:
+    """Cut PROMPTS batches of prompts of exactly `n_tokens` at random places out of the samples' tokens in a row."""
+    tokens = np.concatenate(encoder.sequences(encoder.samples(columns)))
+    tokens = np.resize(tokens, max(len(tokens), n_tokens))  # repeated where there are too few
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - n_tokens + 1, (PROMPTS, batch_size))
+    return [[tokens[start : start + n_tokens] for start in batch] for batch in starts]
+
+
+def make_sources(encoder: Seq2SeqEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int) -> list[Feeds]:
+    """Return at most PROMPTS batches of what an encoder reads, drawn from the samples, each text `n_tokens` long."""
+    n = count(columns)
+    drawn = np.random.default_rng(seed).integers(0, n, (min(PROMPTS, n), batch_size))
+    return [repeat_tokens(encoder.source_feeds(columns, rows), n_tokens) for rows in drawn]
+
+
+def time_requests(
+    decoders: Sequence[Decoder | EncodedDecoder],
+    prompts: Sequence[Prompts],
+    new_tokens: int,
+    rounds: int,
+    warmup: int,
+    seed: int,
+    budget_s: float,
+    one_thread: bool = True,
+    exactly: int | None = None,
+) -> RequestTimes:
+    """Time whole requests of every decoder: at most `rounds` of each, as many as fit into `budget_s`.
+
+    LEAST_REQUESTS (or `rounds`, if less) whatever they take; `exactly` so many where that is given.
+    """
+    if new_tokens < 2:
+        raise UsageError(f"new_tokens is {new_tokens}, below 2: there is no time between tokens")
+    rng = np.random.default_rng(seed)
+    pace = sum(_warm_up_decoder(decoder, prompts[0], new_tokens, warmup) for decoder in decoders)
+    made = exactly or max(min(rounds, LEAST_REQUESTS), min(rounds, int(budget_s / max(pace, 1e-9))))
+    seconds = np.empty((len(decoders), made, new_tokens))
+    with no_garbage_collection():
+        for turn in range(made):
+            for m in rng.permutation(len(decoders)):
+                seconds[m, turn] = run_request(decoders[m], prompts[turn % len(prompts)], new_tokens, one_thread)
+    return RequestTimes(seconds[:, :, 0], seconds[:, :, 1:])
+
+
+def run_request(decoder: Any, prompts: Prompts, new_tokens: int, one_thread: bool = False) -> Array:
+    """Generate greedily; return the seconds that each token of the answers took, float64 [new_tokens].
+
+    `decoder`: a Decoder or an EncodedDecoder, with prompts of its kind. `one_thread`: it computes on one thread, and
+    what other work took of the processor is taken off.
+    """
+    marks = [(time.perf_counter(), time.process_time())]
+    tokens = decoder.start(prompts, decoder.room(prompts, new_tokens)).argmax(axis=1)
+    marks.append((time.perf_counter(), time.process_time()))
+    for _ in range(new_tokens - 1):
+        tokens = decoder.step(tokens).argmax(axis=1)
+        marks.append((time.perf_counter(), time.process_time()))
+    seconds: Array = np.diff(marks, axis=0)  # [new_tokens, 2]: of the wall, of the processor
+    return seconds.min(axis=1) if one_thread else seconds[:, 0]
+
+
+def _warm_up_decoder(decoder: Decoder | EncodedDecoder, prompts: Prompts, new_tokens: int, requests: int) -> float:
+    """Run at least one request; return the seconds of the last."""
+    start = time.perf_counter()
+    seconds = float(run_request(decoder, prompts, new_tokens).sum())
+    for _ in range(1, requests):
+        if time.perf_counter() - start > WARMUP_BUDGET_S:
+            break
+        seconds = float(run_request(decoder, prompts, new_tokens).sum())
+    return seconds
+
+
+def find_goodput(timed: Callable[[int], RequestTimes], settings: Benchmark) -> list[float]:
+    """Return requests per second of each decoder at its largest batch that keeps the limits; 0 where even one is late.
+
+    `timed`: times requests of so many prompts. Limits hold for `latency_percentile` of the requests.
+    """
+
+    def keep_limit(seconds: Array, limit_ms: float | None) -> Array:
+        late = 1000 * np.percentile(seconds, settings.latency_percentile, axis=1)  # [models]
+        kept: Array = late <= (np.inf if limit_ms is None else limit_ms)
+        return kept
+
+    rates, growing = [0.0, 0.0], np.array([True, True])
+    for batch_size in (2**power for power in range(MAX_REQUEST_POWER + 1)):
+        times = timed(batch_size)
+        growing &= keep_limit(times.first, settings.ttft_limit_ms) & keep_limit(times.per_token, settings.tpot_limit_ms)
+        medians = np.median(times.whole, axis=1)
+        rates = [batch_size / float(medians[m]) if growing[m] else rates[m] for m in range(2)]
+        if not growing.any():
+            break
+    return rates
