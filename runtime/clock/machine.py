@@ -40,7 +40,7 @@ BUSY = 0.02
 
 
 def say_busy(machine: Mapping[str, Any]) -> str:
-    """Return a sentence where other work had the processor ("taken", of what was timed), or more than cores; else ""."""
+    """Return a sentence where other work had the processor ("taken", of what was timed) or all cores; else ""."""
     taken = machine.get("taken")
     if taken is not None:
         if taken <= BUSY:

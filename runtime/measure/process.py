@@ -181,7 +181,9 @@ class _Process:
         settings, seconds = self.settings, self.order.seconds
         single = [self._make_call(number, session, "single") for number, session in enumerate(judged)]
         self.arrays["calls"] = self._time("calls", single, settings.iterations, seconds.calls, seconds.least_calls)
-        self._time_device(judged, single)
+        on_device = time_on_device(judged, single)
+        if on_device is not None:
+            self.arrays["device"] = on_device
         self._time_beside(single[0], lambda number, session: self._make_call(number, session, "single"))
         large = [self._make_call(number, session, "large") for number, session in enumerate(judged)]
         count = max(1, settings.iterations // 4)  # each is many samples
@@ -215,18 +217,6 @@ class _Process:
         ratios[working] = np.median(medians[1:] / medians[0], axis=1)
         self.arrays["beside"] = ratios
         del self.record["shapes"]["beside"]  # they need not be alike: a ratio is kept of each
-
-    def _time_device(self, judged: Sequence[Session], calls: Sequence[Call]) -> None:
-        """Read the device's own clock (CUDA events), copies left out, where all have one: seconds [models, rounds]."""
-        clocks = [session for session in judged if isinstance(session, DeviceTimed)]
-        if len(clocks) < len(judged):
-            return
-        device = np.empty((len(judged), MIN_ROUNDS))
-        for turn in range(MIN_ROUNDS):
-            for m, (call, clock) in enumerate(zip(calls, clocks, strict=True)):
-                call(turn)
-                device[m, turn] = clock.device_ms / 1000
-        self.arrays["device"] = device
 
     def _measure_energy(self, works: Sequence[Call], amount: int) -> None:
         meter = find_meter(self.order.models[0].backend)
@@ -339,3 +329,16 @@ def _resize(batch: Prompts, size: int) -> Prompts:
     if isinstance(batch, dict):
         return {name: np.resize(values, (size, *values.shape[1:])) for name, values in batch.items()}
     return [batch[row % len(batch)] for row in range(size)]
+
+
+def time_on_device(judged: Sequence[Session], calls: Sequence[Call]) -> Array | None:
+    """Read the device's own clock (CUDA events), copies left out: seconds [models, rounds]; None where one has none."""
+    clocks = [session for session in judged if isinstance(session, DeviceTimed)]
+    if len(clocks) < len(judged):
+        return None
+    device = np.empty((len(judged), MIN_ROUNDS))
+    for turn in range(MIN_ROUNDS):
+        for m, (call, clock) in enumerate(zip(calls, clocks, strict=True)):
+            call(turn)
+            device[m, turn] = clock.device_ms / 1000
+    return device

@@ -16,6 +16,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
+from timed import as_processes
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
@@ -86,7 +87,7 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
         baseline = {"logits": logits}
         metrics = [METRICS[metric] for metric in ("top1", "agreement", "kl")]
         evidence = quality_evidence(metrics, {"logits": ours}, baseline, labels, judgement, groups)
-        evidence |= {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
+        evidence |= {"latency_p50": timing_evidence("latency_p50", 50, as_processes(seconds), 0.95)}
         evidence |= size_evidence(4096, 1024 if not wrong else 512)
         manifest = write_bundle(root, replace(make_manifest(root, name, labels), judgement=judgement))
         evaluation = describe_evaluation(manifest)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.measure.timing import device_rounds
 from tensorrt_fakes import RECORDED, Doubling, HostCuda, Library, load_engine
 
 from runtime.backends import open_options, tensorrt
 from runtime.bundle.engine import EngineRecord, Here, InputShapes, why_not_here
 from runtime.bundle.manifest import Artifact
+from runtime.clock.turns import MIN_ROUNDS, make_call
 from runtime.errors import BundleError, RuntimeFailure, UsageError
+from runtime.measure.process import time_on_device
 from runtime.nvidia import cuda, tensorrt_api
 from runtime.nvidia.gpu import Gpu
 
@@ -148,11 +149,12 @@ def test_an_engine_without_weights_gets_those_of_the_file_that_the_bundle_names(
 def test_times_of_the_gpu_alone_where_all_models_run_on_it(stand_in: Any) -> None:
     opened, _, _ = stand_in
     session, feeds = opened(), [rows(2), rows(3)]
-    times = device_rounds([session, session], [feeds, feeds], rounds=5)
+    call = make_call(session, feeds)
+    times = time_on_device([session, session], [call, call])
     assert times is not None
-    assert times.shape == (2, 5) and np.allclose(times, 0.0015)
+    assert times.shape == (2, MIN_ROUNDS) and np.allclose(times, 0.0015)
     elsewhere = type("OnTheCpu", (), {"run": lambda self, feeds: feeds})()
-    assert device_rounds([session, elsewhere], [feeds, feeds], rounds=5) is None
+    assert time_on_device([session, elsewhere], [call, call]) is None
 
 
 def test_an_error_of_cuda_is_raised_by_its_name() -> None:

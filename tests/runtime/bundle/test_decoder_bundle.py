@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runtime.measure.probe import Probe
+from shortcuts import few_rounds, without_processes
 
 from runtime import open_bundle
 from runtime.__main__ import main
@@ -32,10 +32,11 @@ from runtime.bundle.format import (
 from runtime.bundle.manifest import BuildScore, Judgement
 from runtime.decode.scoring import score
 from runtime.errors import BundleError, UsageError
-from runtime.judge.evidence import quantities
+from runtime.judge.evidence import request_evidence
 from runtime.judge.findings import OF_DECODERS
 from runtime.judge.validate import validate
 from runtime.measure.benchmark import benchmark, speed_evidence
+from runtime.measure.requests import RequestTimes
 from runtime.metrics import MEASURED
 from runtime.report.report import render_markdown, render_text, verdict_line
 
@@ -44,8 +45,9 @@ FAST = Benchmark(warmup=1, iterations=40, prompt_tokens=8, new_tokens=5)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.benchmark.probe", lambda *args: Probe((1.0, 2.0), (100.0, 200.0)))
+def quick() -> Iterator[None]:
+    with without_processes(), few_rounds():
+        yield
 
 
 # judging
@@ -147,24 +149,28 @@ def test_a_decoder_is_timed_by_whole_requests(make_decoder_bundle: MakeBundle) -
     before = sorted(root.rglob("*"))
     result = benchmark(root)
     assert sorted(root.rglob("*")) == before
-    assert result.requests is not None and result.rounds == FAST.iterations
-    assert result.requests.first.shape == (2, 40) and result.requests.steps.shape == (2, 40, 4)
-    assert result.latency_s.shape == (2, 160)
-    assert result.limited == (None, None)
+    assert result.requests is not None and result.n_processes == 6
+    assert result.requests.first.shape == (6, 2, 7), "40 iterations in six processes"
+    assert result.requests.steps.shape == (6, 2, 7, 4)
+    assert result.limited is not None and not result.limited.any()
     assert min(result.probes[0].peak_memory_bytes) >= 0 and len(result.probes[1].load_ms) == 3
     found = speed_evidence(replace(result, energy="not here"), Judgement())
     unasked = {"cost_per_million", "energy"}
     assert set(found) == {n for n, m in MEASURED.items() if m.generates is not False} - unasked
     assert found["goodput"].candidate.value == 0
     tokens_per_s = 2 * 1000 / found["tpot"].candidate.value
-    assert found["decode_rate"].candidate.value == pytest.approx(tokens_per_s)
+    assert found["decode_rate"].candidate.value == pytest.approx(tokens_per_s, rel=0.05), (
+        "medians of six processes each"
+    )
 
 
 def test_quantities_are_those_of_the_definition() -> None:
     settings = Benchmark(batch_size=3, prompt_tokens=10, new_tokens=4, price_per_hour=7.2)
     rng = np.random.default_rng(0)
     first, steps = rng.random(11), rng.random((11, 3))
-    found = {one.name: one.value(first, steps) for one in quantities(settings)}
+    times = RequestTimes(first[None, None], steps[None, None])
+    evidence = request_evidence(times, Judgement(benchmark=settings))
+    found = {name: known.candidate.value for name, known in evidence.items()}
     assert found["ttft"] == pytest.approx(1000 * np.median(first))
     assert found["tpot"] == pytest.approx(1000 * np.median(steps.mean(axis=1)))
     assert found["itl_p95"] == pytest.approx(1000 * np.percentile(steps.ravel(), 95))
@@ -358,7 +364,7 @@ def test_a_lone_candidate_is_evaluated_and_timed(lone_bundle: Callable[..., Path
     with open_bundle(root) as bundle:
         assert bundle.evaluate()["kl_token"] > 0
     result = benchmark(root)
-    assert result.requests is not None and result.requests.first.shape == (1, FAST.iterations)
+    assert result.requests is not None and result.requests.first.shape == (6, 1, 7)
 
 
 def test_a_lone_candidate_that_is_not_the_one_that_was_scored_is_refused(lone_bundle: Callable[..., Path]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from timed import as_processes
 
-from runtime.bundle.format import Judgement
 from runtime.bundle.onnx_file import GraphFacts, graph_facts
 from runtime.judge.advice import (
     Subject,
@@ -76,10 +76,8 @@ def test_what_a_runtime_computes_once_as_it_loads_a_graph_is_no_cost(tmp_path: P
 
 def latency(before_ms: float, after_ms: float) -> dict[str, Evidence]:
     seconds = np.array([[before_ms], [after_ms]]) / 1000 * np.linspace(0.99, 1.01, 40)
-    judgement = Judgement()
-    return {
-        name: timing_evidence(name, p, seconds, judgement) for name, p in (("latency_p50", 50), ("latency_p99", 99))
-    }
+    processes = as_processes(seconds)
+    return {name: timing_evidence(name, p, processes, 0.95) for name, p in (("latency_p50", 50), ("latency_p99", 99))}
 
 
 X86 = {"cpu_flags": ["avx2"]}
@@ -171,7 +169,7 @@ def test_the_reason_why_files_are_no_smaller_is_what_was_done(
 
 def test_an_unknown_interval_is_told_in_words() -> None:
     few = np.array([[2.0], [2.0]]) / 1000 * np.linspace(0.99, 1.01, 5)
-    evidence = {"latency_p50": timing_evidence("latency_p50", 50, few, Judgement())}
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, as_processes(few, n=3), 0.95)}
     (said,) = slower(evidence, on("onnxruntime-cpu", X86, PLAIN))
     assert said.endswith("2 ms against 2 ms on onnxruntime-cpu, 1.00x (interval unknown).")
     assert (
@@ -212,7 +210,10 @@ def test_a_busy_machine_is_told() -> None:
     assert noisy(latency(3, 2), {"load_average": None, "cores": 2}) == []
     (said,) = noisy(latency(3, 2), {"load_average": 4.0, "cores": 2})
     assert "load average 4 on 2 cores" in said
-    late = timing_evidence("latency_p99", 99, np.full((2, 20), 0.1), Judgement())
+    (said,) = noisy(latency(3, 2), {"load_average": 4.0, "cores": 2, "taken": 0.43})
+    assert said.startswith("Other work had the processor for 43% of the time")
+    assert noisy(latency(3, 2), {"load_average": 4.0, "cores": 2, "taken": 0.01}) == []
+    late = timing_evidence("latency_p99", 99, as_processes(np.full((2, 20), 0.1)), 0.95)
     (said,) = noisy({**latency(3, 2), "latency_p99": late}, {})
     assert "p99 is 50.0x p50" in said
 
@@ -220,7 +221,7 @@ def test_a_busy_machine_is_told() -> None:
 def test_a_ratio_that_is_not_that_of_the_times_beside_it_is_explained() -> None:
     before = np.array([9.5] * 11 + [1.0] * 9)
     rounds = np.array([before, np.concatenate([before[:9] / 1.04, [6.8] * 2, before[11:] / 1.04])]) / 1000
-    evidence = {"latency_p50": timing_evidence("latency_p50", 50, rounds, Judgement())}
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, as_processes(rounds), 0.95)}
     (said,) = disagreeing(evidence)
     assert said.startswith(
         "latency_p50: the two medians differ by 1.40x, and in the median round the candidate is 1.04x"

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from timed import as_processes
 
 from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
 from runtime.judge.evidence import (
     Evidence,
+    process_evidence,
     quality_evidence,
     range_evidence,
     select_metrics,
     size_evidence,
-    throughput_under_latency_evidence,
     timing_evidence,
 )
 from runtime.judge.gates import GateResult, check_gates, judge, overall
@@ -182,7 +183,7 @@ def test_speedup_of_a_model_twice_as_fast() -> None:
     rng = np.random.default_rng(0)
     pace = rng.gamma(50, 1 / 50, size=100)  # the machine's, the same for both
     seconds = np.stack([0.010 * pace, 0.005 * pace])
-    evidence = {"latency_p50": timing_evidence("latency_p50", 50, seconds, Judgement())}
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, as_processes(seconds), 0.95)}
     gates = Gate("latency_p50", min_speedup=1.9), Gate("latency_p50", min_speedup=2.1), Gate("latency_p50", max=6)
     results = judge(Judgement(gates=gates), evidence)
     assert [r.verdict for r in results] == ["pass", "fail", "pass"]
@@ -194,8 +195,8 @@ def test_a_slower_model_has_dropped_in_latency_and_throughput() -> None:
     pace = np.random.default_rng(0).permutation(np.linspace(1.0, 1.1, 200))
     seconds = np.stack([0.010 * pace, 0.020 * pace])
     evidence = {
-        "latency_p95": timing_evidence("latency_p95", 95, seconds, Judgement()),
-        "throughput": timing_evidence("throughput", 50, seconds, Judgement(), batch_size=8),
+        "latency_p95": timing_evidence("latency_p95", 95, as_processes(seconds), 0.95),
+        "throughput": timing_evidence("throughput", 50, as_processes(seconds), 0.95, lambda second: 8 / second),
     }
     gates = (
         Gate("latency_p95", max_drop=1.0),
@@ -207,19 +208,18 @@ def test_a_slower_model_has_dropped_in_latency_and_throughput() -> None:
     assert [r.verdict for r in judge(Judgement(gates=gates), evidence)] == ["fail", "pass", "fail", "pass", "pass"]
 
 
-def test_few_rounds_cannot_tell() -> None:
-    evidence = {"latency_p50": timing_evidence("latency_p50", 50, np.full((2, 3), 0.01), Judgement())}
+def test_few_processes_cannot_tell() -> None:
+    seconds = as_processes(np.full((2, 3), 0.01), n=3)
+    evidence = {"latency_p50": timing_evidence("latency_p50", 50, seconds, 0.95)}
     (result,) = judge(Judgement(gates=(Gate("latency_p50", max=20),)), evidence)
     assert result.verdict == "undecided"
-    assert "at least 15 would be needed" in result.why
+    assert "at least 6 would be needed" in result.why
 
 
 def test_fresh_processes_are_judged_by_their_whole_range() -> None:
     evidence = {
-        "load_time": range_evidence(
-            "load_time", (100.0, 102, 110, 111, 118, 120), (50.0, 51, 52, 52, 57, 60), Judgement()
-        ),
-        "peak_memory": range_evidence("peak_memory", (4e6,) * 6, (1e6,) * 5 + (2e6,), Judgement()),
+        "load_time": range_evidence("load_time", (100.0, 102, 110, 111, 118, 120), (50.0, 51, 52, 52, 57, 60), 0.95),
+        "peak_memory": range_evidence("peak_memory", (4e6,) * 6, (1e6,) * 5 + (2e6,), 0.95),
     }
     gates = (
         Gate("load_time", min_speedup=1.6),
@@ -230,7 +230,7 @@ def test_fresh_processes_are_judged_by_their_whole_range() -> None:
     results = judge(Judgement(gates=gates), evidence)
     assert [r.verdict for r in results] == ["pass", "undecided", "pass", "undecided"]
     assert evidence["peak_memory"].speedup is None
-    few = {"load_time": range_evidence("load_time", (100.0, 110.0, 120.0), (50.0, 52.0, 60.0), Judgement())}
+    few = {"load_time": range_evidence("load_time", (100.0, 110.0, 120.0), (50.0, 52.0, 60.0), 0.95)}
     (result,) = judge(Judgement(gates=(Gate("load_time", max=90),)), few)
     assert result.verdict == "undecided"
     assert "at least 6 would be needed" in result.why
@@ -243,19 +243,19 @@ def test_sizes_are_exact() -> None:
     assert results[3].why == "size_ratio 4 is not at least 4.1"
 
 
-def test_throughput_under_latency_uses_each_sides_own_batch() -> None:
-    times = np.full(20, 0.01)
+def test_a_rate_within_a_limit_is_of_each_sides_own_batch() -> None:
+    rates = np.array([[200.0, 800.0]] * 6)  # [processes, models]
     judgement = Judgement(
         gates=(Gate("throughput_under_latency", min_speedup=4), Gate("throughput_under_latency", min=900))
     )
-    found = throughput_under_latency_evidence(((2, times), (8, times)), judgement)
-    assert (found.baseline and found.baseline.value, found.candidate.value) == (pytest.approx(200), pytest.approx(800))
+    found = process_evidence("throughput_under_latency", rates, 0.95)
+    assert found.speedup is not None and found.speedup.value == 4.0
     assert [r.verdict for r in judge(judgement, {found.name: found})] == ["pass", "fail"]
 
 
-def test_a_candidate_that_is_always_late_has_no_throughput_under_latency() -> None:
+def test_a_candidate_that_is_always_late_has_no_rate() -> None:
     judgement = Judgement(gates=(Gate("throughput_under_latency", min=1),))
-    found = throughput_under_latency_evidence(((2, np.full(20, 0.01)), None), judgement)
+    found = process_evidence("throughput_under_latency", np.array([[200.0, 0.0]] * 6), 0.95)
     assert found.candidate.value == 0
     assert judge(judgement, {found.name: found})[0].verdict == "fail"
 

@@ -86,7 +86,7 @@ def test_the_report_is_in_the_bundle_and_the_bundle_stays_intact(make_bundle: Ma
     assert data["manifest_digest"] == verify(root).digest
     assert data["layers"] == [{"name": "fc", "bits": 8}]
     assert data["n_samples"] == N
-    assert data["benchmark"]["rounds"] == 12
+    assert data["benchmark"]["processes"] == 6
     assert data["candidate"]["latency_ms"].keys() == {"p50", "p90", "p95", "p99"}
     assert [row["artifact"] for row in data["backends"]] == ["baseline", "candidate"]
     assert sum(row["fastest"] for row in data["backends"]) == 1

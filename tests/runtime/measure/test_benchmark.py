@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.measure.probe import probe
-from runtime.measure.timing import LASTING_S, MIN_ROUNDS, SURE_ROUNDS, time_rounds
+from shortcuts import few_rounds, without_processes
 
 from runtime.backends import BACKENDS, tensorrt
 from runtime.bundle.engine import EngineRecord
@@ -25,13 +23,12 @@ from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.alternatives import available_others
 from runtime.measure.benchmark import (
-    LATENCIES,
-    RATES,
+    SHOWN,
     BenchmarkResult,
     backend_of,
     benchmark,
     choose_backend,
-    find_lasting_s,
+    count_processes,
     graph_backend,
     settings_for,
     speed_evidence,
@@ -114,109 +111,23 @@ def test_only_texts_can_be_stretched() -> None:
         stretch({"x": np.zeros((1, 2))}, 4)
 
 
-# timing
+# processes
 
 
-class Recorder:
-    """A session that notes its name, and the batch it was given, in a common diary."""
-
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
-
-    def __init__(self, name: str, diary: list[tuple[str, int]]) -> None:
-        self.name, self.diary = name, diary
-
-    def run(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.diary.append((self.name, int(feeds["x"][0])))
-        return {}
-
-    def close(self) -> None: ...
-
-
-def diary_of(rounds: int, warmup: int, seed: int, budget_s: float = 60.0) -> tuple[list[tuple[str, int]], np.ndarray]:
-    diary: list[tuple[str, int]] = []
-    feeds = [{"x": np.array([k])} for k in range(3)]
-    seconds = time_rounds([Recorder(n, diary) for n in "ab"], [feeds, feeds], rounds, warmup, seed, budget_s)
-    return diary, seconds
-
-
-class Clock:
-    """Times of calls that are told, by the session's name and how often it was timed; each is how long it takes."""
-
-    def __init__(self, paces: dict[str, Callable[[int], float]]) -> None:
-        self.now, self.paces, self.calls = 0.0, paces, Counter[str]()
-
-    def timed(self, session: Recorder, feeds: Any) -> float:
-        self.calls[session.name] += 1
-        seconds = self.paces[session.name](self.calls[session.name])
-        self.now += seconds
-        return seconds
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def rounds_made(
-    monkeypatch: pytest.MonkeyPatch, pace_of_b: Callable[[int], float], settling_s: float = 5.0, lasting_s: float = 0.0
-) -> int:
-    clock = Clock({"a": lambda call: 0.01 + 1e-4 * (call * 7 % 13), "b": pace_of_b})
-    monkeypatch.setattr("runtime.measure.timing._time_call", clock.timed)
-    monkeypatch.setattr("runtime.measure.timing.time.perf_counter", clock.perf_counter)
-    feeds = [{"x": np.array([0])}]
-    return time_rounds([Recorder(n, []) for n in "ab"], [feeds, feeds], 40, 1, 0, 60.0, settling_s, lasting_s).shape[1]
-
-
-def test_rounds_whose_ratio_drifts_are_added_to_until_it_does_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SURE_ROUNDS <= rounds_made(monkeypatch, lambda call: 0.01) < 2 * SURE_ROUNDS, "too few to see a drift"
-    monkeypatch.setattr("runtime.measure.timing.SURE_ROUNDS", 0)
-    assert rounds_made(monkeypatch, lambda call: 0.01) == 40
-    slower_once = rounds_made(monkeypatch, lambda call: 0.01 * (2 if 20 <= call < 30 else 1) + 1e-5 * (call * 5 % 11))
-    assert slower_once in (80, 160)
-    for_ever = rounds_made(monkeypatch, lambda call: 0.01 * (1 + call / 100))
-    assert 100 < for_ever < 200, "all of five seconds, no more"
-
-
-def test_rounds_last_as_long_as_a_gate_on_speed_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.timing.SURE_ROUNDS", 0)
-    lasting = rounds_made(monkeypatch, lambda call: 0.01, settling_s=0.0, lasting_s=8.0)
-    assert 180 <= lasting <= 220  # both are called twice a round, 10 ms each
-    gates = [Gate("latency_p95", max=5.0), Gate("top1", max_drop=0.01)]
-    assert find_lasting_s(gates, LATENCIES) == LASTING_S
-    assert find_lasting_s(gates, RATES) == find_lasting_s([], LATENCIES) == 0.0
-
-
-def test_every_round_calls_each_model_on_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", np.inf)
-    diary, seconds = diary_of(rounds=40, warmup=2, seed=0)
-    assert seconds.shape == (2, 40)
-    assert (seconds > 0).all()
-    assert [name for name, _ in diary[:4]] == ["a", "a", "b", "b"]
-    timed = [diary[4 + 4 * r : 8 + 4 * r] for r in range(40)]  # each call is preceded by one that is not timed
-    for r, calls in enumerate(timed):
-        assert {batch for _, batch in calls} == {r % 3}
-        assert calls[0] == calls[1]
-        assert calls[2] == calls[3]
-        assert {calls[0][0], calls[2][0]} == {"a", "b"}
-
-
-def test_slow_calls_are_made_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", 0.0)
-    diary, _ = diary_of(rounds=10, warmup=1, seed=0)
-    assert len(diary) == 2 + 20
-
-
-def test_the_order_within_a_round_is_random_and_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.measure.timing.SETTLED_S", np.inf)
-    firsts = [diary_of(40, 1, seed)[0][2::4] for seed in (0, 0, 1)]
-    assert {name for name, _ in firsts[0]} == {"a", "b"}
-    assert firsts[0] == firsts[1]
-    assert firsts[0] != firsts[2]
-
-
-def test_a_budget_cuts_the_rounds_but_never_below_what_an_interval_needs() -> None:
-    assert diary_of(100, 1, 0, budget_s=0.0)[1].shape == (2, MIN_ROUNDS)
-    assert diary_of(4, 1, 0, budget_s=0.0)[1].shape == (2, 4)
-    assert diary_of(4, 0, 0)[1].shape == (2, 4)
+@pytest.mark.parametrize(
+    ("gates", "confidence", "count"),
+    [
+        ((), 0.95, 6),
+        ((Gate("top1", max_drop=0.01), Gate("size_ratio", min=2.0)), 0.95, 6),
+        ((Gate("latency_p95", max=5.0),), 0.95, 9),
+        ((Gate("tpot", min_speedup=1.5),), 0.99, 12),
+        ((Gate("peak_memory", max=1e9),), 0.95, 12),
+    ],
+)
+def test_as_many_processes_as_an_interval_needs(gates: tuple[Gate, ...], confidence: float, count: int) -> None:
+    assert count_processes(Judgement(gates=gates, confidence=confidence)) == count
+    asked = Judgement(gates=gates, confidence=confidence, benchmark=Benchmark(processes=3))
+    assert count_processes(asked) == 3
 
 
 # a bundle
@@ -226,28 +137,39 @@ def test_a_budget_cuts_the_rounds_but_never_below_what_an_interval_needs() -> No
 def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(image_bundle, replace(FAST, latency_limit_ms=1e6, price_per_hour=3.6))
     before = sorted(image_bundle.rglob("*"))
-    monkeypatch.setattr("runtime.measure.benchmark.find_meter", lambda backend: JouleARead())
-    monkeypatch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
-    result = benchmark(image_bundle, threads=1)
+    monkeypatch.setattr("runtime.measure.process.find_meter", lambda backend: JouleARead())
+    with without_processes(), few_rounds():
+        result = benchmark(image_bundle, threads=1)
     assert sorted(image_bundle.rglob("*")) == before
-    assert result.latency_s.shape == (2, 12)
-    assert result.limited is not None
-    assert [best and best[0] for best in result.limited] == [1024, 1024]
+    assert result.calls is not None and result.calls.shape[:2] == (6, 2)
+    assert result.limited is not None and (result.limited > 0).all()
     found = speed_evidence(result, Judgement())
     assert set(found) == {name for name, metric in MEASURED.items() if not metric.generates}
     assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
     assert found["energy"].candidate.value == pytest.approx(1000 / 4)  # of a thousand samples, four a call
     million = 1e6 / found["throughput"].candidate.value  # seconds
-    assert found["cost_per_million"].candidate.value == pytest.approx(million * 3.6 / 3600)
-    assert result.answers_s is not None and result.answers_s.shape == (2, 12, 4)
-    assert (result.answers_s > 0).all()
-    assert found["end_to_end_p50"].candidate.value > 1000 * float(np.median(result.answers_s[1, :, 2]))
+    assert found["cost_per_million"].candidate.value == pytest.approx(million * 3.6 / 3600, rel=0.05), (
+        "medians of six processes each"
+    )
+    assert result.answers is not None and result.answers.shape[:2] == (SHOWN, 2) and result.answers.shape[3] == 4
+    assert (result.answers > 0).all()
+    assert found["end_to_end_p50"].candidate.value > 1000 * float(np.median(result.answers[:, 1, :, 2]))
+    assert [len(probe.load_ms) for probe in result.probes] == [3, 3], "each process opened one of them first"
+
+
+@pytest.mark.slow
+def test_fresh_processes_find_what_this_one_would(image_bundle: Path) -> None:
+    result = benchmark(rewrite(image_bundle, replace(FAST, processes=2)))
+    assert result.calls is not None and result.calls.shape[:2] == (2, 2) and (result.calls > 0).all()
+    assert all(probe.peak_memory_bytes[0] >= 0 and probe.load_ms[0] > 0 for probe in result.probes)
+    found = speed_evidence(result, Judgement())["latency_p50"]
+    assert found.candidate.lacking == "at least 6 would be needed" and found.counted == "fresh processes"
 
 
 @pytest.mark.usefixtures("judge_here")
 def test_a_limit_that_nothing_keeps_gives_no_batch(image_bundle: Path) -> None:
     result = benchmark(rewrite(image_bundle, replace(FAST, latency_limit_ms=1e-6)))
-    assert result.limited == (None, None)
+    assert result.limited is not None and not result.limited.any()
     assert speed_evidence(result, Judgement())["throughput_under_latency"].candidate.value == 0
 
 
@@ -332,12 +254,6 @@ def test_engines_that_are_missing_or_of_another_gpu_leave_the_judging_to_the_gra
     assert chosen == "onnxruntime-cpu" and note is not None and why in note
     with pytest.raises(RuntimeFailure, match=f"backend 'tensorrt': .*{why}"):
         backend_of(manifest, "tensorrt")
-
-
-def test_a_probe_that_fails_passes_on_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"no model")
-    with pytest.raises(RuntimeFailure, match=r"measuring load time and memory failed: [\s\S]*model.onnx"):
-        probe("onnxruntime-cpu", tmp_path / "model.onnx", 1, {"x": np.zeros(1)}, {}, repeats=1)
 
 
 # where it was measured

@@ -11,10 +11,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from runtime.backends import find_backend
 from runtime.bundle.onnx_file import Graph, GraphNode, read_graph
+from runtime.clock import peaks
 from runtime.clock.graphs import write_model
 from runtime.clock.peaks import Peaks, Product, measure_peaks
 from runtime.errors import BundleError
-from runtime.measure import peaks
 from runtime.measure.profile import Profile, average_undisturbed
 from runtime.measure.profile_models import profile_model
 from runtime.measure.profile_onnxruntime import read_onnxruntime_profile

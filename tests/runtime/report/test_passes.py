@@ -15,6 +15,7 @@ from onnx import numpy_helper
 
 from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs, verify, write_bundle
 from runtime.bundle.manifest import KvCacheSpec
+from runtime.clock.turns import Turns
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import make_preprocessor
 from runtime.errors import BundleError
@@ -106,28 +107,29 @@ def test_a_change_is_paired_sample_by_sample(bundle: Path, tiny: Any) -> None:
     assert report.steps.rows[2].changes["kl"].interval is None, "of kl no row is held against the truth"
 
 
-def test_times_are_of_the_same_rounds(bundle: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Baseline, candidate and pass at 1, 2 and 3 times the pace, in rounds of which each is slower than the last."""
+def test_times_are_held_against_the_baseline_of_the_same_rounds(
+    bundle: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others take 3 times as long as the baseline, whose pace is another in each process."""
 
-    def timed(sessions: Sequence[Any], feeds: Any, rounds: int, *more: Any) -> np.ndarray:
-        return np.outer(np.arange(1, len(sessions) + 1), np.arange(1, rounds + 1)) / 1000
+    def timed(calls: Sequence[Any], count: int, *, seed: int, **more: Any) -> Turns:
+        paces = np.array([1.0, 3.0])[: len(calls), None, None]
+        return Turns(paces * np.full((len(calls), 5, 1), 0.001 * (1 + seed)))
 
-    monkeypatch.setattr("runtime.measure.benchmark.time_rounds", timed)
+    monkeypatch.setattr("runtime.measure.process.time_in_turns", timed)
     report = validate(
         bundle, ONE, passes=[pass_model(bundle, bundle / "model/model.onnx", tiny), PassModel("last", 2.0)]
     )
     assert report.steps is not None
-    assert [row.latency_ms for row in report.steps.rows] == pytest.approx([6.5, 19.5, 13.0])
-    assert [row.faster for row in report.steps.rows[1:]] == pytest.approx([1 / 3, 1 / 2])
+    assert [row.faster for row in report.steps.rows[1:]] == pytest.approx([1 / 3, 1 / 3])
+    assert report.steps.rows[0].latency_ms == pytest.approx(3.5)
 
 
-def test_more_models_in_the_rounds_change_neither_their_number_nor_what_else_is_measured(
-    bundle: Path, tiny: Any
-) -> None:
+def test_more_models_beside_change_nothing_that_else_is_measured(bundle: Path, tiny: Any) -> None:
     report = validate(
         bundle, ONE, passes=[*[pass_model(bundle, bundle / "model/model.onnx", tiny)] * 3, PassModel("x", 0.0)]
     )
-    assert report.benchmark["rounds"] == FAST.iterations
+    assert report.benchmark["processes"] == 6
     assert report.candidate.throughput_batch_size == 4 and report.candidate.peak_memory_bytes is not None
     assert [row["artifact"] for row in report.backends] == ["baseline", "candidate"]
 
