@@ -95,8 +95,7 @@ def choose_fastest(
         if not after or after[best] * (1 + WORTH) > before:
             break
         chosen, steps = steps[best], []
-    graphs = [timer.write(some) for some in (GraphState(state.model), write(rule), write(chosen))]
-    _, everywhere, fastest = timer.clock.compare(graphs, timer.feeds, PROOF_BUDGET_S)
+    _, everywhere, fastest = timer.compare([GraphState(state.model), write(rule), write(chosen)], PROOF_BUDGET_S)
     nothing = set(chosen.in_float) == set(state.integer)
     least = 1.0 if nothing else fastest.low  # in float altogether it is the float model's speed
     if chosen != rule and least <= everywhere.high * (1 + WORTH):

@@ -29,6 +29,7 @@ from compress.quantize.state import GraphState, Range
 from compress.timing.clock import Clock
 from runtime.clock.graphs import Attribute, Node, write_model
 from runtime.errors import RuntimeFailure
+from runtime.judge.stats import Estimate
 
 COPIES = 3
 LAYER_BUDGET_S = 0.6
@@ -96,6 +97,10 @@ class StateTimer:
     def time(self, states: Sequence[GraphState], budget_s: float) -> list[float]:
         """Return the milliseconds of a call of each state, as `Clock.time`."""
         return self.clock.time([self.write(state) for state in states], self.feeds, budget_s)
+
+    def compare(self, states: Sequence[GraphState], budget_s: float) -> list[Estimate]:
+        """Return how many times as fast as the first each state is, as `Clock.compare`."""
+        return self.clock.compare([self.write(state) for state in states], self.feeds, budget_s)
 
     def time_layers(
         self, calls: Iterable[LayerCall], dynamic: bool = False, log: Callable[[str], None] = print

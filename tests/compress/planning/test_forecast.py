@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,14 @@ from compress.planning.forecast import (
     forecast,
     matrix_rate,
 )
-from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, rounds_seconds
+from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, turns_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.rates import Columns, Rates
+from compress.quantize.fastest import PROOF_BUDGET_S, STEP_BUDGET_S
 from compress.quantize.gptq import Rules
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
+from compress.timing.clock import CALLS, PROCESSES
 from runtime.bundle.manifest import Benchmark
 
 MIB = 2**20
@@ -102,7 +105,7 @@ def test_the_terms() -> None:
     export = room.TRACED_A_LAYER * 1e-4 + 4 * 4 * MIB / 1e9
     judging = judging_seconds(RECIPE.validate_.benchmark, SAMPLES["evaluation"], calls)
     found = expect()
-    choosing = rounds_seconds([1e-3] * 6, 40, 2, 12.0)
+    choosing = choose([1e-3] * 6, calls)
     assert found.seconds == pytest.approx(10 + export + 1.0 + 1.6 + choosing + judging)
     assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + 80 * MIB + 2 * 4 * MIB
     assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
@@ -122,25 +125,29 @@ def test_more_work_takes_more() -> None:
 def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
     """Milliseconds of a call, the seconds of exporting, and the memory that they took."""
     latency = LatencyForecast("latency_p50", "onnxruntime-cpu", 4.0, 2.0, export_s=3.0, held_bytes=2**30)
-    about = RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32)
+    about, calls = (RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32)), Calls(4e-3, 2e-3, 0.5)
     stages = {s.name: s for s in forecast(*about, rates=GivenRates(), latency=latency).stages}  # type: ignore[arg-type]
     assert stages[room.EXPORT].seconds == pytest.approx(3.0 + 4 * 4 * MIB / 1e9)
-    assert stages["int8"].seconds == pytest.approx(rounds_seconds([4e-3, *[2e-3] * 5], 40, 2, 12.0) + 1.6 * 4.0)
-    calls = Calls(4e-3, 2e-3, 0.5)
+    assert stages["int8"].seconds == pytest.approx(choose([4e-3, *[2e-3] * 5], calls) + 1.6 * 4.0)
     assert stages["judging"].seconds == pytest.approx(judging_seconds(RECIPE.validate_.benchmark, 1000, calls))
     assert stages["judging"].memory_bytes == 2**30 + 80 * MIB + 2 * 4 * MIB
 
 
-def test_judging_takes_its_rounds_and_no_more_than_its_budgets() -> None:
-    speed = Benchmark(throughput_batch_size=1)
-    rounds = 100 * 4e-3 + 10 * 2e-3, 30 * 4e-3 + 3 * 2e-3  # of both models, called untimed before each timed call
-    settling = 100 * 4e-3, 170 * 4e-3  # up to 200 rounds
-    answers, processes = 110 * 2e-3, 2 * 3 * (0.5 + 3e-3)
-    expected = 1.0 + sum(rounds) + sum(settling) + answers + processes
-    assert judging_seconds(speed, 1000, Calls(1e-3, 1e-3, 0.5)) == pytest.approx(expected)
-    assert rounds_seconds([10.0, 10.0], 100, 10, 60.0, 5.0) == 40.0 + 30 * 20.0 + 5.0
+def choose(timed: Sequence[float], calls: Calls) -> float:
+    """Seconds of choosing a placement: two steps, and fresh processes that confirm it."""
+    steps = room.STEPS * turns_seconds(timed, CALLS, 2, STEP_BUDGET_S)
+    return steps + PROCESSES * calls.process_s + PROOF_BUDGET_S
+
+
+def test_judging_takes_its_calls_and_no_more_than_its_budgets() -> None:
+    assert turns_seconds([10.0, 10.0], 100, 10, 60.0) == 2 * 20.0 + 5 * 20.0, "warm-up, and the least rounds"
+    assert turns_seconds([0.1, 0.1], 100, 1, 10.0, 20.0) == pytest.approx(0.2 + 20.0), "as long as it is to last"
+    speed, swift = Benchmark(throughput_batch_size=1), Calls(1e-3, 1e-3, 0.5)
+    assert 6 * 0.5 < judging_seconds(speed, 0, swift) < 6 * 1.0, "six processes begin"
+    samples = judging_seconds(speed, 1000, swift) - judging_seconds(speed, 0, swift)
+    assert samples == pytest.approx(1.0)
     alone = requests_seconds(speed, Calls(0.1, 0.1, 0.5), [0.01])
-    assert alone == pytest.approx(60 + 3 * 0.74 + 3 * (0.5 + 2 * 0.74)), "the candidate alone, in its budget"
+    assert alone == pytest.approx(60 + 6 * (0.5 + 3 * 0.74)), "the candidate alone, in its budget"
 
 
 def test_learning_saves_its_state_on_the_disk() -> None:

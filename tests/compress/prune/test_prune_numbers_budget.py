@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +20,19 @@ from compress.prune.coupling import find_coupling
 from compress.prune.latency import (
     LatencyTable,
     LayerShape,
-    Stand,
     chain,
     find_wanted_layers,
-    from_json,
     grid,
+    keep_form,
     latency_cost,
     measure,
     measure_scale,
-    to_json,
 )
 from compress.prune.surgery import remove
 from compress.quantize.latency import round_all_roughly
 from compress.quantize.qdq import write_state
+from compress.timing.clock import Clock
+from compress.timing.kept import Kept
 from runtime.backends import find_backend
 
 
@@ -165,35 +164,38 @@ def test_a_chain_runs_and_has_the_layers_it_says(tmp_path: Path) -> None:
         (LayerShape((3, 2), (2, 1), (5, 6), 1, 8), 6, 1, 6),
         (LayerShape((), (), (7,), 0, 1), 6, 4, 4),
     ):
-        model, links = chain(shape, n_out, n_in)
-        onnx.checker.check_model(model)
-        assert len(model.graph.initializer) == 2 * links == 8
-        onnx.save(model, tmp_path / "chain.onnx")
+        model, size, links = chain(shape, n_out, n_in)
+        onnx.checker.check_model(ir.to_proto(model))
+        assert len(model.graph.initializers) == 2 * links == 8
+        ir.save(model, tmp_path / "chain.onnx")
         session = find_backend("onnxruntime-cpu").open(tmp_path / "chain.onnx", 1, {})
-        size = (1, width, *shape.places) if shape.kernel else (1, *shape.places, width)
+        assert size == ((1, width, *shape.places) if shape.kernel else (1, *shape.places, width))
         found = session.run({"x": np.ones(size, np.float32)})
         assert next(iter(found.values())).shape == size
-    assert chain(LayerShape((), (), (1,), 0, 1), 2048, 1024)[1] == 1
+    assert chain(LayerShape((), (), (1,), 0, 1), 2048, 1024)[2] == 1
 
 
 def test_a_chain_whose_channels_are_padded_for_int8_runs(tmp_path: Path) -> None:
     """Three channels, as of an image: what pads them is named after the layers."""
-    model, links = chain(LayerShape((3, 3), (1, 1), (8, 8), 0, 1), 6, 3)
-    written = write_state(round_all_roughly(ir.from_proto(model)), "u8s8")
+    model, _, links = chain(LayerShape((3, 3), (1, 1), (8, 8), 0, 1), 6, 3)
+    written = write_state(round_all_roughly(model), "u8s8")
     assert pad_input_channels(written) == 2 * links
     ir.save(written, tmp_path / "chain.onnx")
     find_backend("onnxruntime-cpu").open(tmp_path / "chain.onnx", 1, {}).close()
 
 
 @pytest.mark.slow
-def test_a_table_is_measured_interpolated_and_kept_as_json() -> None:
+def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.prune.latency.BUDGET_S", 0.0)
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions
     wanted = find_wanted_layers(module, dimensions, [[8], [12]], SAMPLE)
-    tables = measure(wanted, Stand("onnxruntime-cpu", 1, rounds=2, budget_s=0.1))
+    clock = Clock("onnxruntime-cpu", kept=Kept(tmp_path))
+    tables = measure(wanted, clock, keep_form, "float")
     assert len(tables) == len(wanted)
     assert all(table.ms[-1][-1] > 0 for table in tables)
-    assert from_json(json.loads(json.dumps(to_json(tables)))) == tables
+    monkeypatch.setattr(Clock, "time_each", None)
+    assert measure(wanted, clock, keep_form, "float") == tables
     table = LatencyTable(wanted[0].shape, (4, 8), (2, 4), ((1.0, 2.0), (3.0, 6.0)))
     assert table.at((8, 4)) == 6
     assert table.at((6, 3)) == 3

@@ -19,7 +19,7 @@ from compress.graph.layers import find_layers
 from compress.graph.run import Feeds
 from compress.passes import Fp8, Int8
 from compress.quantize.budgets import BudgetMissed
-from compress.quantize.latency import LayerTable, LayerTime, Stopwatch
+from compress.quantize.latency import LayerTime, StateTimer
 from compress.quantize.measure import measure_groups
 from compress.quantize.mixed import (
     Verdict,
@@ -33,8 +33,8 @@ from compress.quantize.mixed import (
 )
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
+from compress.timing.clock import Clock
 from compress.work import apply_pass
-from compress.work.contexts import GraphTiming
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = TARGETS["onnxruntime-cpu"]
@@ -98,40 +98,37 @@ def test_a_graph_of_the_least_bytes_that_is_still_too_large_is_refused(state: Gr
         price_bytes(state, group_fused(state), 9.0, write)
 
 
-class Clock(Stopwatch):
+class Sum(StateTimer):
     """Tells times of a sum: a millisecond for each float layer, a tenth of it in eight bits, and half for the rest."""
 
-    def time(self, states: Sequence[GraphState], feeds: Sequence[Feeds], budget_s: float) -> list[float]:
+    skew = 1.0
+    """By which the times of layers alone, in float, are wrong."""
+
+    def time(self, states: Sequence[GraphState], budget_s: float) -> list[float]:
         return [0.5 + sum(0.1 if layer.name in s.integer else 1.0 for layer in find_layers(s.model)) for s in states]
 
-
-def make_table(skew: float = 1.0) -> LayerTable:
-    """A table that tells every layer's times, those in float wrong by `skew`."""
-
-    class Table(LayerTable):
-        def measure(self, calls: Any, *rest: Any) -> dict[Any, LayerTime]:
-            return {call: LayerTime(skew, 0.1, 0.0, 0.0) for call in calls}
-
-    return Table(None)
+    def time_layers(self, calls: Any, *rest: Any) -> dict[Any, LayerTime]:
+        return {call: LayerTime(self.skew, 0.1, 0.0, 0.0) for call in calls}
 
 
 @pytest.mark.parametrize("skew", [1.0, 0.5, 1.4])
 def test_a_budget_of_time_is_kept_whatever_the_table_says(state: GraphState, skew: float) -> None:
-    groups, clock = [(name,) for name in state.integer], Clock("onnxruntime-cpu", 1, write)
+    groups, timer = [(name,) for name in state.integer], Sum(Clock("onnxruntime-cpu"), write, FEEDS)
+    object.__setattr__(timer, "skew", skew)
     hurt = [0.1 * (i + 1) for i in range(len(groups))]
-    prices = price_time(state, groups, 1.8, clock, FEEDS, make_table(skew), lambda _: None)
+    prices = price_time(state, groups, 1.8, timer, lambda _: None)
     mixed = restore_within_budget(state, groups, hurt, prices, lambda _: Verdict(), True, 1.0, lambda _: None)
-    before, after = clock.time([GraphState(state.model), mixed.state], FEEDS, 1.0)
+    before, after = timer.time([GraphState(state.model), mixed.state], 1.0)
     assert before / after >= 1.8
     allowed = int((before / 1.8 - 0.5 - 0.1 * len(groups)) / 0.9 + 1e-9)  # layers that the budget has room for
     assert set(mixed.layers) == {name for (name,) in groups[len(groups) - allowed :]}
     with pytest.raises(BudgetMissed, match=r"all layers in eight bits make it \d\.\d\d times as fast here"):
-        price_time(state, groups, 9.0, clock, FEEDS, make_table(), lambda _: None)
+        price_time(state, groups, 9.0, timer, lambda _: None)
 
 
 def test_where_the_proxy_is_wrong_the_metric_decides(state: GraphState) -> None:
     """By sensitivity the budget goes to one layer; the gate holds only where another one is float."""
-    groups, clock = [(name,) for name in state.integer], Clock("onnxruntime-cpu", 1, write)
+    groups, timer = [(name,) for name in state.integer], Sum(Clock("onnxruntime-cpu"), write, FEEDS)
     hurt = [1.0 - 0.1 * i for i in range(len(groups))]
     needed, judged = groups[-1][0], []
 
@@ -139,19 +136,19 @@ def test_where_the_proxy_is_wrong_the_metric_decides(state: GraphState) -> None:
         judged.append(set(state.integer) - set(some.integer))
         return Verdict(() if needed not in some.integer else ("top1 too low",), None)
 
-    prices = price_time(state, groups, 2.0, clock, FEEDS, make_table(), lambda _: None)
+    prices = price_time(state, groups, 2.0, timer, lambda _: None)
     mixed = restore_within_budget(state, groups, hurt, prices, judge, True, 1.0, lambda _: None)
     assert mixed.confirmed and needed in mixed.layers and mixed.tried == len(judged) - 1 > 1
-    before, after = clock.time([GraphState(state.model), mixed.state], FEEDS, 1.0)
+    before, after = timer.time([GraphState(state.model), mixed.state], 1.0)
     assert before / after >= 2.0
     for number, returned in enumerate(judged[1:], 1):
         assert not any(returned <= earlier for earlier in judged[1:number])
 
 
 def test_without_gates_a_worse_metric_is_no_confirmation(state: GraphState) -> None:
-    groups, clock = [(name,) for name in state.integer], Clock("onnxruntime-cpu", 1, write)
+    groups, timer = [(name,) for name in state.integer], Sum(Clock("onnxruntime-cpu"), write, FEEDS)
     hurt = [1.0] + [0.5] * (len(groups) - 1)
-    prices = price_time(state, groups, 2.5, clock, FEEDS, make_table(), lambda _: None)
+    prices = price_time(state, groups, 2.5, timer, lambda _: None)
 
     def judge(some: GraphState) -> Verdict:
         return Verdict((), 0.9 if groups[0][0] in some.integer else 0.8)
@@ -196,14 +193,12 @@ def replace_budget(config: Int8, ratio: float) -> Int8:
     return config.model_copy(update={"restore": config.restore.model_copy(update={"size_ratio": ratio})})
 
 
-def test_the_pass_keeps_a_budget_of_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(LayerTable, "measure", make_table().__class__.measure)
-    clock = Clock("onnxruntime-cpu", 1, write)
-    timing = GraphTiming(clock, FEEDS, "here", lambda key: tmp_path / "table.json", [1, 1])
-    given = replace(context(FEEDS), timing=timing)
+def test_the_pass_keeps_a_budget_of_time() -> None:
+    timer = Sum(Clock("onnxruntime-cpu"), write, FEEDS)
+    given = replace(context(FEEDS), timing=timer)
     config = Int8(placement="all", restore={"speedup": 2.0})
     state = apply_pass(config, GraphState(graphs.residual_cnn()), given).model
-    before, after = clock.time([GraphState(state.model), state], FEEDS, 1.0)
+    before, after = timer.time([GraphState(state.model), state], 1.0)
     assert 2.0 <= before / after < 3.0
     with pytest.raises(PassError, match="restore: speedup needs a target that is timed here; use size_ratio"):
         apply_pass(config, GraphState(graphs.residual_cnn()), context(FEEDS))

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,8 @@ from compress.prune.depth import Outputs, Skipping, angular_distances, least_err
 from compress.recipe.load import Recipe
 from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
-from compress.work.contexts import Form, ModelContext, Timing
+from compress.timing.clock import Clock
+from compress.work.contexts import ModelContext, Timing
 from compress.work.prune_layers import apply_prune_layers, removable_blocks
 from compress.zoo.cifar_resnet import CifarResNet
 from runtime.bundle.tensors import TensorSpec
@@ -324,20 +324,21 @@ def test_the_blocks_behind_move_up_and_are_named_anew() -> None:
     assert numbers_of(loaded.module.wrapped.model.layers) == (0, 3)
 
 
-class ConvolutionCounter:
-    """A timer for which each convolution takes a millisecond; a module's "file" is named by their number."""
+class ConvolutionCounter(Clock):
+    """A clock for which each convolution takes a millisecond; a module's "graph" is their number."""
 
-    def export(self, module: nn.Module, form: Form) -> Path:
-        return Path(str(sum(isinstance(part, nn.Conv2d) for part in module.modules())))
+    def time(self, graphs: Any, feeds: Any, budget_s: float, backends: Sequence[str] = ()) -> list[float]:
+        return [float(graph) for graph in graphs]
 
-    def time(self, graphs: Sequence[Path]) -> list[float]:
-        return [float(graph.name) for graph in graphs]
+
+def count_convolutions(module: nn.Module) -> Any:
+    return sum(isinstance(part, nn.Conv2d) for part in module.modules())
 
 
 @pytest.mark.parametrize("choose", ["error", "angular", "uniform"])
 def test_a_speedup_takes_as_few_blocks_as_it_needs(choose: str) -> None:
     """Times that are told by the number of convolutions."""
-    timing = Timing(lambda: nullcontext(ConvolutionCounter()))
+    timing = Timing(ConvolutionCounter("onnxruntime-cpu"), count_convolutions, [])
     net = conv_net()  # 19 convolutions, two in a block
     knobs = PruneLayers(speedup=1.4, choose=choose, compensate=False)
     result = apply_prune_layers(knobs, loaded_images(net), around(image_batches(), timing=timing))
