@@ -105,8 +105,8 @@ def shortfall_finder(
 
     Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
 
-    What the samples cannot decide is no failure, which layers in float would mend: it is logged, once. None when the recipe has no quality gate, for language models, and in a further
-    process, which has no baseline.
+    What the samples cannot decide is no failure that layers in float would mend: it is logged, once. None when the
+    recipe has no quality gate, for language models, and in a further process, which has no baseline.
     """
     judgement = quality_gates(inputs.recipe.validate_)
     if not judgement.gates or inputs.recipe.model.generates or not baseline:
