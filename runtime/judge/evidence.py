@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.bundle.format import Benchmark, Judgement
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
 from runtime.judge.copies import Draws
 from runtime.judge.slices import LABEL, Groups
 from runtime.judge.stats import (
     FEW_CARRIERS,
     HALL,
+    MIN_SAMPLES,
     RARE_CHANGES,
     Estimate,
     bound_mean,
@@ -212,6 +214,20 @@ def _make_evidence(
         difference=difference,
         retained=retained,
     )
+
+
+def count_least_samples(gate: Gate, confidence: float) -> int:
+    """Return how many samples can decide that a gate on quality holds, at the best that they can show."""
+    metric = METRICS[gate.metric]
+    if metric.kind != "proportion":
+        return MIN_SAMPLES
+    needed, tail = 1, (1 - confidence) / 2
+    if gate.min is not None and 0 < gate.min < 1:  # all are right: Clopper-Pearson
+        needed = math.ceil(math.log(tail) / math.log(gate.min))
+    dropped = gate.max_drop if metric.ideal is None else None
+    if dropped is not None and 0 < dropped < 1:  # none changed: Tango
+        needed = max(needed, math.ceil(NormalDist().inv_cdf(1 - tail) ** 2 * (1 - dropped) / dropped))
+    return needed
 
 
 NO_VALUE = "the metric has no value on them"
