@@ -196,8 +196,7 @@ def _ease(gate: Mapping[str, Any], n_samples: int | None) -> dict[str, Any]:
     eased = dict(gate)
     if n_samples is None or METRICS[gate["metric"]].kind != "proportion":
         return eased
+    (rule,) = set(gate) & {"max_drop", "min"}
     while n_samples < count_least_samples(Gate(**eased), Judgement().confidence):
-        eased |= {
-            rule: round(eased[rule] + step, 2) for rule, step in (("max_drop", 0.01), ("min", -0.01)) if rule in eased
-        }
+        eased[rule] = round(eased[rule] + (0.01 if rule == "max_drop" else -0.01), 2)
     return eased

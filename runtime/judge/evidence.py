@@ -190,13 +190,13 @@ def _make_evidence(
     nothing = unknown(math.nan, "no samples", "none of them counts")
     estimates: Sequence[Estimate | None] = (None if theirs is None else nothing, nothing, nothing)
     if n:
-        before, after, difference = _METHODS[metric.kind](metric, theirs, ours, draws, level)
+        unbounded = _METHODS[metric.kind](metric, theirs, ours, draws, level)
         least, most = metric.range
         lowest, highest = (most, least) if metric.ideal is None else (metric.ideal, metric.ideal)  # what is subtracted
         ranges = (metric.range, metric.range, (least - lowest, most - highest))
         estimates = [
             None if estimate is None else _check_defined(_keep_within(estimate, ends), n)
-            for estimate, ends in zip((before, after, difference), ranges, strict=True)
+            for estimate, ends in zip(unbounded, ranges, strict=True)
         ]
     before, after, difference = estimates
     assert after is not None

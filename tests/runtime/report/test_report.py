@@ -27,6 +27,7 @@ from runtime.report.report import (
     verdict_line,
     write_report,
 )
+from runtime.report.units import figure_text
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),
@@ -242,3 +243,18 @@ def test_an_answers_stages_have_their_shares_and_other_percentiles_a_row(report:
     assert names["cost of a million"] == "0.25" and names["energy of a thousand"] == "12 J"
     usual = replace(more, benchmark={"latency_percentile": 95})
     assert "latency percentile" not in render_markdown(usual) and len(table_rows(usual)) == len(table_rows(more)) - 1
+
+
+@pytest.mark.parametrize(
+    ("value", "ends", "text"),
+    [
+        (0.9937, (0.9854, 0.998), "0.9937 [0.9854, 0.9980]"),
+        (5.5e-05, (4e-05, 7.1e-05), "5.5e-05 [4.0e-05, 7.1e-05]"),
+        (0.0, (0.0, 0.0), "0.0000 [0.0000, 0.0000]"),
+        (0.01, (-math.inf, math.inf), "0.0100"),
+        (0.01, (0.0, math.inf), "0.0100"),
+        (0.01, None, "0.0100"),
+    ],
+)
+def test_a_figure_shows_what_is_known_of_it(value: float, ends: tuple[float, float] | None, text: str) -> None:
+    assert figure_text(value, ends) == text
