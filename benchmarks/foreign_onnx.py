@@ -29,10 +29,10 @@ from measuring import (
     make_peer_models,
     open_judged,
 )
+from runtime.measure.timing import time_rounds
 
 from runtime.backends import find_backend
 from runtime.judge.stats import Estimate, percentile_interval
-from runtime.measure.timing import time_rounds
 
 NEEDS = ("models/ultraface-slim/version-slim-320.onnx", "data/bccd/JPEGImages")
 ULTRAFACE = ROOT / "recipes/claims/ultraface-int8.yaml"

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from common import Call, Claim, Measured, Row, at_least, at_most, run_script, say
+from runtime.measure.timing import LASTING_S
 from simulated_quality import SIZES, Rule, Subject, quality_subjects
 from simulated_times import pace_subjects, time_subjects
 
 from runtime.bundle.format import Gate, Judgement
 from runtime.judge.gates import judge
 from runtime.judge.stats import proportion_interval
-from runtime.measure.timing import LASTING_S
 
 NEEDS = ()
 ALLOWED = 0.03

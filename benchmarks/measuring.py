@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from common import Call, Peer, Row, RunError, run_peer, say
 from peers.batches import Batch, write_batches
+from runtime.measure.timing import time_rounds
 
 from runtime.backends import Session, find_backend
 from runtime.bundle.format import model_size, read_manifest, read_outputs, read_samples
 from runtime.bundle.manifest import Manifest
 from runtime.errors import RuntimeFailure
-from runtime.measure.timing import time_rounds
 from runtime.measure.workload import make_feeds
 from runtime.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples

@@ -36,14 +36,24 @@ class Subject:
 
 @dataclass(frozen=True)
 class Losses:
-    """A distribution of a loss, never negative, and its mean."""
+    """A distribution of a loss, never negative, its mean, and how many samples show what it is."""
 
     draw: Callable[[Rng, int], Array]
     mean: float
+    sizes: tuple[int, ...] = SIZES
 
 
 def lognormal(sigma: float) -> Losses:
     return Losses(lambda rng, n: rng.lognormal(0, sigma, n), math.exp(sigma**2 / 2))
+
+
+def rare_losses(share: float, times: float) -> Losses:
+    """A share of the samples loses many times as much. No interval sees them in sets that may well hold none."""
+    return Losses(
+        lambda rng, n: rng.gamma(4, 0.25, n) * np.where(rng.random(n) < share, times, 1.0),
+        1 + share * (times - 1),
+        tuple(n for n in SIZES if (1 - share) ** n < 0.01),
+    )
 
 
 LOSSES = {
@@ -55,6 +65,8 @@ LOSSES = {
     "gamma 0.3": Losses(lambda rng, n: rng.gamma(0.3, 1, n), 0.3),
     "Pareto 3": Losses(lambda rng, n: rng.pareto(3, n), 0.5),
     "near normal": Losses(lambda rng, n: rng.gamma(400, 1 / 400, n), 1.0),
+    "1 in 10, 30 times as large": rare_losses(0.1, 30.0),
+    "1 in 100, 100 times as large": rare_losses(0.01, 100.0),
 }
 
 
@@ -96,7 +108,8 @@ def value_subject(metric: str, shape: str, losses: Losses, truth: float, outputs
     up = METRICS[metric].higher_is_better
     ideal = METRICS[metric].ideal or 0.0
     dropped = ideal - truth if up else truth - ideal
-    return Subject(metric, shape, draw, {(metric, "min" if up else "max"): truth, (metric, "max_drop"): dropped})
+    truths = {(metric, "min" if up else "max"): truth, (metric, "max_drop"): dropped}
+    return Subject(metric, shape, draw, truths, losses.sizes)
 
 
 def two_classes_apart(loss: Array) -> Sides:
@@ -130,7 +143,8 @@ def paired_mse(
         ours = losses.draw(rng, n) + (theirs if "adds" in shape else 0.0)
         return quality(("mse",), {"y": np.sqrt(ours)[:, None]}, {"y": np.sqrt(theirs)[:, None]}, np.zeros(n))
 
-    return Subject("mse", shape, draw, {("mse", "max_drop"): truth, ("mse", "min_retained"): retained})
+    truths = {("mse", "max_drop"): truth, ("mse", "min_retained"): retained}
+    return Subject("mse", shape, draw, truths, losses.sizes)
 
 
 def quality(names: Sequence[str], ours: Outputs, theirs: Outputs, labels: Array | None) -> Mapping[str, Evidence]:

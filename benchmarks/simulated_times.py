@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+from runtime.measure.timing import RequestTimes, may_drift
 from scipy.signal import lfilter
 from simulated_quality import SIZES, Array, Rng, Rule, Subject
 
@@ -19,7 +20,6 @@ from runtime.judge.evidence import (
     throughput_under_latency_evidence,
     timing_evidence,
 )
-from runtime.measure.timing import RequestTimes, may_drift
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from common import ROOT, Call, Claim, Measured, Row, at_least, run_recipe, run_s
 from measuring import ONNXRUNTIME, THREADS, Entry, feeds_for, open_judged, speedups
 
 from compress.graph.cleanup import CleanUp, raise_opset
+from runtime.clock.peaks import measure_peaks, time_products
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
-from runtime.clock.peaks import measure_peaks, time_products
 from runtime.measure.profile_models import ProfileOrder, profile_models
 
 NEEDS = (

@@ -113,7 +113,11 @@ class Bench:
     @cached_property
     def gates(self) -> list[dict[str, Any]]:
         """Return what a row's quality is held to; [] without data."""
-        return [] if self.synthetic else choose_gates(self.draft.task, self.draft.has_labels)
+        return (
+            []
+            if self.synthetic
+            else choose_gates(self.draft.task, self.draft.has_labels, n_samples=self.draft.n_samples.get("evaluation"))
+        )
 
     @cached_property
     def speed(self) -> dict[str, Any]:

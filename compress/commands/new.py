@@ -140,6 +140,7 @@ def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
         notes = []
         has_data = "calibration" in draft.recipe["data"]
         chain = choose_passes(scheme, target, draft.inputs.facts, has_data)
-    gates = choose_gates(draft.task, draft.inputs is None or draft.has_labels, speed="export" not in draft.recipe)
+    n_samples, graph = draft.n_samples.get("evaluation"), "export" not in draft.recipe
+    gates = choose_gates(draft.task, draft.inputs is None or draft.has_labels, speed=graph, n_samples=n_samples)
     recipe = drop_unused_sets(draft.recipe, chain.passes)
     return format_draft(recipe, draft.reasons, chain.passes, gates), [*notes, *chain.notes]

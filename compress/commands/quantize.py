@@ -41,7 +41,7 @@ def quantize_model(
     chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"])
     told = [f"{name} by {describe_passes(chain.passes)}", *chain.notes]
     told += ["judged on synthetic inputs: its size and times count, its quality does not"] if synthetic else []
-    gates = [] if synthetic else choose_gates(draft.task, draft.has_labels)
+    gates = [] if synthetic else choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
     recipe = drop_unused_sets({**draft.recipe, "name": f"{draft.recipe['name']}-{name.lower()}"}, chain.passes)
     head = [f"{WRITTEN}: {'; '.join(told)}."]
     out.parent.mkdir(parents=True, exist_ok=True)

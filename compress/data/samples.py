@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from compress.specs import DataSpec
 from compress.store.paths import resolve_path
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Array
-from runtime.bundle.samples import digest_columns
+from runtime.bundle.samples import digest_columns, digest_rows
 from runtime.judge.slices import SET
 from runtime.tasks import find_task
 
@@ -121,7 +120,8 @@ def _concat_columns(pieces: Sequence[Any]) -> Any:
 def samples_of(columns: dict[str, Any]) -> Samples:
     """Make samples of columns of one length, with their digests."""
     n = len(next(iter(columns.values())))
-    return Samples(columns, n, digest_columns(columns), _digest_rows(columns, n))
+    inputs = {role: column for role, column in columns.items() if role != "label"}
+    return Samples(columns, n, digest_columns(columns), digest_rows(inputs))
 
 
 def overlap(a: Samples, b: Samples) -> int:
@@ -154,18 +154,3 @@ def draw_rows(spec: DataSpec, table: Table, n: int, seed: int) -> Array:
     else:
         order = np.arange(n)
     return order[spec.skip : spec.skip + n_samples]
-
-
-def _digest_rows(columns: dict[str, Any], n: int) -> tuple[str, ...]:
-    roles = sorted(role for role in columns if role != "label")
-    return tuple(_digest_row([(role, columns[role][i]) for role in roles]) for i in range(n))
-
-
-def _digest_row(cells: list[tuple[str, Any]]) -> str:
-    sha = hashlib.sha256()
-    for role, value in cells:
-        array = np.asarray(value)
-        content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else array.tobytes()
-        kind = "text" if isinstance(value, str) else f"{array.dtype.str}{array.shape}"
-        sha.update(f"{role}:{kind}:{len(content)}:".encode() + content)
-    return sha.hexdigest()

@@ -28,6 +28,7 @@ from runtime.backends import find_backend, open_model
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import reduce_sample
 from runtime.encode.preprocess import make_preprocessor
+from runtime.judge.copies import find_draws
 from runtime.judge.evidence import quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, judge
 from runtime.judge.slices import find_groups
@@ -36,8 +37,6 @@ from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
 from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
-VERDICTS = ("fail", "undecided", "pass")
-"""From worst to best."""
 Columns = dict[str, np.ndarray]
 
 
@@ -102,13 +101,12 @@ def shortfall_finder(
     log: Callable[[str], None],
     slices: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[ir.Model], list[str]] | None:
-    """Return a function: graph -> the quality gates that it holds less well than the float model ([]: none).
+    """Return a function: graph -> the quality gates that it fails and the float model does not ([]: none).
 
     Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
 
-    A gate that the float model itself does not hold (too few samples, a bound out of reach) asks for no better than
-    what the float model reaches. None when the recipe has no quality gate, for language models, and in a further
-    process, which has no baseline.
+    What the samples cannot decide is no failure that layers in float would mend: it is logged, once. None when the
+    recipe has no quality gate, for language models, and in a further process, which has no baseline.
     """
     judgement = quality_gates(inputs.recipe.validate_)
     if not judgement.gates or inputs.recipe.model.generates or not baseline:
@@ -120,17 +118,19 @@ def shortfall_finder(
     own = [metric for metric in find_own_metrics(inputs.recipe) if metric.name in gated]
     metrics += [loaded.as_live() for loaded in load_own_metrics(own, baseline, labels)]
     groups = find_groups(judgement, slices or {}, labels, task, inputs.class_names)
+    draws = find_draws(columns)
 
     def judge_gates(outputs: Outputs) -> tuple[GateResult, ...]:
-        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement, groups))
+        return judge(judgement, quality_evidence(metrics, outputs, baseline, labels, judgement, groups, draws))
 
     @cache
-    def reachable_verdicts() -> dict[tuple[str, str], int]:
-        of_float = judge_gates(baseline)
+    def list_out_of_reach() -> set[tuple[str, str]]:
+        of_float = [gate for gate in judge_gates(baseline) if gate.verdict == "fail"]
         for gate in of_float:
-            if not gate.holds:
-                log(f"the float model itself does not hold {gate.metric} {gate.rule}: {gate.why}")
-        return {(gate.metric, gate.rule): VERDICTS.index(gate.verdict) for gate in of_float}
+            log(f"the float model itself does not hold {gate.metric} {gate.rule}: {gate.why}")
+        return {(gate.metric, gate.rule) for gate in of_float}
+
+    undecided: set[tuple[str, str]] = set()
 
     def find(graph: ir.Model) -> list[str]:
         outputs = run(graph)
@@ -138,8 +138,13 @@ def shortfall_finder(
             check_finite(outputs)
         except NonFiniteOutputs as error:
             return [f"the outputs are broken: {error}"]
-        short = [gate for gate in judge_gates(outputs) if not gate.holds]
-        worse = [g for g in short if VERDICTS.index(g.verdict) < reachable_verdicts()[g.metric, g.rule]]
+        gates = judge_gates(outputs)
+        for gate in gates:
+            if gate.verdict == "undecided" and (gate.metric, gate.rule) not in undecided:
+                undecided.add((gate.metric, gate.rule))
+                log(f"{gate.metric} {gate.rule} is not decided, and no layer stays float for it: {gate.why}")
+        short = [gate for gate in gates if gate.verdict == "fail"]
+        worse = [gate for gate in short if (gate.metric, gate.rule) not in list_out_of_reach()]
         return [f"{gate.metric} {gate.rule}: {gate.why}" for gate in worse]
 
     return find

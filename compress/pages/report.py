@@ -62,7 +62,7 @@ from runtime.report.report import (
     verdict_line,
 )
 from runtime.report.slices import SLICE_HEADS, choose_slices, confusion_lines, slice_cells, slice_notes
-from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -204,16 +204,12 @@ def _invert(number: float) -> float:
 
 
 def _quality_headline(report: Findings, name: str) -> Headline:
-    after = f"{report.candidate.metrics[name]:.4f}"
-    change = report.differences.get(name)
+    after, change = report.candidate.metrics[name], report.differences.get(name)
     if change is None or name not in report.baseline.metrics:
-        return Headline(after, name, "", interval_brackets(report.candidate.intervals.get(name)))
-    return Headline(
-        f"{change['value']:+z.4f}",
-        name,
-        f"{report.baseline.metrics[name]:.4f} to {after}",
-        interval_brackets(change["interval"], "+z.4f"),
-    )
+        figure, _, ends = figure_text(after, report.candidate.intervals.get(name)).partition(" ")
+        return Headline(figure, name, "", ends)
+    figure, _, ends = figure_text(change["value"], change["interval"], "+z").partition(" ")
+    return Headline(figure, name, f"{figure_text(report.baseline.metrics[name])} to {figure_text(after)}", ends)
 
 
 @dataclass(frozen=True)

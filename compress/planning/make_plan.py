@@ -65,8 +65,11 @@ from compress.store.digests import FileDigests
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.work import WORK, find_work
+from runtime.bundle.format import Judgement
 from runtime.bundle.manifest import fixed_batch
+from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import choose_backend
+from runtime.metrics import METRICS
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
 
@@ -312,7 +315,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         runs = recipe.has_onnx and not is_scored_by_torch(recipe, inputs.facts)
         how = _IN_ONNXRUNTIME if runs else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")
-    texts += _warn_plain_texts(inputs)
+    texts += [*_warn_plain_texts(inputs), *_warn_few_samples(recipe.validate_, data["evaluation"].n_samples)]
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be pass whatever is measured")
     notes = [Note("warning", text) for text in texts]
@@ -324,6 +327,21 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     if (left_out := note_missing_float(recipe, inputs.facts)) is not None:
         notes.append(left_out)
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
+
+
+def _warn_few_samples(judgement: Judgement, n_samples: int) -> list[str]:
+    """Warn of gates on quality that so few samples cannot decide, even if the candidate loses nothing."""
+    texts = []
+    for gate in judgement.gates:
+        least = count_least_samples(gate, judgement.confidence) if gate.metric in METRICS else 0
+        if n_samples < least:
+            bounds = ", ".join(f"{rule} {limit:g}" for rule, limit in gate.bounds.items())
+            wider = ", or ask for less" if METRICS[gate.metric].kind == "proportion" else ""
+            texts.append(
+                f"gate on {gate.metric}: {n_samples} evaluation samples cannot show {bounds}, even if nothing is lost; "
+                f"give at least {least}{wider}"
+            )
+    return texts
 
 
 def _warn_plain_texts(inputs: Inputs) -> list[str]:

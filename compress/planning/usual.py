@@ -19,6 +19,7 @@ from compress.recipe.places import suggest
 from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import Gate, Judgement
 from runtime.errors import UsageError
+from runtime.judge.evidence import count_least_samples
 from runtime.judge.gates import check_gates
 from runtime.metrics import METRICS
 from runtime.tasks import find_task
@@ -158,10 +159,13 @@ def _list_graph_chains(scheme: str, facts: ModelFacts) -> Iterator[Chain]:
         yield Chain(({"kind": "int8"},))
 
 
-def choose_gates(task: str, has_labels: bool, speed: bool = False) -> list[dict[str, Any]]:
+def choose_gates(
+    task: str, has_labels: bool, speed: bool = False, n_samples: int | None = None
+) -> list[dict[str, Any]]:
     """Return the gates that are usual for a task: its own, where the data allows; else nearness to the float model.
 
-    `speed`: with what a recipe to start from asks of speed and size.
+    `speed`: with what a recipe to start from asks of speed and size. `n_samples`: of the evaluation set, which has
+    to be able to decide them. None: not known yet.
     """
     starter = TORCH_TASKS[task].starter
     gates = [gate for gate in _read_lines(starter.gates) if _fits(gate, task, has_labels)]
@@ -170,7 +174,7 @@ def choose_gates(task: str, has_labels: bool, speed: bool = False) -> list[dict[
         near: list[dict[str, Any]] = [{"metric": name, "min": NEAR} for name in close]
         gates = [gate for gate in near if _fits(gate, task, has_labels)][:1]
     return [
-        *gates,
+        *(_ease(gate, n_samples) for gate in gates),
         *([{"metric": starter.speed, "min_speedup": 1.2}, {"metric": "size_ratio", "min": 2}] if speed else []),
     ]
 
@@ -185,3 +189,14 @@ def _fits(gate: Mapping[str, Any], task: str, has_labels: bool) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _ease(gate: Mapping[str, Any], n_samples: int | None) -> dict[str, Any]:
+    """Return the gate with the tightest bound, in steps of a hundredth, that so many samples can decide."""
+    eased = dict(gate)
+    if n_samples is None or METRICS[gate["metric"]].kind != "proportion":
+        return eased
+    (rule,) = set(gate) & {"max_drop", "min"}
+    while n_samples < count_least_samples(Gate(**eased), Judgement().confidence):
+        eased[rule] = round(eased[rule] + (0.01 if rule == "max_drop" else -0.01), 2)
+    return eased

@@ -57,6 +57,22 @@ def digest_columns(columns: Columns) -> str:
     return sha.hexdigest()
 
 
+def digest_rows(columns: Columns) -> tuple[str, ...]:
+    """Return a sha256 for each sample, over names, dtypes, shapes and values of its cells."""
+    rows = range(count(columns))
+    return tuple(_digest_row([(name, columns[name][row]) for name in sorted(columns)]) for row in rows)
+
+
+def _digest_row(cells: list[tuple[str, Any]]) -> str:
+    sha = hashlib.sha256()
+    for role, value in cells:
+        array = np.asarray(value)
+        content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else array.tobytes()
+        kind = "text" if isinstance(value, str) else f"{array.dtype.str}{array.shape}"
+        sha.update(f"{role}:{kind}:{len(content)}:".encode() + content)
+    return sha.hexdigest()
+
+
 def write_npz(path: Path, arrays: Mapping[str, Array | Sequence[Array]]) -> None:
     """Write arrays to an npz that is the same bytes for the same values: no times, no pickles, C order, little endian.
 

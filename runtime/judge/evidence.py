@@ -8,18 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.bundle.format import Benchmark, Judgement
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
+from runtime.judge.copies import Draws
 from runtime.judge.slices import LABEL, Groups
 from runtime.judge.stats import (
+    FEW_CARRIERS,
     HALL,
+    MIN_SAMPLES,
     RARE_CHANGES,
     Estimate,
+    bound_mean,
     bound_rare_changes,
     change_scale,
     divide,
@@ -118,8 +123,9 @@ def quality_evidence(
     labels: Any | None,
     judgement: Judgement,
     groups: Groups | None = None,
+    draws: Draws | None = None,
 ) -> dict[str, Evidence]:
-    """Return evidence of each metric, and of each slice of `groups`.
+    """Return evidence of each metric, and of each slice of `groups`. `draws`: which samples are copies; None: none.
 
     Raises NonFiniteOutputs, and RuntimeFailure where the two outputs differ in shape.
     """
@@ -127,19 +133,25 @@ def quality_evidence(
     for metric in metrics:
         if metric.against != "baseline":
             ours, theirs = metric.columns(candidate, labels), metric.columns(baseline, labels)
-            evidence[metric.name] = column_evidence(metric, ours, theirs, judgement, groups)
+            evidence[metric.name] = column_evidence(metric, ours, theirs, judgement, groups, draws)
         else:
             evidence[metric.name] = column_evidence(
-                metric, metric.columns(candidate, baseline), None, judgement, groups
+                metric, metric.columns(candidate, baseline), None, judgement, groups, draws
             )
     return evidence
 
 
 def column_evidence(
-    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, groups: Groups | None = None
+    metric: Metric,
+    ours: Columns,
+    theirs: Columns | None,
+    judgement: Judgement,
+    groups: Groups | None = None,
+    draws: Draws | None = None,
 ) -> Evidence:
     """Return evidence of a metric from its columns for the candidate and, unless it is against it, for the baseline."""
-    whole = _make_evidence(metric, ours, theirs, judgement, judgement.confidence)
+    draws = draws or Draws(np.arange(len(ours[0])))
+    whole = _make_evidence(metric, ours, theirs, draws, judgement, judgement.confidence)
     slices = {}
     for column, masks in (groups or {}).items():
         if not slices_by(metric, column):
@@ -151,7 +163,9 @@ def column_evidence(
                 *(_make_evidence(metric, *rows, judgement, each) for each in (judgement.confidence, level)),
             )
             for value, mask in masks.items()
-            for rows in [(_take_rows(ours, mask), None if theirs is None else _take_rows(theirs, mask))]
+            for rows in [
+                (_take_rows(ours, mask), None if theirs is None else _take_rows(theirs, mask), draws.take(mask))
+            ]
         )
     return replace(whole, slices=slices, columns=ours)
 
@@ -169,28 +183,35 @@ def _take_rows(columns: Columns, mask: Array) -> Columns:
 
 
 def _make_evidence(
-    metric: Metric, ours: Columns, theirs: Columns | None, judgement: Judgement, level: float
+    metric: Metric, ours: Columns, theirs: Columns | None, draws: Draws, judgement: Judgement, level: float
 ) -> Evidence:
     if metric.counts is not None:
         counted = metric.counts(ours)
         ours, theirs = _take_rows(ours, counted), None if theirs is None else _take_rows(theirs, counted)
-    n = len(ours[0])
+        draws = draws.take(counted)
+    n = draws.n
     nothing = unknown(math.nan, "no samples", "none of them counts")
     estimates: Sequence[Estimate | None] = (None if theirs is None else nothing, nothing, nothing)
     if n:
-        found = _METHODS[metric.kind](metric, theirs, ours, level)
-        estimates = [None if estimate is None else _check_defined(estimate, n) for estimate in found]
+        unbounded = _METHODS[metric.kind](metric, theirs, ours, draws, level)
+        least, most = metric.range
+        lowest, highest = (most, least) if metric.ideal is None else (metric.ideal, metric.ideal)  # what is subtracted
+        ranges = (metric.range, metric.range, (least - lowest, most - highest))
+        estimates = [
+            None if estimate is None else _check_defined(_keep_within(estimate, ends), n)
+            for estimate, ends in zip(unbounded, ranges, strict=True)
+        ]
     before, after, difference = estimates
     assert after is not None
     retained = None
     if before is not None and any(g.metric == metric.name and g.min_retained is not None for g in judgement.gates):
-        retained = _estimate_retained(metric, ours, theirs, before, after, level) if n else nothing
+        retained = _estimate_retained(metric, ours, theirs, before, after, draws, level) if n else nothing
     return Evidence(
         name=metric.name,
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
         n=n,
-        counted=metric.counted,
+        counted=metric.counted if draws.are_rows else f"different {metric.counted}",
         baseline=before,
         candidate=after,
         difference=difference,
@@ -198,8 +219,33 @@ def _make_evidence(
     )
 
 
+def count_least_samples(gate: Gate, confidence: float) -> int:
+    """Return how many samples can decide that a gate on quality holds, at the best that they can show."""
+    metric = METRICS[gate.metric]
+    if metric.kind != "proportion":
+        return MIN_SAMPLES
+    needed, tail = 1, (1 - confidence) / 2
+    if gate.min is not None and 0 < gate.min < 1:  # all are right: Clopper-Pearson
+        needed = math.ceil(math.log(tail) / math.log(gate.min))
+    dropped = gate.max_drop if metric.ideal is None else None
+    if dropped is not None and 0 < dropped < 1:  # none changed: Tango
+        needed = max(needed, math.ceil(NormalDist().inv_cdf(1 - tail) ** 2 * (1 - dropped) / dropped))
+    return needed
+
+
 NO_VALUE = "the metric has no value on them"
 """Said of samples on which a metric is not defined, as R² where the labels are all the same."""
+
+
+def _keep_within(estimate: Estimate, ends: tuple[float, float]) -> Estimate:
+    """Return the estimate with the part of its interval that the metric can be in.
+
+    What has no interval keeps none: the metric's own range is no finding.
+    """
+    if math.isinf(estimate.low) and math.isinf(estimate.high):
+        return estimate
+    low, high = max(estimate.low, min(ends[0], estimate.value)), min(estimate.high, max(ends[1], estimate.value))
+    return replace(estimate, low=low, high=high)
 
 
 def _check_defined(estimate: Estimate, n: int) -> Estimate:
@@ -210,15 +256,24 @@ def _check_defined(estimate: Estimate, n: int) -> Estimate:
 
 
 def _estimate_retained(
-    metric: Metric, ours: Columns, theirs: Columns | None, before: Estimate, after: Estimate, level: float
+    metric: Metric,
+    ours: Columns,
+    theirs: Columns | None,
+    before: Estimate,
+    after: Estimate,
+    draws: Draws,
+    level: float,
 ) -> Estimate:
     """Estimate the candidate's share of the baseline's value, paired by sample; the inverse where lower is better."""
     assert theirs is not None
     part, whole = (ours, theirs) if metric.higher_is_better else (theirs, ours)
     above, below = (after, before) if metric.higher_is_better else (before, after)
     if metric.kind == "proportion":
-        both = int(np.count_nonzero((part[0] > 0) & (whole[0] > 0)))
-        return paired_ratio(both, int(part[0].sum()) - both, int(whole[0].sum()) - both, len(part[0]), level)
+        n = draws.count_equal(part[0] - whole[0])
+        both, some, others = (
+            float(counts.sum() * n / len(counts)) for counts in ((part[0] > 0) & (whole[0] > 0), part[0], whole[0])
+        )
+        return paired_ratio(both, some - both, others - both, n, level)
     if math.isnan(above.value) or math.isnan(below.value):
         return unknown(math.nan, f"{len(ours[0])} samples", NO_VALUE)
     if above.value == below.value == 0:
@@ -227,12 +282,12 @@ def _estimate_retained(
         return unknown(math.nan, f"{len(ours[0])} samples", f"there is no share of a value of {below.value:.4g}")
     share = above.value / below.value
     influence = (metric.influence(part) - share * metric.influence(whole)) / below.value
-    estimate = skewed_interval(share, influence, level, _sample_weights(metric, whole))
-    if metric.flaws is not None and estimate.method == HALL:
+    estimate = _estimate_influence(share, influence, _sample_weights(metric, whole), draws, level)
+    if metric.flaws is not None and estimate.method in (HALL, FEW_CARRIERS):
         changed = _find_changed(metric.flaws, ours, theirs)
         reach = metric.flaws.reach(whole) / below.value
-        estimate = bound_rare_changes(estimate, 1.0, int(changed.sum()), len(changed), reach, level)
-    if estimate.method == HALL and not below.low > 0:
+        estimate = bound_rare_changes(estimate, 1.0, *_count(draws, changed), reach, level)
+    if estimate.method in (HALL, FEW_CARRIERS) and not below.low > 0:
         return unknown(share, f"{len(ours[0])} samples", "the value may be 0, and there is no share of that")
     return estimate
 
@@ -247,38 +302,53 @@ def _subtract_ideal(metric: Metric, after: Estimate) -> Estimate | None:
     return change_scale(after, lambda value: value - ideal)
 
 
-def _estimate_proportion(metric: Metric, theirs: Columns | None, ours: Columns, level: float) -> Estimates:
+def _count(draws: Draws, marks: Array) -> tuple[float, float]:
+    """Return how many of how many equal draws are marked, of marks [N]."""
+    n = draws.count_equal(marks.astype(np.float64))
+    return float(marks.sum()) * n / len(marks), n
+
+
+def _estimate_influence(value: float, influence: Array, weights: Array | None, draws: Draws, level: float) -> Estimate:
+    return skewed_interval(value, draws.add_up(influence), level, draws.weigh(weights))
+
+
+def _estimate_proportion(
+    metric: Metric, theirs: Columns | None, ours: Columns, draws: Draws, level: float
+) -> Estimates:
     """Estimate each proportion (Clopper-Pearson) and their difference (Tango)."""
-    n = len(ours[0])
-    after = proportion_interval(int(ours[0].sum()), n, level)
+    after = proportion_interval(*_count(draws, ours[0]), level)
     if theirs is None:
         return None, after, _subtract_ideal(metric, after)
     change = ours[0] - theirs[0]
-    gained, lost = int(np.count_nonzero(change > 0)), int(np.count_nonzero(change < 0))
-    return proportion_interval(int(theirs[0].sum()), n, level), after, paired_difference(gained, lost, n, level)
+    n = draws.count_equal(change)
+    gained, lost = (float(np.count_nonzero(turned)) * n / len(change) for turned in (change > 0, change < 0))
+    return proportion_interval(*_count(draws, theirs[0]), level), after, paired_difference(gained, lost, n, level)
 
 
-def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, level: float) -> Estimates:
+def _estimate_statistic(metric: Metric, theirs: Columns | None, ours: Columns, draws: Draws, level: float) -> Estimates:
     """Estimate each side by Hall's t; the difference from what each sample adds to both, so that it is paired."""
-    after = _estimate_one_model(metric, ours, level)
+    after = _estimate_one_model(metric, ours, draws, level)
     if theirs is None:
         return None, after, _subtract_ideal(metric, after)
-    before = _estimate_one_model(metric, theirs, level)
+    before = _estimate_one_model(metric, theirs, draws, level)
     influence = metric.influence(ours) - metric.influence(theirs)
-    difference = skewed_interval(after.value - before.value, influence, level, _sample_weights(metric, ours))
-    if metric.turned is not None and difference.method == HALL and math.isinf(difference.high - difference.low):
-        difference = _bound_leaps(difference, influence, metric.turned(ours, theirs), level)
-    if metric.reach is not None and difference.method == HALL:
-        changed = int(np.count_nonzero(ours[0] != theirs[0]))
-        difference = bound_rare_changes(difference, 0.0, changed, len(ours[0]), metric.reach, level)
+    weights = _sample_weights(metric, ours)
+    difference = _estimate_influence(after.value - before.value, influence, weights, draws, level)
+    if metric.kind == "mean":
+        least, most = metric.range
+        difference = bound_mean(difference, (least - most, most - least), draws.count_equal(influence), level)
+    if metric.turned is not None and difference.method == FEW_CARRIERS:
+        difference = _bound_leaps(difference, influence, metric.turned(ours, theirs), draws, level)
+    if metric.reach is not None and difference.method in (HALL, FEW_CARRIERS):
+        difference = bound_rare_changes(difference, 0.0, *_count(draws, ours[0] != theirs[0]), metric.reach, level)
     if metric.bias is not None and metric.biased_change:  # either model's may be there alone
         low, high = difference.low - max(metric.bias(ours), 0.0), difference.high + max(metric.bias(theirs), 0.0)
         difference = replace(difference, low=low, high=high)
     if metric.link is not None and math.isfinite(metric.link.to(after.value)):
         difference = _widen_by_slope(difference, after, metric.link)
-    if metric.flaws is not None and difference.method == HALL:
+    if metric.flaws is not None:  # the count of what changed is exact, of however few
         differ, reach = _find_changed(metric.flaws, ours, theirs), metric.flaws.reach(ours)
-        difference = bound_rare_changes(difference, 0.0, int(differ.sum()), len(differ), reach, level)
+        difference = bound_rare_changes(difference, 0.0, *_count(draws, differ), reach, level)
         widest = metric.flaws.widest
         difference = replace(difference, low=max(difference.low, -widest), high=min(difference.high, widest))
     return before, after, difference
@@ -293,52 +363,54 @@ def _find_changed(flaws: Flaws, ours: Columns, theirs: Columns) -> np.ndarray:
     return changed
 
 
-def _estimate_one_model(metric: Metric, columns: Columns, level: float) -> Estimate:
+def _estimate_one_model(metric: Metric, columns: Columns, draws: Draws, level: float) -> Estimate:
     """Estimate the metric of one model."""
     value, influence, link = metric.statistic(columns), metric.influence(columns), metric.link
     if metric.shortage is not None and (lacking := metric.shortage(columns)):
         return unknown(value, f"{len(influence)} samples", lacking)
     weights = _sample_weights(metric, columns)
     if link is None or not math.isfinite(link.to(value)):
-        estimate = skewed_interval(value, influence, level, weights)
+        estimate = _estimate_influence(value, influence, weights, draws, level)
     else:
-        estimate = skewed_interval(link.to(value), link.slope(value) * influence, level, weights)
+        estimate = _estimate_influence(link.to(value), link.slope(value) * influence, weights, draws, level)
         estimate = replace(change_scale(estimate, link.back), value=value)
-    if metric.flaws is not None and estimate.method == HALL:
-        flawed = metric.flaws.of(columns)
-        count, reach = int(flawed.sum()), metric.flaws.reach(columns)
-        estimate = bound_rare_changes(estimate, metric.flaws.perfect, count, len(flawed), reach, level)
+    if metric.kind == "mean":
+        estimate = bound_mean(estimate, metric.range, draws.count_equal(influence), level)
+    if metric.flaws is not None:
+        flawed, reach = _count(draws, metric.flaws.of(columns)), metric.flaws.reach(columns)
+        estimate = bound_rare_changes(estimate, metric.flaws.perfect, *flawed, reach, level)
         perfect = metric.flaws.perfect
         if metric.higher_is_better:
             estimate = replace(estimate, high=min(estimate.high, perfect))
         else:
             estimate = replace(estimate, low=max(estimate.low, perfect))
-    if metric.reach is not None and estimate.method == HALL:
-        estimate = _bound_by_commonest(estimate, columns[0], metric.reach, level)
+    if metric.reach is not None and estimate.method in (HALL, FEW_CARRIERS):
+        estimate = _bound_by_commonest(estimate, columns[0], metric.reach, draws, level)
     if metric.bias is not None:
         bias = metric.bias(columns)
         estimate = replace(estimate, low=estimate.low - max(bias, 0.0), high=estimate.high + max(-bias, 0.0))
     return estimate
 
 
-def _bound_leaps(difference: Estimate, influence: Array, turned: Array, level: float) -> Estimate:
+def _bound_leaps(difference: Estimate, influence: Array, turned: Array, draws: Draws, level: float) -> Estimate:
     """Return the estimate of a change whose spread a few samples carry: their count bounds what they do.
 
     The others have an interval of their own; each of the two keeps half of what may be missed.
     """
     half = 1 - (1 - level) / 2
     calm = np.where(turned, 0.0, influence - influence.mean() + difference.value)
-    others = skewed_interval(float(calm.mean()), calm, half)
-    most = 2 * proportion_interval(int(turned.sum()), len(turned), half).high
+    others = _estimate_influence(float(calm.mean()), calm, None, draws, half)
+    most = 2 * proportion_interval(*_count(draws, turned), half).high
     low, high = max(difference.low, others.low - most), min(difference.high, others.high + most)
     return replace(difference, low=low, high=high, method=RARE_CHANGES, lacking=others.lacking)
 
 
-def _bound_by_commonest(estimate: Estimate, values: Array, reach: float, level: float) -> Estimate:
+def _bound_by_commonest(estimate: Estimate, values: Array, reach: float, draws: Draws, level: float) -> Estimate:
     """Return the estimate of a mean, bounded by how few samples have another than the commonest value."""
     known, counts = np.unique(values, return_counts=True)
-    common, others = float(known[counts.argmax()]), int(len(values) - counts.max())
-    bounded = bound_rare_changes(estimate, common, others, len(values), reach, level)
+    common = float(known[counts.argmax()])
+    others, n = _count(draws, values != common)
+    bounded = bound_rare_changes(estimate, common, others, n, reach, level)
     # where all others lie to one side, so does the mean
     low = max(bounded.low, common) if common <= known[0] else bounded.low
     return replace(bounded, low=low, high=min(bounded.high, common) if common >= known[-1] and others else bounded.high)
@@ -361,7 +433,7 @@ def _widen_by_slope(difference: Estimate, after: Estimate, link: Link) -> Estima
     return replace(difference, low=low, high=value + (difference.high - value) * stretch(after.high))
 
 
-_METHODS: Mapping[str, Callable[[Metric, Columns | None, Columns, float], Estimates]] = {
+_METHODS: Mapping[str, Callable[[Metric, Columns | None, Columns, Draws, float], Estimates]] = {
     "proportion": _estimate_proportion,
     "mean": _estimate_statistic,
     "statistic": _estimate_statistic,

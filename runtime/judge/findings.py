@@ -13,6 +13,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.judge.changes import Changes
 from runtime.judge.comparison import Comparison
 from runtime.judge.confusion import Confusion
+from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.slices import Groups
@@ -48,6 +49,8 @@ class Case:
     """The slices of the evaluation set."""
     recorded: Sequence[tuple[Array, Array]] = ()
     """What each of the recipe's own metrics gave at the build, (baseline, candidate)."""
+    draws: Draws | None = None
+    """Which samples are copies of one another; None: not looked."""
 
     @property
     def labels(self) -> Any | None:

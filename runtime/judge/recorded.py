@@ -10,6 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Manifest, RecordedMetric
 from runtime.errors import BundleError
+from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, column_evidence
 from runtime.judge.slices import Groups
 from runtime.metrics import Metric, NonFiniteOutputs, is_own
@@ -17,7 +18,7 @@ from runtime.metrics.base import Columns
 
 
 def recorded_evidence(
-    manifest: Manifest, recorded: Sequence[tuple[Array, Array]], groups: Groups
+    manifest: Manifest, recorded: Sequence[tuple[Array, Array]], groups: Groups, draws: Draws | None = None
 ) -> dict[str, Evidence]:
     """Return evidence of each of `manifest.recorded`, by name; `recorded`: its values, (baseline, candidate).
 
@@ -34,7 +35,7 @@ def recorded_evidence(
             raise NonFiniteOutputs(f"metric '{record.name}' gave NaN or infinity at the build")
         theirs, ours = (value_columns(values, record.per_sample) for values in sides)
         metric = describe_own_metric(record, ours, theirs)
-        found = column_evidence(metric, ours, theirs, manifest.judgement, groups)
+        found = column_evidence(metric, ours, theirs, manifest.judgement, groups, draws if record.per_sample else None)
         evidence[record.name] = _mark_recorded(found)
     return evidence
 

@@ -33,6 +33,7 @@ from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_s
 from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
@@ -253,10 +254,13 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
-    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline))
+    draws = find_draws(columns)
+    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline), describe_copies(draws))
     notes = [*build_notes(root, manifest), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
-    return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded)
+    return Case(
+        root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded, draws
+    )
 
 
 def _note_uncounted(task: str, baseline: Outputs) -> str | None:
@@ -280,8 +284,10 @@ def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[s
     try:
         check_finite(candidate)
         judgement = case.manifest.judgement
-        evidence = quality_evidence(case.metrics, candidate, case.baseline, case.labels, judgement, case.groups)
-        return evidence | recorded_evidence(case.manifest, case.recorded, case.groups), {}
+        evidence = quality_evidence(
+            case.metrics, candidate, case.baseline, case.labels, judgement, case.groups, case.draws
+        )
+        return evidence | recorded_evidence(case.manifest, case.recorded, case.groups, case.draws), {}
     except NonFiniteOutputs as error:
         named = (gate.metric for gate in case.manifest.judgement.gates if is_own(gate.metric))
         return {}, dict.fromkeys((*METRICS, *named), f"The candidate's outputs are broken: {error}.")

@@ -155,6 +155,8 @@ class Metric:
     unit: str
     about: str
     reduce: Callable[[Outputs, Any], Columns]
+    range: tuple[float, float] = (-math.inf, math.inf)
+    """The least and the largest value that it can have, of all samples and of any one."""
     fits: tuple[str, ...] | None = None
     """What outputs it is for, in the words of `runtime.tasks.Task.outputs`; None: any that are kept as they are."""
     shape: Literal["classes", "score", "tokens", "answers", "outputs", "any"] = "outputs"

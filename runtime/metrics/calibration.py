@@ -68,6 +68,7 @@ ECE = Metric(
     higher_is_better=False,
     fits=("classes",),
     unit="fraction",
+    range=(0.0, 1.0),
     about=f"expected calibration error: mean distance of accuracy from confidence, in {BINS} bins of confidence",
     reduce=calibration_columns,
     shape="classes",

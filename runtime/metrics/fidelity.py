@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from runtime.metrics.base import (
@@ -84,6 +86,7 @@ AGREEMENT = Metric(
     higher_is_better=True,
     fits=("classes",),
     unit="fraction",
+    range=(0.0, 1.0),
     about="fraction of samples for which candidate and baseline choose the same class",
     reduce=agreement_columns,
     shape="classes",
@@ -96,6 +99,7 @@ KL = Metric(
     higher_is_better=False,
     fits=("classes",),
     unit="nats",
+    range=(0.0, math.inf),
     about="mean KL divergence of the candidate's class distribution from the baseline's",
     reduce=kl_columns,
     shape="classes",
@@ -106,6 +110,7 @@ COSINE = Metric(
     against="baseline",
     higher_is_better=True,
     unit="cosine",
+    range=(-1.0, 1.0),
     about="mean cosine between the candidate's and the baseline's outputs",
     reduce=cosine_columns,
     ideal=1.0,
@@ -115,6 +120,7 @@ SQNR_DB = Metric(
     against="baseline",
     higher_is_better=True,
     unit="dB",
+    range=(-MAX_SQNR_DB, MAX_SQNR_DB),
     about="power of the baseline's outputs over the power of the candidate's error",
     reduce=error_columns,
     kind="statistic",
@@ -126,6 +132,7 @@ MSE_BASELINE = Metric(
     against="baseline",
     higher_is_better=False,
     unit="squared output",
+    range=(0.0, math.inf),
     about="mean squared difference between the candidate's and the baseline's outputs",
     reduce=mse_columns,
     ideal=0.0,

@@ -5,6 +5,7 @@ Outputs hold "answer", int32 [N, W]: the answers' code points, filled up with -1
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -230,6 +231,7 @@ def _edits(name: str, split: Callable[[str], list[str]], about: str) -> Metric:
         higher_is_better=False,
         fits=("texts",),
         unit="edits per reference's",
+        range=(0.0, math.inf),
         about=about,
         reduce=edit_columns(split),
         kind="statistic",
@@ -246,6 +248,7 @@ EXACT_MATCH = Metric(
     higher_is_better=True,
     fits=("texts",),
     unit="fraction",
+    range=(0.0, 1.0),
     about="fraction of answers that are the reference, white space around them aside",
     reduce=match_columns,
     kind="proportion",
@@ -256,6 +259,7 @@ CHRF = Metric(
     higher_is_better=True,
     fits=("texts",),
     unit="chrF2",
+    range=(0.0, 100.0),
     about="chrF2, 0 to 100: n-grams of 1 to 6 characters that answers and references share, recall twice as heavy",
     reduce=chrf_columns,
     kind="statistic",
@@ -274,6 +278,7 @@ ROUGE_L = Metric(
     higher_is_better=True,
     fits=("texts",),
     unit="F1",
+    range=(0.0, 1.0),
     about="mean F1 of the longest common subsequence of an answer's and its reference's words",
     reduce=rouge_columns,
     kind="mean",
@@ -295,6 +300,7 @@ TEXT_AGREEMENT = Metric(
     higher_is_better=True,
     fits=("texts",),
     unit="fraction",
+    range=(0.0, 1.0),
     about="fraction of samples to which candidate and baseline write the same text",
     reduce=agreement_columns,
     kind="proportion",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from runtime.judge.comparison import Comparison, Difference, SliceComparison, SliceDifference
 from runtime.judge.gates import GateResult, Verdict
-from runtime.report.units import interval_brackets, size_text
+from runtime.report.units import SMALL, figure_text, interval_brackets, size_text
 
-SMALL = 0.005
-"""Below this a number of four decimals says too little."""
 DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
 SLICE_HEADS = ("slice", "samples", "before", "after", "change", "verdict")
 
@@ -41,11 +37,8 @@ def format_change(found: Difference) -> str:
     if found.unit == "bytes":
         return f"{change.value / found.before:+.1%}" if found.before else size_text(change.value)
     if found.scale == "ratio":
-        known = change.low > 0 or math.isfinite(change.high)
-        return f"{change.value:.2f}x {interval_brackets(ends if known else None, '.2f')}".rstrip()
-    widest = max((abs(end) for end in (change.value, *ends) if math.isfinite(end)), default=0.0)
-    form = "+z.4f" if widest >= SMALL or widest == 0 else "+.1e"
-    return f"{change.value:{form}} {interval_brackets(ends, form)}"
+        return f"{change.value:.2f}x {interval_brackets(ends, '.2f')}".rstrip()
+    return figure_text(change.value, ends, "+z")
 
 
 def slice_cells(found: SliceDifference) -> tuple[str, str, str, str, str]:

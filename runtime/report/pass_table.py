@@ -113,7 +113,7 @@ def _compute_changes(
     paired = [metric for metric in case.metrics if metric.against != "baseline" and metric.name in changes]
     if outputs is None or not paired:
         return changes
-    evidence = quality_evidence(paired, outputs, before, case.labels, case.manifest.judgement)
+    evidence = quality_evidence(paired, outputs, before, case.labels, case.manifest.judgement, None, case.draws)
     for name, metric_evidence in evidence.items():
         if (difference := metric_evidence.difference) is not None:
             low, high = difference.low, difference.high

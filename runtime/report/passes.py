@@ -18,7 +18,7 @@ from runtime.bundle.format import canonical_json
 from runtime.bundle.manifest import KvCacheSpec, Manifest
 from runtime.bundle.records import from_json
 from runtime.errors import BundleError
-from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.report.units import figure_text, ms_text, size_text
 
 PASSES_FILE = "report.steps.json"
 LATENCY = {"latency_p50": "latency p50", "tpot": "time per token"}
@@ -157,7 +157,7 @@ def _knows_memory(table: PassTable) -> bool:
 def _format_change(change: Change | None) -> str:
     if change is None:
         return ""
-    return f"{change.value:+z.4f} {interval_brackets(change.interval, '+z.4f')}".strip()
+    return figure_text(change.value, change.interval, "+z")
 
 
 def _format_ratio(ratio: float | None) -> str:

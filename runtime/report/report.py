@@ -43,7 +43,7 @@ from runtime.report.slices import (
     slice_cells,
     slice_notes,
 )
-from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -153,7 +153,7 @@ def table_rows(report: Findings) -> list[Row]:
 
 def _make_metric_row(report: Findings, name: str) -> Row:
     change = report.differences.get(name)
-    text = f"{change['value']:+z.4f} {interval_brackets(change['interval'], '+z.4f')}".rstrip() if change else ""
+    text = figure_text(change["value"], change["interval"], "+z") if change else ""
     label = f"{name} ({AT_BUILD})" if name in report.recorded else name
     return Row(label, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text)
 
@@ -207,7 +207,7 @@ _LABELS = {
 
 
 def _format_quality(of: Side, name: str) -> str:
-    return f"{of.metrics[name]:.4f} {interval_brackets(of.intervals.get(name))}".rstrip() if name in of.metrics else "-"
+    return figure_text(of.metrics[name], of.intervals.get(name)) if name in of.metrics else "-"
 
 
 def _make_rate_row(report: Findings, label: str, name: str) -> Row:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from runtime.judge.confusion import ConfusedPair, Confusion
 from runtime.judge.findings import Findings, MetricSlices, SliceValue, order_metrics, order_worst_first
-from runtime.report.units import interval_brackets
+from runtime.report.units import figure_text
 
 MOST_ROWS, MOST_PAIRS, MOST_CLASSES, MOST_NAMED = 10, 8, 10, 5
 """Slices and confused pairs in a table; classes of a model whose whole matrix is shown; names in a sentence."""
@@ -35,10 +35,10 @@ def slice_cells(table: MetricSlices) -> list[tuple[str, ...]]:
 def _format_value(value: SliceValue) -> Iterator[str]:
     yield str(value.n)
     yield "-" if value.baseline is None else f"{value.baseline:.4f}"
-    yield f"{value.candidate:.4f} {interval_brackets(value.interval)}"
+    yield figure_text(value.candidate, value.interval)
     change = ""
     if value.difference is not None and value.baseline is not None:
-        change = f"{value.difference:+z.4f} {interval_brackets(value.difference_interval, '+z.4f')}"
+        change = figure_text(value.difference, value.difference_interval, "+z")
     yield change
     yield "too few to tell" if value.too_few else ""
 
@@ -50,8 +50,8 @@ def slice_notes(table: MetricSlices, confidence: float) -> list[str]:
         " Its interval holds the value of all samples: it may be the worst by chance." if table.may_be_chance else ""
     )
     notes = [
-        f"Worst {table.column} by {table.metric}: {table.worst}, {worst.candidate:.4f} "
-        f"{interval_brackets(worst.interval)} of {worst.n} samples.{chance}"
+        f"Worst {table.column} by {table.metric}: {table.worst}, "
+        f"{figure_text(worst.candidate, worst.interval)} of {worst.n} samples.{chance}"
     ]
     if table.lost_most:
         lost = table.values[table.lost_most]
@@ -60,8 +60,8 @@ def slice_notes(table: MetricSlices, confidence: float) -> list[str]:
         )
         seems = "" if sure else "; that anything changed is not sure"
         notes.append(
-            f"Changed for the worse most: {table.lost_most}, {lost.difference:+.4f} "
-            f"{interval_brackets(lost.difference_interval, '+z.4f')}{seems}."
+            f"Changed for the worse most: {table.lost_most}, "
+            f"{figure_text(lost.difference or 0.0, lost.difference_interval, '+z')}{seems}."
         )
     few = [name for name, value in table.values.items() if value.too_few]
     if few:

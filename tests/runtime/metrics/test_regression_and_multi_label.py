@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
+from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
-from runtime.judge.evidence import _estimate_one_model
+from runtime.judge.evidence import column_evidence
 from runtime.metrics import METRICS, fitting, why_not
 from runtime.metrics.multi_label import THRESHOLDS, average_precision, rank_area
 
@@ -90,7 +91,7 @@ def test_a_perfect_sample_proves_no_perfect_model(name: str) -> None:
     truth = np.tile(np.eye(3, dtype=int), (20, 1))
     outputs = {"logits": (truth * 8 - 4).astype(np.float32)}
     reference = truth if metric.against == "labels" else outputs
-    estimate = _estimate_one_model(metric, metric.columns(outputs, reference), 0.95)
+    estimate = column_evidence(metric, metric.columns(outputs, reference), None, Judgement()).candidate
     assert estimate.value == estimate.high == 1
     assert estimate.low < 0.99
 

@@ -27,6 +27,7 @@ from runtime.report.report import (
     verdict_line,
     write_report,
 )
+from runtime.report.units import figure_text
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),
@@ -80,9 +81,9 @@ def test_the_table_has_a_row_for_each_thing_that_was_measured(report: Report) ->
     rows = {row.name: (row.before, row.after, row.change) for row in table_rows(report)}
     assert rows["size"] == ("86.7 MiB", "22.2 MiB", "3.90x")
     assert rows["top1"] == ("0.9300 [0.9200, 0.9400]", "0.9290 [0.9190, 0.9390]", "-0.0010 [-0.0030, +0.0010]")
-    assert rows["kl"] == ("-", "0.0100 [unknown]", "")
+    assert rows["kl"] == ("-", "0.0100", "")
     assert rows["latency p50"] == ("4 ms", "2 ms", "2.00x [1.90, 2.10]")
-    assert rows["latency p95"] == ("6 ms", "3 ms", "2.00x [unknown]")
+    assert rows["latency p95"] == ("6 ms", "3 ms", "2.00x")
     assert rows["throughput, batch 64"] == ("100/s", "100/s", "1.00x")
     assert list(rows) == [
         *("size", "top1", "kl", "latency p50", "latency p95", "latency p99"),
@@ -242,3 +243,18 @@ def test_an_answers_stages_have_their_shares_and_other_percentiles_a_row(report:
     assert names["cost of a million"] == "0.25" and names["energy of a thousand"] == "12 J"
     usual = replace(more, benchmark={"latency_percentile": 95})
     assert "latency percentile" not in render_markdown(usual) and len(table_rows(usual)) == len(table_rows(more)) - 1
+
+
+@pytest.mark.parametrize(
+    ("value", "ends", "text"),
+    [
+        (0.9937, (0.9854, 0.998), "0.9937 [0.9854, 0.9980]"),
+        (5.5e-05, (4e-05, 7.1e-05), "5.5e-05 [4.0e-05, 7.1e-05]"),
+        (0.0, (0.0, 0.0), "0.0000 [0.0000, 0.0000]"),
+        (0.01, (-math.inf, math.inf), "0.0100"),
+        (0.01, (0.0, math.inf), "0.0100"),
+        (0.01, None, "0.0100"),
+    ],
+)
+def test_a_figure_shows_what_is_known_of_it(value: float, ends: tuple[float, float] | None, text: str) -> None:
+    assert figure_text(value, ends) == text
