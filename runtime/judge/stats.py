@@ -226,8 +226,9 @@ def skewed_interval(
     transformation (1992, J. R. Stat. Soc. B 54:221), as if the tail were `_TAIL_FACTOR` times as long as it shows, and
     never made narrower. Skewness is counted towards each end on its own, and the third absolute moment beyond a
     normal's towards both: of two heavy tails a sample may miss either. Where fewer than `_FEWEST_CARRIERS` samples
-    carry the spread, the end is as far as that transformation goes, and farther by what was not drawn: as large a share as none of n samples may be of, of deviations `_UNSEEN_TAIL` times as large
-    as the largest one. Samples of unequal `weights` count as the fewer equal ones that Kish (1965) puts for them.
+    carry the spread, the end is as far as that transformation goes, and farther by what was not drawn: as large a share
+    as none of n samples may be of, of deviations `_UNSEEN_TAIL` times as large as the largest one. Samples of unequal
+    `weights` count as the fewer equal ones that Kish (1965) puts for them.
     """
     n = len(influence)
     if weights is not None and not weights.any():

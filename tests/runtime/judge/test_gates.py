@@ -438,7 +438,7 @@ def test_copies_that_are_wrong_together_widen_the_interval() -> None:
         (Gate("agreement", min=0.98), 183),
         (Gate("top1", max_drop=0.01), 381),
         (Gate("top1", min=0.9, max_drop=0.05), 73),
-        (Gate("cosine", min=0.995), 20),
+        (Gate("cosine", min=0.995), 50),
     ],
 )
 def test_so_many_samples_can_decide_a_gate_and_no_fewer(gate: Gate, least: int) -> None:
