@@ -10,9 +10,7 @@ None is larger than what ONNX Runtime's own static quantizer makes of the same f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -29,10 +27,9 @@ from measuring import (
     make_peer_models,
     open_judged,
 )
-from runtime.measure.timing import time_rounds
 
-from runtime.backends import find_backend
-from runtime.judge.stats import Estimate, percentile_interval
+from runtime.clock.compare import compare_files
+from runtime.judge.stats import Estimate, process_interval
 
 NEEDS = ("models/ultraface-slim/version-slim-320.onnx", "data/bccd/JPEGImages")
 ULTRAFACE = ROOT / "recipes/claims/ultraface-int8.yaml"
@@ -43,6 +40,7 @@ N_SAMPLES = 8
 """Of a light model, whose output is the same for any."""
 ROUNDS, QUICK_ROUNDS, BUDGET_S = 400, 20, 120.0
 CONFIDENCE = 0.95
+PROCESSES = 9
 
 
 def measure(call: Call) -> Measured:
@@ -55,7 +53,7 @@ def measure(call: Call) -> Measured:
         failures: list[Row] = []
         if not call.ours:
             made, failures = make_peer_models((PEER,), judged, recipe, call, sets)
-        found = _measure_file(judged, source, made, QUICK_ROUNDS if call.quick else ROUNDS)
+        found = _measure_file(judged, source, made)
         ours = find_row(found, "ours")
         claims += [
             at_least(f"{name}: judged_samples", report["n_samples"], 1),
@@ -107,27 +105,23 @@ validate: {{benchmark: {{iterations: 60}}}}
     return recipe
 
 
-def _measure_file(judged: Judged, source: Path, made: dict[str, Path], rounds: int) -> list[Row]:
+def _measure_file(judged: Judged, source: Path, made: dict[str, Path]) -> list[Row]:
     """Return a row for the file as it came, its cleaned graph, ours and the peer's, timed in turns."""
     entries = [Entry("as it came", source), Entry("float", judged.float_model)]
     entries += [Entry("ours", judged.model_for(ONNXRUNTIME))]
     entries += [Entry(name, path) for name, path in made.items()]
     rows = compare(judged, entries, ("cosine",), {})
     working = [i for i, row in enumerate(rows) if "failed" not in row]
-    for i, ratio in zip(working, _time_in_turns([entries[i] for i in working], judged, rounds), strict=True):
+    for i, ratio in zip(working, _time_in_processes([entries[i] for i in working], judged), strict=True):
         rows[i] |= {"latency_p50_ratio": ratio.value, "latency_p50_ratio_low": ratio.low}
     return rows
 
 
-def _time_in_turns(entries: Sequence[Entry], judged: Judged, rounds: int) -> list[Estimate]:
-    """Return how much faster than the first each entry is: the median of the rounds' ratios, and its interval."""
-    feeds: Any = feeds_for(judged, 1)
-    with ExitStack() as stack:
-        sessions = [find_backend(entry.backend).open(entry.path, THREADS, {}) for entry in entries]
-        for session in sessions:
-            stack.callback(session.close)
-        seconds = time_rounds(sessions, [feeds] * len(entries), rounds, 5, SEED, BUDGET_S)
-    return [percentile_interval(seconds[0] / own, 50, CONFIDENCE) for own in seconds]
+def _time_in_processes(entries: Sequence[Entry], judged: Judged) -> list[Estimate]:
+    """Return how much faster than the first each entry is, with the interval that fresh processes give."""
+    files = [entry.path for entry in entries]
+    compared = compare_files(ONNXRUNTIME, THREADS, files, feeds_for(judged, 1), PROCESSES, BUDGET_S, SEED)
+    return [process_interval(row, CONFIDENCE) for row in (compared.ms[:, :1] / compared.ms).T]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """Claim about gates: on the edge of its bound a gate passes wrongly in at most 3 % of runs, and fails wrongly in 3 %.
 
-Evaluation sets and timed rounds are simulated whose true values are known, every gate is put exactly on the truth, and
-the product itself judges them: `runtime.judge.evidence` makes the interval and `runtime.judge.gates` the verdict. A
+Evaluation sets and fresh processes are simulated whose true values are known, every gate is put exactly on the truth,
+and the product itself judges them: `runtime.judge.evidence` makes the interval and `runtime.judge.gates` the verdict. A
 two-sided interval of 95 % promises 2.5 % to either side; a gate that is undecided breaks no promise. Every kind of
-metric and every rule is simulated, on shapes from normal to lognormal with sigma 2, at 10 to 5,000 samples or rounds.
+metric and every rule is simulated, on shapes from normal to lognormal with sigma 2, at 10 to 5,000 samples and 3 to 20
+processes.
 The rules of one metric and shape are judged on the same draws. No recipes/ are needed.
-
-No interval sees what does not happen while it is measured. A machine whose pace changes every few seconds is simulated
-beside the others, its rounds lasting as `LASTING_S` says and more and less: a gate between its paces may then be wrong
-more often, and the claim is how seldom.
 
 Each cell is drawn 4,000 times, from 1,000 samples on 2,000 times (400 with --quick). Chance alone puts a true 2.5 %
 above 3 % in one cell of fifty, so a cell above 3 % is drawn up to 20,000 times; the claim fails where 3 % itself would
@@ -22,9 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from common import Call, Claim, Measured, Row, at_least, at_most, run_script, say
-from runtime.measure.timing import LASTING_S
 from simulated_quality import SIZES, Rule, Subject, quality_subjects
-from simulated_times import pace_subjects, time_subjects
+from simulated_times import time_subjects
 
 from runtime.bundle.format import Gate, Judgement
 from runtime.judge.gates import judge
@@ -37,8 +33,6 @@ RUNS, MOST_RUNS = 4000, 20_000
 LARGE, LARGE_RUNS = 1000, 2000
 """From so many samples on, so many runs to begin with."""
 QUICK_RUNS = 400
-MOST_DECEIVED = 0.2
-"""How often a gate between two paces may be wrong, in rounds of `LASTING_S` and more."""
 CHANCE = 0.001
 """How seldom 3 % itself would give as many wrong verdicts as a cell must have for the claim to fail."""
 
@@ -66,16 +60,15 @@ def subjects() -> Iterator[Subject]:
 
 def measure(call: Call) -> Measured:
     rows = [row for subject in subjects() for row in measure_subject(call, subject)]
-    paces = [row for subject in pace_subjects() for row in measure_subject(call, subject, most=RUNS)]
-    return claims(rows, paces), rows + paces
+    return claims(rows), rows
 
 
-def measure_subject(call: Call, subject: Subject, most: int = MOST_RUNS) -> list[Row]:
+def measure_subject(call: Call, subject: Subject) -> list[Row]:
     rows: list[Row] = []
     for n in subject.sizes:
         if not call.quick or n in QUICK_SIZES or n < min(SIZES):
             runs = LARGE_RUNS if n >= LARGE else RUNS
-            rows += measure_cell(subject, n, *((QUICK_RUNS, QUICK_RUNS) if call.quick else (runs, most)))
+            rows += measure_cell(subject, n, *((QUICK_RUNS, QUICK_RUNS) if call.quick else (runs, MOST_RUNS)))
     say(f"{subject.name}, {subject.shape}: {sum(row['exceeds'] for row in rows)} of {len(rows)} cells wrong too often")
     return rows
 
@@ -108,13 +101,11 @@ def exceeds(wrong: int, runs: int) -> bool:
     return proportion_interval(wrong, runs, 1 - 2 * CHANCE).low > ALLOWED
 
 
-def claims(rows: Sequence[Row], paces: Sequence[Row]) -> list[Claim]:
+def claims(rows: Sequence[Row]) -> list[Claim]:
     decided = [row for row in rows if row["undecided"] < 1]
-    deceived = [max(row["wrong_pass"], row["wrong_fail"]) for row in paces if row["n"] >= LASTING_S]
     return [
         at_most("cells_wrong_in_more_than_3_percent", sum(row["exceeds"] for row in rows), 0),
         at_least("cells_in_which_some_runs_are_decided", len(decided), 1),
-        *([at_most("wrong_where_paces_last_seconds", max(deceived), MOST_DECEIVED)] if deceived else []),
     ]
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from common import Call, Peer, Row, RunError, run_peer, say
 from peers.batches import Batch, write_batches
-from runtime.measure.timing import time_rounds
 
 from runtime.backends import Session, find_backend
 from runtime.bundle.format import model_size, read_manifest, read_outputs, read_samples
 from runtime.bundle.manifest import Manifest
+from runtime.clock.turns import make_call, time_in_turns
 from runtime.errors import RuntimeFailure
 from runtime.measure.workload import make_feeds
 from runtime.metrics import METRICS
@@ -130,9 +130,10 @@ def speedups(entries: Sequence[Entry], feeds: Sequence[Batch], rounds: int) -> l
         sessions = [_open(entry) for entry in entries]
         for session in sessions:
             stack.callback(session.close)
-        seconds = time_rounds(sessions, [feeds] * len(entries), rounds, WARMUP, SEED, BUDGET_S)
-    say(f"timed {len(entries)} models in {seconds.shape[1]} rounds")
-    return [float(ratio) for ratio in np.median(seconds[0] / seconds, axis=1)]
+        calls = [make_call(session, feeds) for session in sessions]
+        medians = time_in_turns(calls, rounds, seed=SEED, warmup=WARMUP, budget_s=BUDGET_S).medians  # [models, rounds]
+    say(f"timed {len(entries)} models in {medians.shape[1]} rounds")
+    return [float(ratio) for ratio in np.median(medians[0] / medians, axis=1)]
 
 
 def _open(entry: Entry) -> Session:

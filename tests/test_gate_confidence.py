@@ -40,7 +40,9 @@ def find_subject(ruler: Any, name: str, shape: str) -> Any:
         ("ece", "0 off, 0.05 more", 100),
         ("macro", "5 classes 10:1, 0.1 wrong, 0.05 more", 50),
         ("correlation", "0.97 to 0.96, errors 0.9 shared", 50),
-        ("times", "drift in noise", 100),
+        ("times", "two layouts", 9),
+        ("times", "an odd process in ten", 6),
+        ("requests", "layouts of 1 %", 9),
         ("fresh processes", "0.1 cold", 6),
     ],
 )

@@ -29,7 +29,10 @@ def write_model(
     """Return the bytes of a model. `inputs` and `outputs`: name -> (dtype, shape, or None); `names`: of the nodes."""
     graph = b"".join(
         [
-            *(_field(1, _node(*node, name=name)) for node, name in zip(nodes, names or [""] * len(nodes), strict=True)),
+            *(
+                _field(1, _node(*node, name=name))
+                for node, name in zip(nodes, names or map("node{}".format, range(len(nodes))), strict=True)
+            ),
             _field(2, b"trial"),
             *(_field(5, _tensor(name, array)) for name, array in constants.items()),
             *(_field(11, _value(name, *known)) for name, known in inputs.items()),
@@ -46,7 +49,7 @@ def _node(
     domain, _, kind = operator.rpartition(".")
     listed = [_field(1, name.encode()) for name in inputs] + [_field(2, name.encode()) for name in outputs]
     given = [_field(5, _field(1, key.encode()) + _attribute(value)) for key, value in attributes.items()]
-    return b"".join([*listed, _field(3, (name or kind).encode()), _field(4, kind.encode()), *given]) + (
+    return b"".join([*listed, _field(3, name.encode()), _field(4, kind.encode()), *given]) + (
         _field(7, domain.encode()) if domain else b""
     )
 
