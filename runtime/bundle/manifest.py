@@ -380,6 +380,8 @@ class EvaluationSet:
     """sha256 of the samples' content, whatever file they are stored in."""
     slices: str | None = None
     """evaluation/slices.jsonl: what each sample has in the columns that only slice it, as texts; no model reads it."""
+    baseline_metrics: dict[str, float] | None = None
+    """What the build measured of the baseline's outputs with the labels; None: bundles of before it did."""
 
 
 @dataclass(frozen=True)
