@@ -24,8 +24,8 @@ SPREAD, ROUNDING = 0.02, 1e-3
 
 An SSD detector in OpenVINO's float32 is 1.2e-5 and 9e-8 from ONNX Runtime; TensorRT's TF32 keeps 10 bits, 1e-3."""
 ALIKE = 0.99
-"""Least share of a row's classes, of the rows of classes and texts, and of objects that are the frozen ones: a tie, which
-rounding decides, is rare."""
+"""Least share of a row's classes, of the rows of classes and texts, and of objects that are the frozen ones: rounding
+decides ties, and they are rare."""
 SAME_METRIC = 1e-6
 """By which a metric of the same numbers differs between versions of numpy, relatively."""
 
@@ -84,18 +84,13 @@ def check_outputs(root: Path, task: str, outputs: Outputs, frozen: Outputs) -> N
                 f"{root}: the baseline gives other outputs here than the frozen ones: '{name}' differs in "
                 f"{differs.sum()} of {len(differs)} rows, the first is row {differs.argmax()}: {_EITHER}"
             )
-    for metric in METRICS.values() if known.leaping else ():
-        if (
-            metric.suits(known.outputs)
-            and metric.ideal == 1.0
-            and not (mean := metric.compute(outputs, frozen)) >= ALIKE
-        ):
-            row = min(
-                range(len(differs)), key=lambda row: metric.compute(*(_take_row(of, row) for of in (outputs, frozen)))
-            )
+    matched = [metric for metric in METRICS.values() if metric.suits(known.outputs) and metric.ideal == 1.0]
+    for metric in matched if known.leaping else ():
+        if not (mean := metric.compute(outputs, frozen)) >= ALIKE:
+            alone = [metric.compute(_take_row(outputs, row), _take_row(frozen, row)) for row in range(len(differs))]
             raise BundleError(
-                f"{root}: {metric.name} of the baseline here with its frozen outputs is {mean:.4f}, least in row {row}: "
-                f"{_EITHER}"
+                f"{root}: {metric.name} of the baseline here with its frozen outputs is {mean:.4f}, least in row "
+                f"{np.argmin(alone)}: {_EITHER}"
             )
 
 

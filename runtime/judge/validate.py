@@ -32,6 +32,7 @@ from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_s
 from runtime.judge.alternatives import available_others, compare, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.doubts import find_doubts
 from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
@@ -151,7 +152,8 @@ def judge_model(
         forecast=forecast,
         stages_ms=stages,
     )
-    advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
+    doubts = [] if failures else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
+    advice = [*list(failures.values())[:1], *doubts, *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, [*advice, *trouble])
     report = replace(report, explanation=explanation)
     if not failures:
@@ -188,7 +190,8 @@ def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, 
     )
     not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
-    advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
+    doubts = [] if broken else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
+    advice = [*list(broken.values())[:1], *doubts, *larger(evidence, not_smaller(case)), *case.notes]
     report = assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
     if not broken:
         report = replace(report, changes=_changes(case, candidate))

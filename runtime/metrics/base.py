@@ -23,6 +23,18 @@ ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
+LARGEST = float(np.finfo(np.float32).max)
+"""What a model gives is float32."""
+RANGES = {
+    **dict.fromkeys(("fraction", "F1"), (0.0, 1.0)),
+    **dict.fromkeys(("cosine", "correlation"), (-1.0, 1.0)),
+    "chrF2": (0.0, 100.0),
+    "dB": (-200.0, 200.0),
+    "perplexity": (1.0, math.inf),
+    **dict.fromkeys(("nats", "nats per token", "label", "edits per reference's"), (0.0, LARGEST)),
+    **dict.fromkeys(("squared label", "squared output"), (0.0, LARGEST**2)),
+}
+"""Unit -> the least and the largest value that a metric can have."""
 T = TypeVar("T")
 
 
@@ -186,8 +198,15 @@ class Metric:
     """What its columns have a row for."""
     sliceable: bool = True
     """Whether its columns have a row for each sample, so that it can be taken of some of them."""
+    range: tuple[float, float] | None = None
+    """The least and the largest value that it can have; None: `RANGES` of its unit."""
     on_request: bool = False
     """Computed only where a judgement names it: another metric says the same, or few ask for it."""
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Return the least and the largest value that it can have."""
+        return self.range or RANGES.get(self.unit, (-math.inf, math.inf))
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import UsageError
-from runtime.metrics.base import Columns, Link, Metric, Outputs, float_outputs
+from runtime.metrics.base import LARGEST, Columns, Link, Metric, Outputs, float_outputs
 
 FITS = ("classes", "tensors", "numbers")
 
@@ -127,6 +127,7 @@ R2 = Metric(
     higher_is_better=True,
     fits=FITS,
     unit="fraction",
+    range=(-LARGEST, 1.0),
     about="share of the labels' variance that the predictions explain",
     reduce=number_columns,
     misfit=_find_constant,

@@ -278,7 +278,7 @@ def test_what_its_engine_computes_otherwise_than_was_scored_leaves_quality_undec
         "its engine computes otherwise than was scored: a: its cache is not scored; counted as a failure"
     )
     assert verdict_line(report) == (
-        "UNDECIDED: tiny for vllm, scored by torch 9.9 at the build: 1 of 2 gates fell short"
+        "UNDECIDED: tiny for vllm, scored by torch 9.9 at the build: nll max_drop 2 undecided"
     )
     lenient = Gate("nll", max_drop=2.0, undecided="pass")
     assert validate(checkpoint_bundle(lenient, built=built)).verdict == "pass"
