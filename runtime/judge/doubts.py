@@ -22,8 +22,8 @@ def find_doubts(
         chance, answer = _find_chance(name, classes)
         if known.baseline is not None and known.baseline.low <= chance:
             doubts.append(
-                f"The float model's {name} is {known.baseline.value:.3g}, not surely above the {chance:.3g} of {answer}:"
-                " a change from it says little. Look at its classes' order (model.class_names), preprocess and labels."
+                f"The float model's {name} is {known.baseline.value:.3g}, not surely above {chance:.3g}, {answer}: "
+                "a change from it says little. Look at its classes' order (model.class_names), preprocess and labels."
             )
     alike = classes is not None and len(np.unique(classes)) == 1
     for which, outputs in (("float model", baseline), ("candidate", candidate)):
