@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +21,10 @@ def find_doubts(
     doubts = []
     for name, known in evidence.items():
         chance, answer = _find_chance(name, classes)
-        if known.baseline is not None and known.baseline.low <= chance:
+        before = known.baseline
+        if chance is not None and before is not None and math.isfinite(before.low) and before.low <= chance:
             doubts.append(
-                f"The float model's {name} is {known.baseline.value:.3g}, not surely above {chance:.3g}, {answer}: "
+                f"The float model's {name} is {before.value:.3g}, not surely above {chance:.3g}, {answer}: "
                 "a change from it says little. Look at its classes' order (model.class_names), preprocess and labels."
             )
     alike = classes is not None and len(np.unique(classes)) == 1
@@ -33,15 +35,15 @@ def find_doubts(
     return doubts
 
 
-def _find_chance(name: str, classes: np.ndarray | None) -> tuple[float, str]:
-    """Return the value of a metric that needs no model, and what reaches it; minus infinity where that is not known."""
+def _find_chance(name: str, classes: np.ndarray | None) -> tuple[float | None, str]:
+    """Return the value of a metric that needs no model, and what reaches it; None where that is not known."""
     if name == "top1" and classes is not None:
         return float(np.unique(classes, return_counts=True)[1].max() / len(classes)), "always the commonest class"
     if name == "r2":
         return 0.0, "always the mean"
     if name in METRICS and METRICS[name].unit == "correlation":
         return 0.0, "chance"
-    return -np.inf, ""
+    return None, ""
 
 
 def gives_one_answer(task: str, outputs: Outputs) -> bool:

@@ -30,15 +30,17 @@ SAME_METRIC = 1e-6
 """By which a metric of the same numbers differs between versions of numpy, relatively."""
 
 
-def check_metrics(root: Path, manifest: Manifest, frozen: Outputs, labels: Any | None) -> str | None:
-    """Raise BundleError where frozen outputs and labels give other metrics than the build recorded.
+def note_unrecorded(manifest: Manifest) -> str | None:
+    """Return a note where the build recorded no metrics of the float model, so that the labels are not checked."""
+    if manifest.evaluation is None or manifest.evaluation.baseline_metrics is not None:
+        return None
+    return f"The build ({manifest.created_by}) recorded no metrics of the float model: the labels are not checked."
 
-    Returns a note where it recorded none.
-    """
+
+def check_metrics(root: Path, manifest: Manifest, frozen: Outputs, labels: Any | None) -> None:
+    """Raise BundleError where frozen outputs and labels give other metrics than the build recorded."""
     recorded = manifest.evaluation.baseline_metrics if manifest.evaluation else None
-    if recorded is None:
-        return f"The build ({manifest.created_by}) recorded no metrics of the float model: the labels are not checked."
-    for name, then in recorded.items():
+    for name, then in (recorded or {}).items():
         metric = METRICS.get(name)
         if metric is None:  # of a plug-in that is not installed here
             continue
@@ -50,7 +52,6 @@ def check_metrics(root: Path, manifest: Manifest, frozen: Outputs, labels: Any |
                 f"{root}: {name} of the float model's frozen outputs is {here:.6g} here and was {then:.6g} at the "
                 "build: labels or outputs are not those of the build; build the bundle again"
             )
-    return None
 
 
 def record_metrics(metrics: Sequence[Metric], frozen: Outputs, labels: Any | None) -> dict[str, float]:

@@ -37,7 +37,7 @@ from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
-from runtime.judge.frozen import check_metrics, check_outputs
+from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
@@ -250,8 +250,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         metrics = select_metrics(manifest.task, baseline, labels, manifest.judgement)
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
-    unchecked = check_metrics(root, manifest, baseline, labels)
-    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline), unchecked)
+    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline), note_unrecorded(manifest))
     notes = [*build_notes(root, manifest), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded)
@@ -274,7 +273,11 @@ _ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it
 
 
 def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[str, str]]:
-    """Return evidence of the quality metrics or, where the candidate's outputs are broken, why there is none."""
+    """Return evidence of the quality metrics or, where the candidate's outputs are broken, why there is none.
+
+    BundleError where the baseline's metrics are not those that the build recorded.
+    """
+    check_metrics(case.root, case.manifest, case.baseline, case.labels)
     try:
         check_finite(candidate)
         judgement = case.manifest.judgement
@@ -315,8 +318,8 @@ def run_candidate(case: Case) -> Outputs:
             return run(session)
         outputs = run(session, reference)
     again = {"nll": outputs.pop("reference_nll"), "n_tokens": outputs["n_tokens"]}
-    check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
     check_outputs(case.root, manifest.task, again, case.baseline)
+    check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
     return outputs
 
 

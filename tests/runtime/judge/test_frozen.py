@@ -92,7 +92,7 @@ def _record(root: Path, manifest: Any) -> None:
     metrics = select_metrics(manifest.task, frozen, labels, Judgement())
     near = next(metric for metric in metrics if metric.against == "baseline" and metric.ideal == 1.0)
     speed = replace(FAST, prompt_tokens=4, new_tokens=2) if manifest.generates else FAST
-    judgement = Judgement(gates=(Gate(near.name, min=0.9, undecided="pass"),), benchmark=speed)
+    judgement = Judgement(gates=(Gate(near.name, min=0.9),), benchmark=speed)
     evaluation = replace(manifest.evaluation, baseline_metrics=record_metrics(metrics, frozen, labels))
     write_bundle(root, replace(manifest, evaluation=evaluation, judgement=judgement))
 
@@ -214,3 +214,22 @@ def test_a_bundle_of_before_the_record_is_judged_and_says_so(image_bundle: Path)
     with without_probes():
         report = validate(image_bundle, ONE)
     assert any("recorded no metrics of the float model: the labels are not checked" in note for note in report.advice)
+
+
+def test_a_report_says_where_a_model_answers_nothing(image_bundle: Path) -> None:
+    manifest = read_manifest(image_bundle)
+    columns = {"image": IMAGES, "label": RNG.permutation(np.repeat(np.arange(5), 12))}
+    shutil.rmtree(image_bundle / "evaluation")
+    shutil.copy(image_bundle / "baseline/model.onnx", image_bundle / "model/model.onnx")
+    _silence_candidate(image_bundle)
+    silent = tiny.stage(image_bundle, manifest.task, tiny.IMAGE, columns)
+    write_bundle(image_bundle, replace(silent, judgement=Judgement((Gate("size_ratio", min=0.5),), benchmark=FAST)))
+    with without_probes():
+        report = validate(image_bundle, ONE)
+    assert report.verdict == "pass"
+    assert (
+        report.advice[0].startswith("The float model's top1 is 0.") and "always the commonest class" in report.advice[0]
+    )
+    assert report.advice[1] == (
+        "The candidate gives the same answer to all 60 samples: no gate on nearness says anything."
+    )
