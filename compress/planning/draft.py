@@ -285,7 +285,7 @@ def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None
     inputs = read_inputs(make_recipe({**recipe, "data": {"evaluation": spec}}, root))
     if inputs.problems:
         raise PlanError(inputs.problems)
-    order = table.label_names.get(inputs.recipe.data.declared["evaluation"].columns.get("label", "label"), ())
+    order = table.label_names.get(str(inputs.recipe.data.declared["evaluation"].columns.get("label", "label")), ())
     known = TORCH_TASKS[task]
     if known.uses_class_names and not inputs.class_names and len(order) == known.count_classes(inputs.facts.outputs):
         recipe["model"]["class_names"] = list(order)
