@@ -84,10 +84,10 @@ def chain(width: int, layers: int, rows: int) -> bytes:
 
 
 PAIRS = {
-    "the same model twice": ((256, 8, 16), (256, 8, 16)),
-    "near 1.9": ((256, 19, 16), (256, 10, 16)),
-    "near 1.25": ((256, 15, 16), (256, 12, 16)),
-    "near 0.8": ((256, 12, 16), (256, 15, 16)),
+    "the same model twice": ((128, 12, 128), (128, 12, 128)),
+    "near 1.9": ((128, 19, 128), (128, 10, 128)),
+    "near 1.25": ((128, 15, 128), (128, 12, 128)),
+    "near 0.8": ((128, 12, 128), (128, 15, 128)),
     "bound by memory": ((2048, 10, 1), (2048, 8, 1)),
 }
 """Width, layers and rows of each pair's two models; the last reads 160 and 128 MiB of weights in a call."""

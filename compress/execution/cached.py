@@ -210,8 +210,7 @@ def run_baseline(
 
     def write(folder: Path) -> dict[str, Any]:
         save_graph(float_graph(model.state.model), folder / "model.onnx")
-        exact = inputs.recipe.model.generates
-        outputs = run_graph(folder / "model.onnx", inputs, model.inputs, columns, exact=exact)
+        outputs = run_graph(folder / "model.onnx", inputs, model.inputs, columns, exact=True)
         _refuse_broken(outputs)
         for path in folder.iterdir():
             path.unlink()

@@ -54,6 +54,8 @@ from runtime.bundle.format import (
 )
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
+from runtime.judge.evidence import select_metrics
+from runtime.judge.frozen import record_metrics
 
 FOLDER_FILES = (
     "config.json",
@@ -135,7 +137,12 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     """
     recipe = contents.recipe
     artifacts, orders, notes = _write_artifacts(staging, contents)
-    evaluation = write_samples(staging, contents.samples, contents.slices)
+    labels, baseline = contents.samples.get("label"), contents.baseline_outputs
+    metrics = select_metrics(recipe.model.task, baseline, labels, contents.judgement)
+    evaluation = replace(
+        write_samples(staging, contents.samples, contents.slices),
+        baseline_metrics=record_metrics(metrics, baseline, labels),
+    )
     write_outputs(staging, contents.baseline_outputs)
     if contents.candidate_outputs is not None:
         write_candidate_outputs(staging, contents.candidate_outputs)

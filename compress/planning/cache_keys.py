@@ -64,7 +64,7 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
         previous = cache_key("pass", previous, _list_dependencies(pass_, inputs, data))
         keys.append(previous)
     judged = recipe.validate_
-    how = [recipe.target, judged.batch_size, judged.benchmark.threads, to_json(recipe.postprocess)]
+    how = ["exact", recipe.target, judged.batch_size, judged.benchmark.threads, to_json(recipe.postprocess)]
     how += _describe_detections(inputs)
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))

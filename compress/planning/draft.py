@@ -285,6 +285,11 @@ def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None
     inputs = read_inputs(make_recipe({**recipe, "data": {"evaluation": spec}}, root))
     if inputs.problems:
         raise PlanError(inputs.problems)
+    order = table.label_names.get(str(inputs.recipe.data.declared["evaluation"].columns.get("label", "label")), ())
+    known = TORCH_TASKS[task]
+    if known.uses_class_names and not inputs.class_names and len(order) == known.count_classes(inputs.facts.outputs):
+        recipe["model"]["class_names"] = list(order)
+        reasons["model.class_names"] = "the data's order; write that of the model's outputs"
     if "preprocess" not in recipe and inputs.preprocess.kind != "tensor":
         reasons["preprocess"] = f"kind: {inputs.preprocess.kind}, read from the model's own files"
     return Draft(recipe, reasons, inputs)

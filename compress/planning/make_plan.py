@@ -317,7 +317,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         texts.append(f"{recipe.target} does not run here: {how}")
     texts += [*_warn_plain_texts(inputs), *_warn_few_samples(recipe.validate_, data["evaluation"].n_samples)]
     if not recipe.validate_.gates:
-        texts.append("validate: no gates; the verdict will be pass whatever is measured")
+        texts.append("validate: no gates; the verdict will be unjudged, whatever is measured")
     notes = [Note("warning", text) for text in texts]
     if recipe.has_onnx and any(EXPERTS in layer.name for layer in inputs.facts.layers):
         notes.append(

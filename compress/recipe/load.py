@@ -22,6 +22,7 @@ from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.variables import VARS, escape, substitute
 from compress.recipe.yaml_source import read_with_includes
+from runtime.encode.images import ImagePreprocess
 
 
 def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -51,6 +52,7 @@ def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings)
     _check_metrics(root, findings)
     if recipe is not None and not findings.problems:
         _check_gates(recipe, root, findings)
+        _check_scale(recipe, root, findings)
     if recipe is not None:
         check_search(recipe, root, findings)
     if recipe is None or findings.problems:
@@ -144,6 +146,19 @@ def _check_gates(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
         except UsageError as error:
             for problem in error.problems:
                 findings.add(root.find(path).place, path, problem)
+
+
+def _check_scale(recipe: Recipe, root: Node, findings: RecipeFindings) -> None:
+    """Report means of pixels before their scaling: they leave nearly the same constant of every image."""
+    image = recipe.preprocess
+    if not isinstance(image, ImagePreprocess):
+        return
+    white, largest = 255 * abs(image.scale), max(abs(mean) for mean in image.mean)
+    if largest > white:
+        path: Path = ("preprocess", "mean")
+        way = f"give {largest / 255:.3f}, or scale: 1" if white == 1 else "give means of scaled pixels"
+        text = f"{largest:g} is subtracted from pixels that scale {image.scale:.3g} left between 0 and {white:g}; {way}"
+        findings.add(root.find(path).place, path, text)
 
 
 def _walk(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:

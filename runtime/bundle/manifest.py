@@ -306,8 +306,8 @@ class Judgement:
     __pydantic_config__: ClassVar[dict[str, object]] = PYDANTIC_CONFIG
 
     def __post_init__(self) -> None:
-        if not 0 < self.confidence < 1:
-            raise ValueError(f"confidence is {self.confidence}, not between 0 and 1")
+        if not 0.5 <= self.confidence < 1:  # below, an interval is a point, and every gate is decided by chance
+            raise ValueError(f"confidence is {self.confidence}: give 0.5 to less than 1, such as 0.95")
         _check_range(self, "seed", 0, 2**128)
         _check_range(self, "batch_size", 1, MOST_BATCH)
         if twice := sorted({name for name in self.slices if self.slices.count(name) > 1}):
@@ -385,6 +385,8 @@ class EvaluationSet:
     """sha256 of the samples' content, whatever file they are stored in."""
     slices: str | None = None
     """evaluation/slices.jsonl: what each sample has in the columns that only slice it, as texts; no model reads it."""
+    baseline_metrics: dict[str, float] | None = None
+    """What the build measured of the baseline's outputs with the labels; None: bundles of before it did."""
 
 
 @dataclass(frozen=True)

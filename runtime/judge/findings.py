@@ -126,7 +126,7 @@ class MetricSlices:
 
 @dataclass(frozen=True)
 class Findings:
-    """One judgement of one bundle on one machine. `verdict` is "unjudged" for a benchmark alone."""
+    """One judgement of one bundle on one machine. `verdict` is "unjudged" without gates, and for a benchmark alone."""
 
     verdict: Verdict | Literal["unjudged"]
     bundle: str
@@ -186,7 +186,7 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        """Return 0 if every gate holds, 3 if one does not."""
+        """Return 3 if a gate does not hold, else 0."""
         return 3 if self.verdict in ("fail", "undecided") else 0
 
 

@@ -8,7 +8,7 @@ one-sided test at 0.975. Undecided counts as fail unless the gate or the judgeme
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ from runtime.judge.evidence import Evidence, slices_by
 from runtime.judge.slices import LABEL, SET
 from runtime.judge.stats import Estimate, change_scale, samples_needed
 from runtime.metrics import MEASURED, METRICS, check_name, fitting, is_own
+from runtime.metrics.measured import LEAST_RATIO
 from runtime.report.units import interval_words
 from runtime.tasks import find_task
 
@@ -40,6 +41,10 @@ class GateResult:
     holds: bool
     why: str
     slice: str = ""
+    unit: str = ""
+    """Of the value and the bound, as it stands behind a number: "x", " ms"."""
+    method: str = ""
+    """Which made the interval."""
 
 
 def check_gates(judgement: Judgement, task: str, has_labels: bool, postprocess: Postprocess | None = None) -> None:
@@ -111,7 +116,7 @@ def _rule_problems(gate: Gate) -> list[str]:
     if gate.metric not in MEASURED and gate.metric not in METRICS:
         own = is_own(gate.metric) and gate.min_speedup is not None  # any other is refused by name already
         return [f"gate on '{gate.metric}': min_speedup is of times; use min_retained"] if own else []
-    problems = []
+    problems = list(_find_idle_rules(gate))
     speed = [name for name, metric in MEASURED.items() if metric.speed]
     if gate.min_speedup is not None and gate.metric not in speed:
         problems.append(f"gate on '{gate.metric}': min_speedup fits only {', '.join(speed)}")
@@ -123,6 +128,20 @@ def _rule_problems(gate: Gate) -> list[str]:
             f"gate on '{gate.metric}': min_retained is a share of the baseline's quality, which this is not; use {way}"
         )
     return problems
+
+
+def _find_idle_rules(gate: Gate) -> Iterator[str]:
+    """Yield a problem for each rule that holds whatever is measured."""
+    metric = METRICS[gate.metric] if gate.metric in METRICS else MEASURED[gate.metric]
+    least, most = metric.extremes
+    for rule, bound in gate.bounds.items():
+        idle = {"min": bound <= least, "max": bound >= most, "max_drop": bound >= most - least}
+        if idle.get(rule, bound <= LEAST_RATIO):
+            unit = f" {metric.unit}" if gate.metric in MEASURED else ""
+            of = f"{gate.metric} lies between {least:g} and {most:g}{unit}"
+            of = f"it is above {LEAST_RATIO:g}" if rule not in idle else of
+            hint = f"; {bound:g} % is {bound / 100:g}" if rule == "max_drop" and most - least == 1 else ""
+            yield f"gate on '{gate.metric}': nothing can miss {rule} {bound:g}: {of}{hint}"
 
 
 def judge(
@@ -159,8 +178,10 @@ def _name_rule(gate: Gate, rule: str, limit: float) -> str:
     return f"{rule} {limit:g}{of}"
 
 
-def overall(gates: tuple[GateResult, ...]) -> Verdict:
-    """Return fail if a gate fails, else undecided if an undecided gate does not hold, else pass."""
+def overall(gates: tuple[GateResult, ...]) -> Verdict | Literal["unjudged"]:
+    """Return unjudged without gates, fail if one fails, undecided if an undecided one does not hold, else pass."""
+    if not gates:
+        return "unjudged"
     if any(gate.verdict == "fail" for gate in gates):
         return "fail"
     return "pass" if all(gate.holds for gate in gates) else "undecided"
@@ -251,7 +272,8 @@ def _decide_rule(
         why += "; counted as a pass" if undecided_holds else "; counted as a failure"
     holds = verdict == "pass" or (verdict == "undecided" and undecided_holds)
     interval = (estimate.low, estimate.high)
-    return GateResult(evidence.name, name, estimate.value, interval, verdict, holds, why, subject.slice)
+    unit, method = _name_unit(evidence, rule), estimate.method
+    return GateResult(evidence.name, name, estimate.value, interval, verdict, holds, why, subject.slice, unit, method)
 
 
 def _compare_with_bound(estimate: Estimate, limit: float, at_least: bool) -> Verdict:
@@ -262,19 +284,23 @@ def _compare_with_bound(estimate: Estimate, limit: float, at_least: bool) -> Ver
 def _explain_verdict(
     evidence: Evidence, rule: str, estimate: Estimate, limit: float, verdict: Verdict, confidence: float
 ) -> str:
+    """Return the figure that is bounded with its interval; the rule that stands before it has the bound."""
     share = "retained share" if evidence.higher_is_better else "retained share (baseline over candidate)"
-    what = {"max_drop": "drop", "min_speedup": "speed-up", "min_retained": share}.get(rule, evidence.name)
-    bound = f"{'at least' if _is_floor(rule) else 'at most'} {limit:g}"
+    what = {"max_drop": "drop ", "min_retained": f"{share} "}.get(rule, "")
+    unit = _name_unit(evidence, rule)
+    figure = f"{what}{estimate.value:.4g}{unit}"
     if estimate.method == "exact":
-        return f"{what} {estimate.value:.6g} is {'' if verdict == 'pass' else 'not '}{bound}"
-    count = f"{evidence.n} {evidence.counted}"
+        return figure
     interval = f"{100 * confidence:g}% interval {interval_words(estimate.low, estimate.high)}"
-    seen = f"{what} {estimate.value:.4g} ({interval}, {estimate.method}, {count})"
-    if verdict == "pass":
-        return f"{seen} is {bound}"
-    if verdict == "fail":
-        return f"{seen} is not {bound}"
-    return f"cannot tell with {count} whether it is {bound}: {seen}; {_format_needed(evidence, estimate, limit)}"
+    seen = f"{figure} ({interval}, {evidence.n} {evidence.counted})"
+    return f"{seen}; {_format_needed(evidence, estimate, limit)}" if verdict == "undecided" else seen
+
+
+def _name_unit(evidence: Evidence, rule: str) -> str:
+    """Return the unit of what a rule bounds, as it stands behind a number: "x" of ratios, " ms" of times."""
+    if rule == "min_speedup" or evidence.unit == "x":
+        return "x"
+    return f" {evidence.unit}" if evidence.name in MEASURED and rule != "min_retained" else ""
 
 
 def _format_needed(evidence: Evidence, estimate: Estimate, limit: float) -> str:

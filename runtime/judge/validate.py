@@ -34,10 +34,12 @@ from runtime.judge.alternatives import Way, add_latencies, available_others, fin
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.copies import describe_copies, find_draws
+from runtime.judge.doubts import find_doubts
 from runtime.judge.earlier import check_earlier, hold_against
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
+from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
@@ -158,7 +160,8 @@ def judge_model(
         forecast=forecast,
         stages_ms=stages,
     )
-    advice = [*list(failures.values())[:1], *advise(evidence, subject, rows, case.notes, not_smaller(case))]
+    doubts = [] if failures else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
+    advice = [*list(failures.values())[:1], *doubts, *advise(evidence, subject, rows, case.notes, not_smaller(case))]
     report = assemble(case, timed, evidence, failures, rows, [*advice, *trouble])
     report = replace(report, explanation=explanation)
     if not failures:
@@ -195,7 +198,8 @@ def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, 
     )
     not_run = f"it was not measured: {_explain_not_run(case.manifest, case.backend)}"
     failures = {**{name: not_run for name in MEASURED if name not in evidence}, **broken}
-    advice = [*list(broken.values())[:1], *larger(evidence, not_smaller(case)), *case.notes]
+    doubts = [] if broken else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
+    advice = [*list(broken.values())[:1], *doubts, *larger(evidence, not_smaller(case)), *case.notes]
     report = assemble(case, None, evidence, failures, (), advice, broken=bool(broken))
     if not broken:
         report = replace(report, changes=_changes(case, candidate))
@@ -255,7 +259,13 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     except NonFiniteOutputs as error:
         raise BundleError(f"{root}: the baseline cannot be compared with: {error}") from error
     draws = find_draws(columns)
-    found = (backend_note, batch_note, _note_uncounted(manifest.task, baseline), describe_copies(draws))
+    found = (
+        backend_note,
+        batch_note,
+        _note_uncounted(manifest.task, baseline),
+        note_unrecorded(manifest),
+        describe_copies(draws),
+    )
     notes = [*build_notes(root, manifest), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(
@@ -280,7 +290,11 @@ _ELSEWHERE = "the bundle is for {}, which does not run on this machine; judge it
 
 
 def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[str, str]]:
-    """Return evidence of the quality metrics or, where the candidate's outputs are broken, why there is none."""
+    """Return evidence of the quality metrics or, where the candidate's outputs are broken, why there is none.
+
+    BundleError where the baseline's metrics are not those that the build recorded.
+    """
+    check_metrics(case.root, case.manifest, case.baseline, case.labels)
     try:
         check_finite(candidate)
         judgement = case.manifest.judgement
@@ -296,7 +310,7 @@ def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[s
 def run_candidate(case: Case) -> Outputs:
     """Return the candidate's outputs over the frozen samples.
 
-    A decoder runs beside the baseline, whose sums are checked.
+    The baseline runs, too: BundleError where its outputs are not the frozen ones. A decoder's is run beside it.
     """
     manifest = case.manifest
     if case.is_scored:
@@ -309,14 +323,28 @@ def run_candidate(case: Case) -> Outputs:
         session = open_variant(stack, case.root, after, threads)
         if case.alone:
             return run_candidate_alone(case.root, manifest, case.columns, session, manifest.judgement.batch_size)
-        preprocessor = bundle_preprocessor(case.root, manifest, session.inputs)
-        exact = replace(before[0], options=find_backend(case.backend).exact) if before else None
-        reference = open_variant(stack, case.root, exact, threads) if manifest.generates and exact else None
-        size, facts = manifest.judgement.batch_size, facts_of(manifest)
-        outputs = run_samples(session, preprocessor, manifest.task, case.columns, size, reference, facts)
-    if reference is not None:
-        check_baseline(case.root, outputs.pop("reference_nll"), outputs["n_tokens"], case.baseline)
+        # OpenVINO computes float in bfloat16 where the processor can: 1.2 times the distance of two rows, of a detector
+        exact = find_backend(case.backend).exact if manifest.generates or _has_record(manifest) else {}
+        reference = open_variant(stack, case.root, replace(before[0], options=exact), threads)
+
+        def run(model: Session, beside: Session | None = None) -> dict[str, Any]:
+            preprocessor = bundle_preprocessor(case.root, manifest, model.inputs)
+            size, facts = manifest.judgement.batch_size, facts_of(manifest)
+            return run_samples(model, preprocessor, manifest.task, case.columns, size, beside, facts)
+
+        if not manifest.generates:
+            check_outputs(case.root, manifest.task, run(reference), case.baseline)
+            return run(session)
+        outputs = run(session, reference)
+    again = {"nll": outputs.pop("reference_nll"), "n_tokens": outputs["n_tokens"]}
+    check_outputs(case.root, manifest.task, again, case.baseline)
+    check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
     return outputs
+
+
+def _has_record(manifest: Manifest) -> bool:
+    """Return whether the build is one that recorded the baseline's metrics, of its exact outputs."""
+    return manifest.evaluation is not None and manifest.evaluation.baseline_metrics is not None
 
 
 def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, session: Session, size: int) -> Outputs:

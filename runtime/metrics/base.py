@@ -23,6 +23,8 @@ ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
+LARGEST = float(np.finfo(np.float32).max) ** 2
+"""Beyond which no metric is: what a model gives is float32, and some metrics are of squares."""
 T = TypeVar("T")
 
 
@@ -190,6 +192,12 @@ class Metric:
     """Whether its columns have a row for each sample, so that it can be taken of some of them."""
     on_request: bool = False
     """Computed only where a judgement names it: another metric says the same, or few ask for it."""
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Return the least and the largest value that a model can reach: `range`, its open ends at LARGEST."""
+        least, most = self.range
+        return max(least, -LARGEST), min(most, LARGEST)
 
     def suits(self, outputs: str) -> bool:
         """Return whether the metric is for such outputs, in the words of `runtime.tasks.Task.outputs`."""

@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from runtime.tasks.base import TEXT, Task
 
+LEAST_RATIO = 1e-3
+"""Of a speed-up, a share that is retained, and of sizes: no model is a thousand times worse and still gated."""
+MEASURED_RANGES = {
+    "ms": (1e-6, 8.64e7),
+    "1/s": (1e-6, 1e12),
+    "tokens/s": (1e-6, 1e12),
+    "J": (1e-9, 1e12),
+    "bytes": (1.0, 2.0**60),
+    "price": (1e-12, 1e12),
+    "x": (LEAST_RATIO, 1 / LEAST_RATIO),
+}
+"""Unit -> the least and the largest value that anything measured has: a call takes a nanosecond to a day."""
+
 
 @dataclass(frozen=True)
 class MeasuredMetric:
@@ -20,6 +33,11 @@ class MeasuredMetric:
     """Whether it is of models that generate text alone, or of all others alone; None: of any."""
     of_prompts: bool = False
     """Whether it counts the tokens of a prompt, which only a text has."""
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Return the least and the largest value that it can have."""
+        return MEASURED_RANGES[self.unit]
 
     def suits(self, task: Task) -> bool:
         """Return whether models of the task have it."""

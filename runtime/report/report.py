@@ -227,21 +227,42 @@ def _format_rate(value: float | None) -> str:
 
 
 def verdict_line(report: Findings) -> str:
-    """Return one sentence: does it hold, and how many gates do not."""
-    if report.verdict == "unjudged":
-        return f"{report.bundle} on {report.backend}: measured, not judged"
+    """Return one sentence: does it hold, and by how much the gates that do not are missed."""
     where = f"on {report.backend}"
     if report.scored_by:
         where = f"for {report.target}, scored by {report.scored_by} at the build"
-    short = [gate for gate in report.gates if not gate.holds]
-    if not report.gates:
-        outcome = "no gates to hold" if report.verdict == "pass" else "its outputs cannot be judged"
-    else:
-        outcome = (
-            f"{len(short)} of {len(report.gates)} gates fell short" if short else f"all {len(report.gates)} gates hold"
-        )
     since = f"; {since_line(report.since)}" if report.since is not None else ""
-    return f"{report.verdict.upper()}: {report.bundle} {where}: {outcome}{since}"
+    return f"{report.verdict.upper()}: {report.bundle} {where}: {_describe_outcome(report)}{since}"
+
+
+def _describe_outcome(report: Findings) -> str:
+    n, short = len(report.gates), [gate for gate in report.gates if not gate.holds]
+    if short:
+        failed = [gate.metric for gate in short if gate.verdict == "fail" and gate.value is not None]
+        tool = "why" if any(name in MEASURED and MEASURED[name].speed for name in failed) else "blame"
+        return "; ".join([*map(_describe_miss, short), *([f"see why: compress {tool} DIR"] if failed else [])])
+    if not report.gates:
+        broken = report.verdict == "fail" and report.since is None  # a regression, too, makes it fail
+        return "its outputs cannot be judged" if broken else "measured, held to no gates"
+    unclear = [f"{gate.metric} {gate.rule}" for gate in report.gates if gate.verdict == "undecided"]
+    held = n - len(unclear)
+    counted = f"; undecided, counted as a pass: {', '.join(unclear)}" if unclear else ""
+    if held == n:
+        return "its gate holds" if n == 1 else f"all {n} gates hold"
+    return f"{held} of {n} gates {'holds' if held == 1 else 'hold'}{counted}"
+
+
+def _describe_miss(gate: GateResult) -> str:
+    """Return a gate that does not hold with its figure: "latency_p50 1.02x, 1.2x wanted"."""
+    if gate.value is None:
+        return f"{gate.metric} {gate.rule} {'not measured' if gate.verdict == 'fail' else 'undecided'}"
+    rule, _, rest = gate.rule.partition(" ")
+    limit, _, of = rest.partition(", ")
+    least = "" if rule == "min_speedup" else "at least " if rule.startswith("min") else "at most "
+    what = {"max_drop": "drop ", "min_retained": "retained "}.get(rule, "")
+    unclear = " (undecided)" if gate.verdict == "undecided" else ""
+    name = f"{gate.metric} of {of}" if of else gate.metric
+    return f"{name} {what}{gate.value:.4g}{gate.unit}, {least}{limit}{gate.unit} wanted{unclear}"
 
 
 def render_text(report: Findings) -> str:
@@ -471,8 +492,6 @@ def _choose_open_rows(report: Findings) -> set[str]:
 
 def _render_headline(report: Findings) -> str:
     verdict, _, summary = verdict_line(report).partition(": ")
-    if report.verdict == "unjudged":
-        verdict, summary = "MEASURED", verdict_line(report)
     style = f"background:{COLORS[report.verdict]};color:white;padding:1px 8px;border-radius:4px"
     return f'<p><b style="{style}">{escape(verdict)}</b> {escape(summary)}</p>'
 

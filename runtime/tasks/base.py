@@ -66,6 +66,8 @@ class Task:
     """What the outputs are, in a word that metrics ask for: classes, embeddings, tokens, tensors, tags, ..."""
     always: tuple[str, ...] = ()
     """The outputs that there always are, numbers all: of `read_outputs`, or the sums of a model that generates."""
+    leaping: tuple[str, ...] = ()
+    """Outputs whose rows a rounding rearranges: neighbours of equal score change places."""
     generates: bool = False
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     encodes: bool = False

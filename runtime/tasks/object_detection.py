@@ -28,6 +28,7 @@ class ObjectDetection(Task):
     preprocess = "image"
     outputs = "boxes"
     always = ("boxes", "scores", "classes")
+    leaping = ("boxes", "classes")
     facts = (IMAGE_SIZE,)
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:

@@ -133,7 +133,7 @@ def test_a_transformers_detector(squares: tuple[Path, dict[str, Any]], cache: Pa
         "model": {"source": f"dir:{tmp_path / 'yolos'}", "task": "object-detection"},
         "data": squares[1]["data"],
         "passes": [{"kind": "int8", "restore": {"max_layers": 0}}],
-        "validate": {"gates": [{"metric": "box_agreement", "min": 0.0}], "benchmark": QUICK},
+        "validate": {"gates": [{"metric": "box_agreement", "min": 0.01}], "benchmark": QUICK},
     }
     with quick_judge(), quick_export():
         apply(recipe, tmp_path / "out", cache, squares[0])

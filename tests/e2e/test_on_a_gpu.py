@@ -41,7 +41,7 @@ def needs(backend: str) -> None:
 
 
 def engine_recipe(net: Net, runtime: str, passes: str, **options: Any) -> dict[str, Any]:
-    gates = [{"metric": "top1", "max_drop": 0.5}, {"metric": "latency_p50", "min_speedup": 1e-6}]
+    gates = [{"metric": "top1", "max_drop": 0.5}, {"metric": "latency_p50", "min_speedup": 0.01}]
     export = engine_export(runtime, **options)
     return changed(net[1], target=runtime, export=[export], passes=PASSES[passes], validate={"gates": gates})
 

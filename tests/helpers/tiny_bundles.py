@@ -36,7 +36,7 @@ BRIEF = Benchmark(2, 4, 1, 3)
 BENCHMARKS = {"image": BRIEF, "text": BRIEF, "decoder": replace(BRIEF, prompt_tokens=4, new_tokens=2)}
 
 
-def _load_tiny() -> Any:
+def load_tiny() -> Any:
     """The makers of tests/runtime/conftest.py, which is no module that others can import."""
     found = importlib.util.spec_from_file_location("tiny", ROOT / "tests/runtime/conftest.py")
     assert found is not None and found.loader is not None
@@ -47,7 +47,7 @@ def _load_tiny() -> Any:
 
 def make_bundle(kind: str, root: Path) -> Path:
     """A bundle of a few kilobytes that verifies, predicts and is judged in milliseconds."""
-    tiny = _load_tiny()
+    tiny = load_tiny()
     manifest: Manifest
     if kind == "image":
         pixels = np.random.default_rng(1).integers(0, 256, (4, 4, 4, 3), np.uint8)

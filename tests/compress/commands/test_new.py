@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from makers import image_recipe, text_folder, write_texts
+from PIL import Image
 from sample_projects import write_image_files
 from typer.testing import CliRunner
 
@@ -60,6 +62,27 @@ def test_the_recipe_of_a_model_works_as_it_is_written(place: Path, tmp_path: Pat
         plan = make_plan(recipe.at_root(place), tmp_path / "cache", timed=False)
         assert plan.after.n_bytes < plan.before.n_bytes
     assert "task: text-classification   # found in config.json: BertForSequenceClassification" in out.read_text()
+
+
+def test_the_order_of_an_image_folders_classes_is_written(place: Path) -> None:
+    for name in ("dog", "cat", "bird"):
+        (place / "im" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.fromarray(np.full((8, 8), 25 * number, np.uint8)).save(place / "im" / name / f"{number}.png")
+    flags = [
+        "--model",
+        "net.py:make",
+        "--weights",
+        "net.safetensors",
+        "--data",
+        "imagefolder:im",
+        "--preprocess",
+        IMAGES,
+    ]
+    done = CliRunner().invoke(app, ["new", *flags, "--task", "image-classification", "--out", str(place / "im.yaml")])
+    assert done.exit_code == 0, done.output
+    line = next(line for line in (place / "im.yaml").read_text().splitlines() if "class_names" in line)
+    assert line == "  class_names: [bird, cat, dog]   # the data's order; write that of the model's outputs"
 
 
 def test_without_data_the_recipe_says_what_is_missing(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return "\n".join(note.text for note in planned(tmp_path, *overrides).notes)
 
     assert notes() == "latency is not forecast, nothing was measured: COMPRESS_TIMING is off"
-    assert "no gates; the verdict will be pass" in notes("validate.gates=[]")
+    assert "no gates; the verdict will be unjudged" in notes("validate.gates=[]")
     assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
     assert "tensorrt does not run here: quality is judged in onnxruntime-cpu" in notes("target=tensorrt")
 

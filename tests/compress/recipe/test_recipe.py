@@ -153,6 +153,16 @@ REFUSALS = [
         "min_speedup: 2",
         "a.yaml:10:7: validate.gates.0: gate on 'top1': min_speedup fits only latency_p50",
     ),
+    (
+        "max_drop: 0.01",
+        "max_drop: 1",
+        "a.yaml:10:7: validate.gates.0: gate on 'top1': nothing can miss max_drop 1: top1 lies between 0 and 1; 1 % is",
+    ),
+    (
+        "validate:",
+        "preprocess: {kind: image, mean: [123.7]}\nvalidate:",
+        "preprocess.mean: 123.7 is subtracted from pixels that scale 0.00392 left between 0 and 1; give 0.485, or",
+    ),
     ("image-classification", "feature-extraction", "metric 'top1' does not fit task feature-extraction"),
     (
         "validate:",
@@ -162,7 +172,7 @@ REFUSALS = [
     (
         "validate:",
         "validate:\n  confidence: 95",
-        "a.yaml:9:15: validate.confidence: confidence is 95.0, not between 0 and 1",
+        "a.yaml:9:15: validate.confidence: confidence is 95.0: give 0.5 to less than 1",
     ),
     ("validate:", "limits: {memory_gib: 0}\nvalidate:", "expected a number of more than 0, found 0"),
     (

@@ -150,7 +150,7 @@ GATES = st.builds(Gate, st.sampled_from(["top1", "kl"]), max_drop=st.floats(0, 1
 JUDGEMENTS = st.builds(
     Judgement,
     gates=st.lists(GATES, max_size=3).map(tuple),
-    confidence=SHARES,
+    confidence=st.floats(0.5, 1, exclude_max=True),
     batch_size=SMALL,
     undecided=st.sampled_from(["fail", "pass"]),
     steps=st.sampled_from(["auto", True, False]),
@@ -479,7 +479,8 @@ def test_evaluation_set_must_be_there_and_whole(image_bundle: Path) -> None:
         (lambda: ImagePreprocess(resize=2**20), "at least 1 pixel, 16384 at most"),
         (lambda: Artifact("a", "a", "t", "p", (TensorSpec("x", "int8", (0,)),), (), 1), "its inputs have a batch of 0"),
         (lambda: Benchmark(latency_limit_ms=-1), "latency_limit_ms is -1, not a positive number"),
-        (lambda: Judgement(confidence=1.0), r"confidence is 1\.0, not between 0 and 1"),
+        (lambda: Judgement(confidence=0.0001), r"confidence is 0\.0001: give 0\.5 to less than 1, such as 0\.95"),
+        (lambda: Judgement(confidence=1.0), r"confidence is 1\.0: give 0\.5"),
     ],
 )
 def test_records_refuse_what_cannot_be_judged(make: Callable[[], object], message: str) -> None:

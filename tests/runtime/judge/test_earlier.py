@@ -68,7 +68,7 @@ def test_a_regression_exits_with_3_and_names_metric_values_and_interval(
     told = f"top1 became worse: {values[0]:.4f} before, {values[1]:.4f} after"
     assert found["verdict"] == "worse" and high < 0
     assert told in shown and f"[{low:+.4f}, {high:+.4f}] (Tango paired score)" in shown
-    assert "all 1 gates hold; " in shown.splitlines()[-1] and "regressions beyond noise since" in shown.splitlines()[-1]
+    assert "its gate holds; " in shown.splitlines()[-1] and "regressions beyond noise since" in shown.splitlines()[-1]
     assert told in (new / "report.md").read_text()
     failed = [
         case.get("name")

@@ -62,7 +62,7 @@ def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, mon
     bundle = make_bundle("image", tmp_path / "image")
     with without_processes():
         report = validate.validate(bundle, ["onnxruntime-cpu"])
-    assert report.verdict == "pass"
+    assert report.verdict == "unjudged"
     assert "Why it is no faster is not known: its profile failed: no room" in report.advice
 
 

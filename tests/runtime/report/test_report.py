@@ -31,10 +31,15 @@ from runtime.report.units import figure_text
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),
-    GateResult("latency_p50", "min_speedup 3", 2.0, (1.9, 2.1), "fail", False, "speed-up 2 <is> not at least 3"),
+    GateResult("latency_p50", "min_speedup 3", 2.0, (1.9, 2.1), "fail", False, "2x <fast>", unit="x"),
     GateResult("kl", "max 0.1", 0.1, (0.0, 0.2), "undecided", True, "cannot tell"),
     GateResult("cosine", "min 0.9", None, None, "fail", False, "broken | outputs"),
 )
+
+
+MISSED = "latency_p50 2x, 3x wanted; cosine min 0.9 not measured; see why: compress why DIR"
+LENIENT = GateResult("top1", "min 0.9", 0.95, (0.8, 1.0), "undecided", True, "cannot tell")
+UNCLEAR = replace(LENIENT, holds=False)
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_what_a_gpu_takes_alone_has_a_row(report: Report) -> None:
 def test_the_text_ends_with_the_verdict_after_the_gates(report: Report) -> None:
     lines = render_text(report).splitlines()
     assert lines[0].split() == ["before", "after", "change"]
-    assert lines[-1] == "FAIL: tiny on onnxruntime-cpu: 2 of 4 gates fell short"
+    assert lines[-1] == f"FAIL: tiny on onnxruntime-cpu: {MISSED}"
     assert any(line.startswith("  holds") and "top1 max_drop 0.01" in line for line in lines)
     assert any(line.split() == ["b", "baseline", "bf16", "failed", "cannot", "load"] for line in lines)
     assert "- The candidate is SLOWER." in lines
@@ -109,10 +114,20 @@ def test_the_text_ends_with_the_verdict_after_the_gates(report: Report) -> None:
 @pytest.mark.parametrize(
     ("verdict", "gates", "said"),
     [
-        ("pass", (), "PASS: tiny on onnxruntime-cpu: no gates to hold"),
-        ("pass", GATES[:1], "PASS: tiny on onnxruntime-cpu: all 1 gates hold"),
+        ("pass", GATES[:1], "PASS: tiny on onnxruntime-cpu: its gate holds"),
+        ("pass", GATES[:1] * 2, "PASS: tiny on onnxruntime-cpu: all 2 gates hold"),
+        (
+            "pass",
+            (GATES[0], LENIENT),
+            "PASS: tiny on onnxruntime-cpu: 1 of 2 gates holds; undecided, counted as a pass: top1 min 0.9",
+        ),
+        (
+            "undecided",
+            (UNCLEAR,),
+            "UNDECIDED: tiny on onnxruntime-cpu: top1 0.95, at least 0.9 wanted (undecided)",
+        ),
         ("fail", (), "FAIL: tiny on onnxruntime-cpu: its outputs cannot be judged"),
-        ("unjudged", (), "tiny on onnxruntime-cpu: measured, not judged"),
+        ("unjudged", (), "UNJUDGED: tiny on onnxruntime-cpu: measured, held to no gates"),
     ],
 )
 def test_the_verdict_line(report: Report, verdict: str, gates: tuple[GateResult, ...], said: str) -> None:
@@ -142,7 +157,7 @@ def test_junit_has_a_case_for_each_gate(report: Report) -> None:
     cases = {case.get("name"): case for case in suite}
     failure = cases["latency_p50 min_speedup 3"].find("failure")
     assert failure is not None
-    assert failure.get("message") == "speed-up 2 <is> not at least 3"
+    assert failure.get("message") == "2x <fast>"
     assert cases["kl max 0.1"].find("skipped") is not None
     assert cases["top1 max_drop 0.01"].find("failure") is None
 
@@ -181,7 +196,10 @@ class Elements(HTMLParser):
 
 def test_in_a_notebook_what_gates_are_about_is_open_and_the_rest_folded(report: Report) -> None:
     drawn = Elements(report._repr_html_())
-    assert drawn.texts("p")[:2] == ["FAIL", " tiny on onnxruntime-cpu: 2 of 4 gates fell short"]
+    assert drawn.texts("p")[:2] == [
+        "FAIL",
+        f" tiny on onnxruntime-cpu: {MISSED}",
+    ]
     assert "The candidate is SLOWER." in drawn.texts("p")
     cells = drawn.texts("td", outside="details")
     assert {"size", "top1", "kl", "latency p50", "3.90x"} < set(cells)
@@ -196,7 +214,7 @@ def test_in_a_notebook_what_gates_are_about_is_open_and_the_rest_folded(report: 
 
 def test_in_a_notebook_a_report_without_gates_shows_its_first_metric(report: Report) -> None:
     drawn = Elements(replace(report, verdict="unjudged", gates=(), advice=())._repr_html_())
-    assert drawn.texts("b") == ["MEASURED"]
+    assert drawn.texts("b") == ["UNJUDGED"]
     cells = drawn.texts("td", outside="details")
     assert "top1" in cells
     assert "kl" not in cells
