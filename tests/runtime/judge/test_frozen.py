@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shortcuts import without_probes
+from shortcuts import without_processes
 from tiny_bundles import load_tiny, sign_files
 
 from runtime.boxes.spec import Detections, HeadOutputs
@@ -171,7 +171,7 @@ def test_no_bundle_of_which_a_part_was_exchanged_passes(task: str, tmp_path: Pat
         _write_decoder(whole)
     else:
         _write(whole, task)
-    with without_probes():
+    with without_processes():
         assert validate(whole, ONE).verdict == "pass"
         for part, exchange in EXCHANGES.items():
             manifest = read_manifest(whole)
@@ -211,7 +211,7 @@ def test_what_differs_by_rounding_is_near_whatever_the_offset() -> None:
 
 
 def test_a_bundle_of_before_the_record_is_judged_and_says_so(image_bundle: Path) -> None:
-    with without_probes():
+    with without_processes():
         report = validate(image_bundle, ONE)
     assert any("recorded no metrics of the float model: the labels are not checked" in note for note in report.advice)
 
@@ -224,7 +224,7 @@ def test_a_report_says_where_a_model_answers_nothing(image_bundle: Path) -> None
     _silence_candidate(image_bundle)
     silent = tiny.stage(image_bundle, manifest.task, tiny.IMAGE, columns)
     write_bundle(image_bundle, replace(silent, judgement=Judgement((Gate("size_ratio", min=0.5),), benchmark=FAST)))
-    with without_probes():
+    with without_processes():
         report = validate(image_bundle, ONE)
     assert report.verdict == "pass"
     assert (
