@@ -33,6 +33,7 @@ from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import HostNote, Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
+from compress.models.facts import describe_unread
 from compress.models.source import locate
 from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
 from compress.planning.inputs import (
@@ -276,6 +277,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     portable = make_portable(recipe)
     if exported is not None:
         scoring += exported.notes()
+    if unread := plan.before.unread:
+        scoring.append(Note("warning", describe_unread(unread)))
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
@@ -348,7 +351,7 @@ def _collect_graphs(exported: FloatModel | None, passed: Passed, with_float: boo
 
 def _source_bytes(plan: Plan) -> int:
     weights = locate(plan.recipe.model, plan.recipe.root).weights
-    return sum(path.stat().st_size for path in weights)
+    return sum(path.stat().st_size for path in weights) - sum(plan.before.unread.values())
 
 
 def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
