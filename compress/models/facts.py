@@ -318,7 +318,7 @@ def find_float_bytes(n_bytes: int, other_bytes: int, layers: Sequence[LayerFacts
 
 
 def describe_unread(unread: Mapping[str, int]) -> str:
-    """Say which tensors of the source's files are no part of the model: numbers of layers and experts drawn together."""
+    """Say which tensors of the source's files are no part of the model, by the modules that they are of."""
     kinds = Counter(".".join(name.split(".")[:3] if ".layers." in name else name.split(".")[:1]) for name in unread)
     some = ", ".join(f"{n} of {kind}" for kind, n in kinds.most_common(MOST_NAMED))
     more = f" and {len(kinds) - MOST_NAMED} groups more" if len(kinds) > MOST_NAMED else ""

@@ -22,6 +22,7 @@ from compress.blocks.stream_memory import (
 )
 from compress.export.loading_back import HEADROOM
 from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts
+from compress.graph.run import OUTPUT_BYTES
 from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
@@ -338,10 +339,11 @@ class _Run:
         if self.on_blocks(number):
             return self.base_bytes + max(self._training(number).memory_bytes, self.stream_bytes(number))
         calibrated = self.volumes.batch * self.before.peak_activation_bytes if pass_.needs_calibration else 0
-        if (
-            calibrated and pass_.stage_on(self.before) == "graph"
-        ):  # all layers' outputs, float and rounded, are compared
-            calibrated += 2 * FLOAT_BYTES * self.volumes.batch * sum(layer.n_outputs for layer in self.before.layers)
+        if calibrated and pass_.stage_on(self.before) == "graph":
+            # all layers' outputs, float and rounded, are compared, piece by piece; ONNX Runtime's arena doubles as it
+            # grows: 12 convolutions of 8 x 320 x 320 took 1.9 GiB
+            taps = FLOAT_BYTES * sum(layer.n_outputs for layer in self.before.layers)
+            calibrated += 2 * 2 * min(self.volumes.batch * taps, max(OUTPUT_BYTES, taps))
         held = self.graph_bytes() if self.recipe.has_onnx else self.base_bytes
         return held + max(self._training(number).memory_bytes, calibrated)
 

@@ -141,9 +141,10 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     )
     if metric == "tpot":
         return latency
-    if recipe.passes and latency.speedup < GAINS:
-        log("it gains little; measuring what else there is")
-        latency = replace(latency, others=_time_others(recipe, before, stopwatch, feeds))
+    if recipe.passes:
+        log("measuring what else there is")
+        others = _time_others(recipe, before, stopwatch, feeds, forms=latency.speedup < GAINS)
+        latency = replace(latency, others=others)
     return latency
 
 
@@ -312,16 +313,18 @@ def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) ->
     return [1000 * float(value) for value in np.quantile(times.per_token, UNDISTURBED, axis=1)]
 
 
-def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds: Sequence[Feeds]) -> dict[str, float]:
-    """Time what else there is here: other forms of the layers on the target, other runtimes for the float file."""
+def _time_others(
+    recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds: Sequence[Feeds], forms: bool
+) -> dict[str, float]:
+    """Time what else there is here: `forms` of the layers on the target, other runtimes for the float file."""
     graphs, names, backends = [float_graph(before.model)], ["float"], [stopwatch.backend]
     products = {layer.name: layer for layer in find_layers(before.model) if layer.op in ("MatMul", "Gemm")}
     formats = TARGETS[recipe.target].formats
-    if products and formats["int8-dynamic"].verdict == "fast":
+    if forms and products and formats["int8-dynamic"].verdict == "fast":
         state = with_integer_layers(before, list(products), "inputs", False, True, round_roughly)
         names.append("int8 with mode: dynamic")
         graphs.append(stopwatch.write(state))
-    if products and formats["w4"].verdict == "fast":
+    if forms and products and formats["w4"].verdict == "fast":
         wide = [name for name, layer in products.items() if layer.matrix().shape[1] % WEIGHT_GROUP == 0]
         four_bits = Scheme(WeightScheme(4, WEIGHT_GROUP))
         if wide:
@@ -333,6 +336,8 @@ def _time_others(recipe: Recipe, before: GraphState, stopwatch: Stopwatch, feeds
         names.append(f"target: openvino, float file in {type_}")
         graphs.append(graphs[0])
         backends.append("openvino")
+    if len(graphs) == 1:
+        return {}
     ms = stopwatch.time_graphs(graphs, feeds, BUDGET_S, backends)
     return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
 
@@ -346,16 +351,20 @@ def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
         n, some = len(latency.in_float), ", ".join(latency.in_float[:MOST_NAMED])
         text = f"latency: {n} layers are computed in float here, as int8 or its borders would slow them down: {some}"
         notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
-    if not recipe.passes or latency.speedup >= GAINS:
+    if not recipe.passes:
         return notes
-    what = " and ".join(dict.fromkeys(pass_.kind for pass_ in recipe.passes))
-    text = f"{what} gains {latency.speedup:.2f}x on {latency.backend} here: for size only"
     base = latency.others.get("float", latency.float_ms)
-    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= GAINS}
+    least = GAINS * max(1.0, latency.speedup)
+    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= least}
     ranked = sorted(better.items(), key=lambda item: -item[1])
     found = "; ".join(f"{name} {gain:.2f}x" for name, gain in ranked)
+    if latency.speedup >= GAINS:
+        text = f"another way to run the model is faster here than this recipe's {latency.speedup:.2f}x: {found}"
+        return [*notes, Note("info", text)] if found else notes
+    what = " and ".join(dict.fromkeys(pass_.kind for pass_ in recipe.passes))
+    text = f"{what} makes this model no faster on {latency.backend} here ({latency.speedup:.2f}x), at most smaller"
     if found:
-        text += f". What does gain, measured in the same way: {found}"
+        text += f". Faster, measured in the same way: {found}"
     elif len(latency.others) > 1:
-        text += f". Nor does {', nor '.join(name for name in latency.others if name != 'float')}"
+        text += f". Also tried, no faster: {', '.join(name for name in latency.others if name != 'float')}"
     return [*notes, Note("warning", text)]

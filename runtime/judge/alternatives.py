@@ -18,7 +18,6 @@ import numpy as np
 from runtime.backends import BACKENDS, Session
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest
-from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import (
     LATENCY_BUDGET_S,
     Variant,
@@ -86,18 +85,26 @@ def compare(
                 if variant.backend == "openvino":  # timed calls all have one shape, so it may compile for that shape
                     fixed = replace(variant, options={**variant.options, "static": True})
                     session = open_variant(stack, root, fixed, settings.threads)
-            except RuntimeFailure as error:
-                row["error"] = str(error)
+                session.run(feeds[0])  # what cannot run costs its row, and not the rounds of all
+            except Exception as error:  # noqa: BLE001 - an optional row never ends the run, whatever a library raises
+                row["error"] = str(error) or type(error).__name__
             else:
                 runs.append((row, session, feeds))
-        seconds = time_rounds(
-            [s for _, s, _ in runs],
-            [f for _, _, f in runs],
-            settings.iterations,
-            settings.warmup,
-            seed,
-            LATENCY_BUDGET_S,
-        )
+
+        def time_runs() -> np.ndarray:
+            sessions, feeds = [session for _, session, _ in runs], [feeds for _, _, feeds in runs]
+            return time_rounds(sessions, feeds, settings.iterations, settings.warmup, seed, LATENCY_BUDGET_S)
+
+        try:
+            seconds = time_runs()
+        except Exception as error:
+            failed = [row for row, _, _ in runs if row["name"] != main]
+            if not failed:
+                raise
+            for row in failed:
+                row["error"] = f"timed beside the others: {error or type(error).__name__}"
+            runs = [run for run in runs if run[0]["name"] == main]
+            seconds = time_runs()
     _add_timings([row for row, _, _ in runs], seconds)
     return rows
 
