@@ -240,6 +240,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     in_files, with_float = stays_in_files(recipe, plan.before), runs_float(recipe, plan.before)
     score: BuildScore | None = None
     scoring: list[Note] = []
+    of_host: list[Note] = []
     if recipe.has_onnx:
         with journal.time_stage("exporting to float ONNX"):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
@@ -277,6 +278,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     portable = make_portable(recipe)
     if exported is not None:
         scoring += exported.notes()
+    if plan.latency is not None and (text := plan.latency.describe_denormals()):
+        of_host = [HostNote("warning", text)]
     if unread := plan.before.unread:
         scoring.append(Note("warning", describe_unread(unread)))
     with journal.time_stage("writing the bundle"), blame(staging.parent):
@@ -312,7 +315,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
-    return chain.models if chain else costs, [note for note in notes if isinstance(note, HostNote)]
+    return chain.models if chain else costs, [*of_host, *(note for note in notes if isinstance(note, HostNote))]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:

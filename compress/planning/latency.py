@@ -23,7 +23,7 @@ from torch import nn
 
 from compress.errors import CompressError
 from compress.export.decoder import export_decoder
-from compress.export.onnx import export_float, float_graph, with_row_groups, write_graph
+from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
@@ -128,7 +128,10 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     if recipe.model.generates:
         metric, ms = "tpot", time_decoders(recipe, [stopwatch.write(before), stopwatch.write(after)], inputs)
     else:
-        metric, ms = "latency_p50", stopwatch.time([before, after], feeds, BUDGET_S)
+        flushed = clone(before.model)
+        denormal = flush_denormals(flushed)
+        graphs = [before, after, *([replace(before, model=flushed)] if denormal else [])]
+        metric, ms = "latency_p50", stopwatch.time(graphs, feeds, BUDGET_S)
     latency = LatencyForecast(
         metric,
         stopwatch.backend,
@@ -141,6 +144,8 @@ def _measure_forecast(inputs: Inputs, cache: Path, machine: str, log: Log) -> La
     )
     if metric == "tpot":
         return latency
+    if denormal:
+        latency = replace(latency, denormal=denormal, flushed_ms=round(ms[2], 4))
     if recipe.passes:
         log("measuring what else there is")
         others = _time_others(recipe, before, stopwatch, feeds, forms=latency.speedup < GAINS)
@@ -344,7 +349,7 @@ def _time_others(
 
 def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
     """Return what the plan says of a forecast: that it gains, or that it does not, and what does."""
-    notes = []
+    notes = [Note("warning", text)] if (text := latency.describe_denormals()) else []
     if latency.parts:
         notes.append(Note("warning", f"latency: not in the forecast: what {', '.join(latency.parts)} changes"))
     if latency.in_float:
