@@ -320,8 +320,9 @@ def find_float_bytes(n_bytes: int, other_bytes: int, layers: Sequence[LayerFacts
 def describe_unread(unread: Mapping[str, int]) -> str:
     """Say which tensors of the source's files are no part of the model, by the modules that they are of."""
     kinds = Counter(".".join(name.split(".")[:3] if ".layers." in name else name.split(".")[:1]) for name in unread)
-    some = ", ".join(f"{n} of {kind}" for kind, n in kinds.most_common(MOST_NAMED))
-    more = f" and {len(kinds) - MOST_NAMED} groups more" if len(kinds) > MOST_NAMED else ""
+    named = [f"{n} of {kind}" for kind, n in kinds.most_common()] if len(unread) > MOST_NAMED else list(unread)
+    some = ", ".join(named[:MOST_NAMED])
+    more = f" and {len(named) - MOST_NAMED} groups more" if len(named) > MOST_NAMED else ""
     return (
         f"left out: the source's files hold tensors that are no part of this model ({some}{more}; "
         f"{size_text(sum(unread.values()))}); no file gets them, and no size counts them"

@@ -66,8 +66,8 @@ LOADED_COPIES = 1.5
 REDUCED_COPIES = 7
 """Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
 ARENA = 2
-"""Times the activations that ONNX Runtime holds: its arena doubles as it grows. 12 convolutions of 8 x 320 x 320 numbers
-in batches of 32 took 1.9 GiB to calibrate and 2.3 to judge, with which 1.7 and 2.5 are foretold."""
+"""Times the activations that ONNX Runtime holds, whose arena doubles as it grows. 12 convolutions of 8 x 320 x 320 in
+batches of 32: 1.9 GiB to calibrate and 2.3 to judge, foretold 1.7 and 2.5."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
