@@ -189,6 +189,8 @@ class ModelFacts:
     """Of an ONNX file, where a pass needs such a module: why none can be made."""
     structure: Structure | None = None
     """Of a torch model."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Tensors of a torch model's files that are no part of it -> their bytes; `notes` say so."""
     prunable: tuple[Prunable, ...] | None = None
     """Of a torch model, where a pass asks for it (`Pass.uses_coupling`)."""
     unprunable: Mapping[str, str] = field(default_factory=dict)

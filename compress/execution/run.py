@@ -33,6 +33,7 @@ from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
+from compress.models.facts import describe_unread
 from compress.models.source import locate
 from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
 from compress.planning.inputs import (
@@ -276,6 +277,10 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     portable = make_portable(recipe)
     if exported is not None:
         scoring += exported.notes()
+    if plan.latency is not None and (text := plan.latency.describe_denormals()):
+        scoring.append(Note("warning", text, here=True))
+    if unread := plan.before.unread:
+        scoring.append(Note("warning", describe_unread(unread)))
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
@@ -310,7 +315,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     for note in (*run.notes, *scoring, *notes):
         journal.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
-    return chain.models if chain else costs, [note for note in notes if note.here]
+    return chain.models if chain else costs, [note for note in (*scoring, *notes) if note.here]
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:
@@ -349,7 +354,7 @@ def _collect_graphs(exported: FloatModel | None, passed: Passed, with_float: boo
 
 def _source_bytes(plan: Plan) -> int:
     weights = locate(plan.recipe.model, plan.recipe.root).weights
-    return sum(path.stat().st_size for path in weights)
+    return sum(path.stat().st_size for path in weights) - sum(plan.before.unread.values())
 
 
 def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -71,6 +71,8 @@ KERNEL_BLOCKS: dict[Literal["u8s8", "s8s8"], tuple[int, ...]] = {
     "s8s8": (128, 64, 32),
 }
 """Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
+TWO_BIT_BLOCKS = (32, 64, 128)
+"""Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
 K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
 _NO_K_FORMATS: dict[str, FormatFact] = dict.fromkeys(
     K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
@@ -83,6 +85,10 @@ def _repeat_fact(fact: FormatFact, *bits: int) -> dict[str, FormatFact]:
 
 
 _AS_INT4 = FormatFact("fast", "ONNX has no such type: stored in 4 bits, a file as large and as fast as with W4A16")
+_AS_INT2 = FormatFact(
+    "fast",
+    "a decoder's products are stored in 2 bits (MatMulNBits); everything else in 4, for ONNX itself has no type of 2",
+)
 _AS_INT8 = FormatFact("fast", "ONNX has no such type: stored in 8 bits, a file as large and as fast as with W8A16")
 _NO_INT8_SCHEME = FormatFact("refused", "takes 8-bit activations from the graph; use kind: int8, or target: vllm")
 _NO_FP8 = FormatFact("refused", "gets no FP8 graphs; use target: vllm, or kind: int8")
@@ -187,12 +193,12 @@ _OWN: dict[str, Target] = {
             **_ONNX_WIDTHS,
             "int8-static": FormatFact(
                 "fast",
-                "uint8 activations with int8 weights fuse into QLinearConv and MatMulIntegerToFloat; symmetric int8 "
-                "activations (S8S8) would be slower than float32 on encoders, so the u8s8 flavour is written",
+                "ONNX Runtime is fastest with uint8 activations and int8 weights; the file is written so (u8s8)",
             ),
             "int8-dynamic": FormatFact(
                 "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"
             ),
+            **_repeat_fact(_AS_INT2, 2),
             **_repeat_fact(_CPU_8BIT, 8),
             "kv-int8": FormatFact("fast", "GroupQueryAttention keeps keys and values in int8"),
             "w4": FormatFact(

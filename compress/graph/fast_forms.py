@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from compress.formats.targets import TWO_BIT_BLOCKS
 from compress.graph.attention import DOMAIN
 from compress.graph.edit import alone_reads, append, initializer, reroute, take_over, tidy, uses_of
 from compress.graph.layers import (
@@ -26,8 +27,6 @@ from compress.graph.specs import ATTENTION
 from compress.graph.stored import StoredTensor, join_last
 
 CHANNEL_MULTIPLE = 4
-TWO_BIT_BLOCKS = (32, 64, 128)
-"""Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
 LEAST_BLOCK = 16
 """Of what GatherBlockQuantized reads: 16 and larger powers of two."""
 INT8_ACCURACY = 4

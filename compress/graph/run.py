@@ -18,6 +18,8 @@ MASK = "attention_mask"
 """The input that says what is padding, 0, and what is a token."""
 TAPPED = "/tapped"
 """Suffix of the output that a tapped graph input gets."""
+OUTPUT_BYTES = 2**28
+"""Of the tapped tensors that are held at once."""
 IN_MEMORY = 2**31 - 2**24
 """Bytes of weights up to which a graph is handed over in memory."""
 
@@ -75,8 +77,24 @@ def run_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator
         yield dict(zip(names, session.run(names, feeds), strict=True))
 
 
+def cut_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator[Feeds]:
+    """Yield the batches in pieces of so few samples that the outputs of each fill no more than OUTPUT_BYTES.
+
+    What one sample gives is tried with the first. A graph that is bound to a batch size gets its batches whole.
+    """
+    free = all(x.shape and not isinstance(x.shape[0], int) for x in session.get_inputs())
+    most = None
+    for feeds in batches:
+        n = min(map(len, feeds.values()))
+        if most is None:  # 12 taps of 8 x 320 x 320 numbers on 32 samples are 1.3 GB, and twice that are compared
+            alone = session.run(None, {name: values[:1] for name, values in feeds.items()}) if free and n > 1 else []
+            most = max(1, OUTPUT_BYTES // max(sum(values.nbytes for values in alone), 1))
+        for start in range(0, n, most):
+            yield feeds if n <= most else {name: values[start : start + most] for name, values in feeds.items()}
+
+
 def run_tokens(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the outputs by name, batch by batch, without what was computed of padding: for statistics."""
+    """Yield the outputs by name, piece by piece, without what was computed of padding: for statistics."""
     for feeds in batches:
         yield _drop_all_padding(next(run_batches(session, [feeds])), feeds.get(MASK))
 

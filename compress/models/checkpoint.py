@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.experts import ExpertPart, take_part
+from compress.blocks.experts import ExpertPart, find_stacked_parts, is_stacked, take_part
 from compress.blocks.materialise import plain
 from compress.blocks.store import Entry, Sliced, Stored, WeightStore
 from compress.errors import SourceError
 from compress.models.checkpoint_names import file_names
 from compress.models.packed import decode_weights
-from compress.models.weights import safetensors_shapes
+from compress.models.weights import safetensors_bytes, safetensors_shapes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Parts = Mapping[str, ExpertPart]
@@ -45,9 +45,7 @@ def open_store(
     held, parts = _list_tensors(weights), parts or {}
     decoded = decode_weights(module, quantization, held) if quantization else {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
-    known = {*wanted, *(part.stacked for part in parts.values())}
-    keys = _match_names(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
-    keys |= _match_written_names(module, [name for name in wanted if name not in keys], wanted, held, parts)
+    keys = _find_keys(module, wanted, held, parts)
     groups: dict[int, list[str]] = {}
     for name, tensor in wanted.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -63,6 +61,42 @@ def open_store(
             raise NotAsNamed(f"no tensor of the files is called '{names[0]}'")
     _check_shapes(entries, held, wanted)
     return WeightStore(entries, tied)
+
+
+def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
+    """Return where each expert's parameter lies in a stacked one, by plain name, before `unstack_experts`."""
+    parts: dict[str, ExpertPart] = {}
+    for path, part in module.named_modules():
+        if is_stacked(part):
+            parts |= find_stacked_parts(part, plain(path))
+    return parts
+
+
+def find_unread_tensors(weights: Sequence[Path], module: nn.Module, parts: Parts) -> dict[str, int]:
+    """Return the tensors of the files that are no part of the module -> their bytes; {} where names do not tell."""
+    try:
+        held = _list_tensors(weights)
+    except NotAsNamed:
+        return {}
+    wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+    keys = _find_keys(module, wanted, held, parts)
+    if any(name not in keys and (name not in parts or parts[name].stacked not in keys) for name in _list_owned(wanted)):
+        return {}
+    sizes = {path: safetensors_bytes(path) for path in {path for path, _ in held.values()}}
+    return {name: sizes[path][name] for name, (path, _) in held.items() if name not in set(keys.values())}
+
+
+def _list_owned(wanted: Mapping[str, Tensor]) -> list[str]:
+    """Return one name of each tensor that files must hold, the last of several that share it."""
+    owned = {id(tensor): name for name, tensor in wanted.items()}
+    return [name for name in owned.values() if not name.endswith("num_batches_tracked")]
+
+
+def _find_keys(module: nn.Module, wanted: Mapping[str, Tensor], held: TensorPlaces, parts: Parts) -> dict[str, str]:
+    """Return the names of tensors in the files by those in the module, stacked experts' included."""
+    known = {*wanted, *(part.stacked for part in parts.values())}
+    keys = _match_names(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
+    return keys | _match_written_names(module, [name for name in wanted if name not in keys], wanted, held, parts)
 
 
 def _match_written_names(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace,
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
+from compress.models.checkpoint import expert_parts, find_unread_tensors
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import OpenedModel, open_on_meta
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
+from compress.models.packed import quantization_of
 from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source, locate
 from compress.prune.coupling import find_coupling
@@ -30,9 +33,11 @@ from compress.specs import ModelSpec
 from compress.structure.alike import cut_chain
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
+from runtime.report.units import size_text
 from runtime.tasks import find_task
 
 Traced = tuple[Trace, list[str]]
+MOST_NAMED = 6
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
@@ -61,12 +66,20 @@ def model_facts(
     if source.onnx is not None:
         return onnx_facts(source.onnx, spec.task, feeds_shapes)
     assert module is not None
+    parts = expert_parts(module)
     unstack_experts(module)
+    unread: dict[str, int] = {}
+    if source.kind == "huggingface" and not source.config and not quantization_of(source.folder):
+        unread = find_unread_tensors(source.weights, module, parts)
+    if unread:  # more than transformers tells, which is silent on next-token blocks of some families
+        notes = (*(note for note in notes if not note.startswith(huggingface.UNUSED)), describe_unread(unread))
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
     traced, more, structure = _look_at(spec, source, root, module, feeds)
     layers = assign_roles(_describe_layers(module, traced), structure)
+    other_bytes = count_other_bytes(module, layers)
+    n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
     return ModelFacts(
@@ -76,8 +89,9 @@ def model_facts(
         inputs=input_specs(spec, names, feeds_shapes),
         outputs=output_specs(spec, outputs),
         layers=layers,
-        other_bytes=count_other_bytes(module, layers),
-        float_bytes=find_float_bytes(source.weights, count_other_bytes(module, layers), layers),
+        other_bytes=other_bytes,
+        float_bytes=find_float_bytes(n_bytes, other_bytes, layers),
+        unread=unread,
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
         notes=(*notes, *more, *_make_layer_notes(layers, traced)),
@@ -297,11 +311,22 @@ def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]
     return tuple(layers)
 
 
-def find_float_bytes(files: Sequence[Path], other_bytes: int, layers: Sequence[LayerFacts]) -> int:
-    """Return the bytes of a number in these files of a model's floats, most of them: 2 or 4; 4 where there is none."""
+def find_float_bytes(n_bytes: int, other_bytes: int, layers: Sequence[LayerFacts]) -> int:
+    """Return the bytes of a number where files of `n_bytes` hold a model's floats: 2 or 4; 4 where there are none."""
     n_floats = other_bytes // FLOAT_BYTES + sum({layer.weight: layer.n_weights for layer in layers}.values())
-    n_bytes = sum(path.stat().st_size for path in files)
     return 2 if 0 < n_bytes < 3 * n_floats else FLOAT_BYTES
+
+
+def describe_unread(unread: Mapping[str, int]) -> str:
+    """Say which tensors of the source's files are no part of the model, by the modules that they are of."""
+    kinds = Counter(".".join(name.split(".")[:3] if ".layers." in name else name.split(".")[:1]) for name in unread)
+    named = [f"{n} of {kind}" for kind, n in kinds.most_common()] if len(unread) > MOST_NAMED else list(unread)
+    some = ", ".join(named[:MOST_NAMED])
+    more = f" and {len(named) - MOST_NAMED} groups more" if len(named) > MOST_NAMED else ""
+    return (
+        f"left out: the source's files hold tensors that are no part of this model ({some}{more}; "
+        f"{size_text(sum(unread.values()))}); no file gets them, and no size counts them"
+    )
 
 
 def count_other_bytes(module: nn.Module, layers: Sequence[LayerFacts]) -> int:

@@ -43,6 +43,10 @@ Given = Tensor | dict[str, Tensor]
 """The output of a task that has one, or several by name."""
 
 
+UNUSED = "weights that"
+"""How the note begins on tensors that transformers has no use for."""
+
+
 class TextModel(nn.Module):
     """input_ids, attention_mask (, token_type_ids), int64 [B, T] -> the task's outputs: logits, states, spans.
 
@@ -296,7 +300,7 @@ def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list
     ]
     if problems:
         raise SourceError(problems)
-    return [f"weights that a {spec.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
+    return [f"{UNUSED} a {spec.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
 
 
 def _find_auto_class(task: str, model_type: str) -> Any:

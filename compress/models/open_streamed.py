@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compress.blocks import heap
-from compress.blocks.experts import ExpertPart, find_stacked_parts, is_stacked, unstack_experts
+from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import copy_without_weights, empty_weights, memory_store, plain
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.store import WeightStore
@@ -20,7 +20,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
 from compress.facts import SampleShapes, Structure
 from compress.models import factory, huggingface
-from compress.models.checkpoint import NotAsNamed, open_store
+from compress.models.checkpoint import NotAsNamed, expert_parts, open_store
 from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
 from compress.models.load import load_torch_model
@@ -80,15 +80,6 @@ def open_streamed_module(
     _fuse_attention(template)
     build = functools.partial(copy.deepcopy, template)
     return StreamedModel(build, store, structure, names, architecture(template), folder, shapes=shapes)
-
-
-def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
-    """Return where each expert's parameter lies in a stacked one, by plain name, before `unstack_experts`."""
-    parts: dict[str, ExpertPart] = {}
-    for path, part in module.named_modules():
-        if is_stacked(part):
-            parts |= find_stacked_parts(part, plain(path))
-    return parts
 
 
 def _load_in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,14 @@ def safetensors_shapes(path: Path) -> Shapes:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path}: is not a whole safetensors file: {error}; copy or download it again") from error
+
+
+def safetensors_bytes(path: Path) -> dict[str, int]:
+    """Return the bytes of each tensor of a safetensors file whose header has been read before."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

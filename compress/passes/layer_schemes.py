@@ -6,21 +6,36 @@ import math
 from typing import cast
 
 from compress.facts import LayerFacts
-from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme
-from compress.formats.targets import KERNEL_BLOCKS, Format, Target
+from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
+from compress.formats.targets import KERNEL_BLOCKS, TWO_BIT_BLOCKS, Format, Target
 
 PACKED_EXTRA = 16 + 2 * 110
 """Bytes of a packed layer in a checkpoint beside its numbers: its shape, and two tensors more in the header."""
 
 
-def count_stored_bits(scheme: Scheme, layer: LayerFacts) -> float:
-    """Return the bits that each weight takes, its share of the scales included."""
+def find_width(weights: WeightScheme, target: Target, in_decoder: bool = False, looked_up: bool = False) -> int:
+    """Return the bits in which the target's file holds each integer, which is the least that it has a type for.
+
+    `in_decoder`, `looked_up`: the layer is of a graph that reads one token at a time, or a table of embeddings.
+    """
+    if target.reads == "checkpoint" or weights.kind == "float" or weights.scales != "float":
+        return weights.bits
+    if target.reads == "gguf":
+        return 4 if weights.bits <= 4 else 5 if weights.bits == 5 else 8
+    multiplied = target.cpu_operators and in_decoder and not looked_up
+    if weights.bits == 2 and multiplied and weights.group_size in TWO_BIT_BLOCKS:
+        return 2
+    return 4 if weights.bits <= 4 else 8
+
+
+def count_stored_bits(scheme: Scheme, layer: LayerFacts, width: int | None = None) -> float:
+    """Return the bits that each weight takes, its share of the scales included. `width`: as `find_width` has it."""
     weights, inputs = scheme.weights, layer.shape[1]
     if weights.scales == "six-bit":
         return K_BITS[weights.bits]
     size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
-    return weights.bits + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
+    return (width or weights.bits) + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
 
 
 def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_bytes: int) -> int:
@@ -35,10 +50,9 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
     if weights.scales != "float" or weights.kind == "float":
         return math.ceil(n * count_stored_bits(scheme, layer) / 8)
     if target.reads == "gguf":  # half floats for each 32 weights, whatever the groups
-        width = 4 if weights.bits <= 4 else 5 if weights.bits == 5 else 8
-        return math.ceil(n * (width + (16 if weights.symmetric else 32) / 32) / 8)
+        return math.ceil(n * (find_width(weights, target) + (16 if weights.symmetric else 32) / 32) / 8)
     if target.reads == "onnx":
-        width, group = (4 if weights.bits <= 4 else 8), size if size > 0 else inputs
+        width, group = find_width(weights, target), size if size > 0 else inputs
         block = next((block for block in KERNEL_BLOCKS[target.flavour] if group % block == 0), group)
         groups = rows * math.ceil(inputs / block)
         zeros = 0 if weights.symmetric else math.ceil(groups * width / 8)  # those that are all zero are held once

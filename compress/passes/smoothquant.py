@@ -45,7 +45,10 @@ class SmoothQuant(Pass):
             problems.append("smoothquant: the model has no float matrix product to smooth")
         how = "alpha searched" if self.alpha is None else f"alpha {self.alpha:g}"
         decisions = [LayerDecision(layer.name, layer.type, "smoothed", how) for layer in taken]
-        text = "a smoothing that cannot be folded costs one multiplication at run time"
+        text = (
+            "where no norm before a layer can take its scales, smoothing costs a multiplication at run time, if it is "
+            "worth it; a forecast of speed counts all of these"
+        )
         if self.stage_on(facts) == "blocks":
             text = "what cannot be folded into the module before is left alone"
         return PassPlan(facts, (*decisions, *kept), (Note("info", f"smoothquant: {text}"),), tuple(problems))

@@ -28,6 +28,7 @@ from compress.passes.layer_schemes import (
     count_stored_bits,
     describe_scheme,
     explain_misfit,
+    find_width,
     fit_group_size,
     format_of,
 )
@@ -48,6 +49,7 @@ from compress.passes.weight_numbers import (
     make_scheme_field,
 )
 from compress.specs import LayerPattern
+from runtime.tasks import find_task
 
 if TYPE_CHECKING:
     from compress.quantize.state import GraphState
@@ -239,7 +241,13 @@ class WeightPass(WeightNumbers, Pass):
         problems += remarks if self.strict else []
         notes += [] if self.strict else [Note("warning", text) for text in remarks]
         decisions = [self.decision(layer, target) for layer in taken]
-        after = facts.with_bits({layer.name: count_stored_bits(settings[layer.name], layer) for layer in taken})
+        decodes = find_task(facts.task).generates
+        widths = {
+            layer.name: find_width(settings[layer.name].weights, target, decodes, layer.is_table) for layer in taken
+        }
+        after = facts.with_bits(
+            {layer.name: count_stored_bits(settings[layer.name], layer, widths[layer.name]) for layer in taken}
+        )
         after = self._untie(after, settings)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from compress.errors import CompressError
 from compress.export.decoder import export_decoder
-from compress.export.onnx import export_float, float_graph, with_row_groups, write_graph
+from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
@@ -122,7 +122,10 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     if recipe.model.generates:
         metric, ms = "tpot", time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
     else:
-        metric, ms = "latency_p50", timer.time([before, after], BUDGET_S)
+        flushed = clone(before.model)
+        denormal = flush_denormals(flushed)
+        graphs = [before, after, *([replace(before, model=flushed)] if denormal else [])]
+        metric, ms = "latency_p50", timer.time(graphs, BUDGET_S)
     latency = LatencyForecast(
         metric,
         timer.clock.backend,
@@ -135,9 +138,12 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     )
     if metric == "tpot":
         return latency
-    if recipe.passes and latency.speedup < GAINS:
-        log("it gains little; measuring what else there is")
-        latency = replace(latency, others=_time_others(recipe, before, timer))
+    if denormal:
+        latency = replace(latency, denormal=denormal, flushed_ms=round(ms[2], 4))
+    if recipe.passes:
+        log("measuring what else there is")
+        others = _time_others(recipe, before, timer, forms=latency.speedup < GAINS)
+        latency = replace(latency, others=others)
     return latency
 
 
@@ -298,16 +304,16 @@ def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) ->
     return [1000 * float(np.median(of_token[0]) * ratio) for ratio in np.median(of_token / of_token[0], axis=1)]
 
 
-def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer) -> dict[str, float]:
-    """Time what else there is here: other forms of the layers on the target, other runtimes for the float file."""
+def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer, forms: bool) -> dict[str, float]:
+    """Time what else there is here: `forms` of the layers on the target, other runtimes for the float file."""
     graphs, names, backends = [float_graph(before.model)], ["float"], [timer.clock.backend]
     products = {layer.name: layer for layer in find_layers(before.model) if layer.op in ("MatMul", "Gemm")}
     formats = TARGETS[recipe.target].formats
-    if products and formats["int8-dynamic"].verdict == "fast":
+    if forms and products and formats["int8-dynamic"].verdict == "fast":
         state = with_integer_layers(before, list(products), "inputs", False, True, round_roughly)
         names.append("int8 with mode: dynamic")
         graphs.append(timer.write(state))
-    if products and formats["w4"].verdict == "fast":
+    if forms and products and formats["w4"].verdict == "fast":
         wide = [name for name, layer in products.items() if layer.matrix().shape[1] % WEIGHT_GROUP == 0]
         four_bits = Scheme(WeightScheme(4, WEIGHT_GROUP))
         if wide:
@@ -319,29 +325,35 @@ def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer) -> dict[
         names.append(f"target: openvino, float file in {type_}")
         graphs.append(graphs[0])
         backends.append("openvino")
+    if len(graphs) == 1:
+        return {}
     ms = timer.clock.time(graphs, timer.feeds, BUDGET_S, backends)
     return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
 
 
 def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
     """Return what the plan says of a forecast: that it gains, or that it does not, and what does."""
-    notes = []
+    notes = [Note("warning", text)] if (text := latency.describe_denormals()) else []
     if latency.parts:
         notes.append(Note("warning", f"latency: not in the forecast: what {', '.join(latency.parts)} changes"))
     if latency.in_float:
         n, some = len(latency.in_float), ", ".join(latency.in_float[:MOST_NAMED])
         text = f"latency: {n} layers are computed in float here, as int8 or its borders would slow them down: {some}"
         notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
-    if not recipe.passes or latency.speedup >= GAINS:
+    if not recipe.passes:
         return notes
-    what = " and ".join(dict.fromkeys(pass_.kind for pass_ in recipe.passes))
-    text = f"{what} gains {latency.speedup:.2f}x on {latency.backend} here: for size only"
     base = latency.others.get("float", latency.float_ms)
-    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= GAINS}
+    least = GAINS * max(1.0, latency.speedup)
+    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= least}
     ranked = sorted(better.items(), key=lambda item: -item[1])
     found = "; ".join(f"{name} {gain:.2f}x" for name, gain in ranked)
+    if latency.speedup >= GAINS:
+        text = f"another way to run the model is faster here than this recipe's {latency.speedup:.2f}x: {found}"
+        return [*notes, Note("info", text)] if found else notes
+    what = " and ".join(dict.fromkeys(pass_.kind for pass_ in recipe.passes))
+    text = f"{what} makes this model no faster on {latency.backend} here ({latency.speedup:.2f}x), at most smaller"
     if found:
-        text += f". What does gain, measured in the same way: {found}"
+        text += f". Faster, measured in the same way: {found}"
     elif len(latency.others) > 1:
-        text += f". Nor does {', nor '.join(name for name in latency.others if name != 'float')}"
+        text += f". Also tried, no faster: {', '.join(name for name in latency.others if name != 'float')}"
     return [*notes, Note("warning", text)]

@@ -36,6 +36,7 @@ from compress.planning.forecast import (
     find_timed_batch,
     forecast,
 )
+from compress.planning.gates import foresee_gates
 from compress.planning.in_files import note_missing_float, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
@@ -145,7 +146,8 @@ def make_plan(
     latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if timed else (None, [])
     expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
-    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed), expected, latency, device)
+    of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
+    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed, *of_gates), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from compress.graph.layers import find_layers
-from compress.graph.run import TAPPED, Feeds, open_session, run_batches, take_each, tap
+from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_batches, take_each, tap
 from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
@@ -85,7 +85,7 @@ def layer_sqnr_db(
     plain = open_session(tap(model, list(tensors.values())), threads)
     other = open_session(tap(quantized, list(tensors.values())), threads)
     signal, noise = dict.fromkeys(tensors.values(), 0.0), dict.fromkeys(tensors.values(), 0.0)
-    for feeds in batches:
+    for feeds in cut_batches(plain, batches):
         exact, rounded = next(run_batches(plain, [feeds])), next(run_batches(other, [feeds]))
         for name, values in take_each(exact):
             key = name.removesuffix(TAPPED)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.run import TAPPED, Feeds, open_session, run_tokens, take_each, tap
+from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_tokens, take_each, tap
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
@@ -181,7 +181,7 @@ def observe(
         return {}
     session = open_session(tap(model, list(axes)), threads)
     n_batches = 0
-    for outputs in run_tokens(session, batches):
+    for outputs in run_tokens(session, cut_batches(session, batches)):
         n_batches += 1
         for name, values in take_each(outputs):
             name = name.removesuffix(TAPPED)

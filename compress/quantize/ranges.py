@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from compress.graph.half import HIDDEN, LARGEST, STAYS, node_name
 from compress.graph.layers import constant, is_constant
-from compress.graph.run import TAPPED, Feeds, open_session, run_batches, take_each, tap
+from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_batches, take_each, tap
 
 CARRIES = {"Add", "Mul", "Where", "Expand", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Transpose", "Gather", "Concat"}
 """Operators through which what hides a token comes to the softmax that makes it 0."""
@@ -60,7 +60,7 @@ def _observe_floats(model: ir.Model, batches: Iterable[Feeds]) -> dict[ir.Value,
     seen = {value: TensorExtremes() for value in values.values()}
     session = open_session(tap(model, list(values)))
     ran = False
-    for outputs in run_batches(session, batches):
+    for outputs in run_batches(session, cut_batches(session, batches)):
         ran = True
         for name, array in take_each(outputs):
             if np.isnan(array).any():

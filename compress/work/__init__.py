@@ -55,6 +55,7 @@ TWINS: dict[str, str] = {
     "int8": "compress.work.eight_bit:foresee_eight_bit",
     "prune_channels": "compress.work.prune_channels:foresee_prune_channels",
     "prune_layers": "compress.work.prune_layers:foresee_prune_layers",
+    "smoothquant": "compress.work.smoothquant:foresee_smoothquant",
 }
 """Kind of pass -> (record, model, its facts, context) -> a model as fast as what the pass will leave, made without
 data. Passes that round weights alone say how in their plan; the others change values and no speed, but for those in

@@ -19,7 +19,7 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, Reading
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Reading
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
@@ -82,6 +82,20 @@ def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -
             )
             measured[layer.name] = {"error_before": smoothing.error_before, "error_after": smoothing.error_after}
     return PassResult(replace(state, model=model), (*decisions, *kept), (), measured)
+
+
+def foresee_smoothquant(config: SmoothQuant, model: GraphState, facts: ModelFacts, context: PassContext) -> GraphState:
+    """Return the graph with a multiplication before each group that no norm can take the scales of.
+
+    A search may leave groups alone, so that the result may be faster than this; it is not slower.
+    """
+    graph = clone(model.model)
+    wanted = {layer.name for layer in choose_layers(model.facts(), (), config.ignore, config.unfit)[0]}
+    for group in input_groups(find_layers(graph)).values():
+        if all(layer.name in wanted for layer in group) and foldable_norm(group) is None:
+            width = group[0].matrix().shape[1]
+            apply_smoothing(graph, group, np.full(width, 2.0, np.float32))  # ones would be optimized away
+    return replace(model, model=graph)
 
 
 def _check_weights(group: list[GraphLayer]) -> None:

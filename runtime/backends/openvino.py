@@ -136,6 +136,8 @@ class OpenVinoSession:
         try:
             results = self._pick_request(feeds, request).infer(feeds, share_inputs=True)
         except RuntimeError as error:  # OpenVINO has no classes of its own
+            if "bad_alloc" in str(error):
+                raise MemoryError("OpenVINO could not allocate what the model needs") from error
             raise UsageError(
                 f"{self.path}: OpenVINO could not run the model on these inputs: {_last_line(error)}"
             ) from error

@@ -126,7 +126,7 @@ SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 FOLDERS = ("model/", "baseline/", "evaluation/")
 """What every bundle may have; others are those of its artifacts."""
 WRITTEN_AFTERWARDS = re.compile(
-    r"report\.(?:json|md|xml|html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
+    r"report\.(?:json|md|xml|html|earlier\.html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
 )
 """Names of what validation writes, a draft that a kill left of it included."""
 MAX_MANIFEST_BYTES = 64 * 2**20

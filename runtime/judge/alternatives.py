@@ -17,7 +17,6 @@ import numpy as np
 from runtime.backends import BACKENDS, Session, open_options
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest, inside
-from runtime.errors import RuntimeFailure
 from runtime.judge.evidence import find_medians
 from runtime.measure.benchmark import (
     BenchmarkResult,
@@ -89,8 +88,8 @@ def find_ways(
                 session = open_variant(stack, root, variant, settings.threads)
                 preprocessor = bundle_preprocessor(root, manifest, session.inputs)
                 row["fidelity"] = _measure_fidelity(session, preprocessor, manifest, columns, baseline)
-        except (RuntimeFailure, MemoryError) as error:
-            row["error"], beside = str(error) or "out of memory", None
+        except Exception as error:  # noqa: BLE001 - an optional row never ends the run, whatever a library raises
+            row["error"], beside = str(error) or type(error).__name__, None
         ways.append((row, beside if number >= JUDGED else None))
     return ways
 

@@ -48,6 +48,13 @@ Found = tuple[Cause | None, set[str]]
 NOTHING: Found = (None, set())
 
 
+def advise_placement(pair: ProfiledPair, change: str) -> tuple[str, str]:
+    """Return what to do about operators around int8 layers, and its recipe: nothing that is in force already."""
+    if pair.timed_placement:
+        return "placements were timed at the build already, and this was the fastest: ignore layers, or nothing", ""
+    return f"{change}; or ignore these layers", "passes:\n  - kind: int8\n    placement: fastest\n"
+
+
 def total_ms(nodes: Iterable[NodeTime]) -> float:
     """Return the time of the nodes together."""
     return sum(node.ms for node in nodes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from runtime.bundle.onnx_file import GraphNode
 from runtime.clock.peaks import Peaks
-from runtime.judge.cause import NOTHING, Cause, Found, is_slower, make_cause, total_ms
+from runtime.judge.cause import NOTHING, Cause, Found, advise_placement, is_slower, make_cause, total_ms
 from runtime.judge.twins import ProfiledPair
 from runtime.measure.profile import INTEGER, NodeTime, Profile
 
@@ -158,8 +158,7 @@ def find_unfused_qdq(pair: ProfiledPair, told: set[str]) -> Found:
             f"{profile.backend} fuses Q and DQ only into operators that it has int8 kernels for, and between them "
             "tensors go to float and back"
         )
-        change = "leave out what does not pay: compress's int8 times placements here; or ignore these layers"
-        recipe = "passes:\n  - kind: int8\n    placement: fastest\n"
+        change, recipe = advise_placement(pair, "leave out what does not pay: compress's int8 times placements here")
     return make_cause(
         pair, "unfused_qdq", [*unpacking, *packing, *norms, *products], saves, (seen, why, change), recipe
     )

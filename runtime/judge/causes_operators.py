@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from runtime.judge.cause import NOTHING, Cause, Found, is_slower, make_cause, total_ms
+from runtime.judge.cause import NOTHING, Cause, Found, advise_placement, is_slower, make_cause, total_ms
 from runtime.judge.causes_layers import SLOWER
 from runtime.judge.twins import ProfiledPair
 from runtime.measure.profile import NodeTime, Profile
@@ -42,6 +42,7 @@ def find_other_operators(pair: ProfiledPair, told: set[str]) -> Found:
     nodes = [n for n in pair.after.nodes if not n.is_product and n.name not in told and _family(n) in grown]
     shrunk = sum(max(0.0, ms - ours.get(name, 0.0)) for name, ms in theirs.items())  # fused into another operator
     top = sorted(grown, key=lambda name: -grown[name])[:3]
+    change, recipe = advise_placement(pair, "quantize the inputs of products alone")
     listed = ", ".join(f"{name} {ours[name]:.3g} ms (before {theirs.get(name, 0.0):.3g})" for name in top)
     return make_cause(
         pair,
@@ -52,9 +53,9 @@ def find_other_operators(pair: ProfiledPair, told: set[str]) -> Found:
             f"operators beside the products take {sum(ours.values()):.3g} ms, and {sum(theirs.values()):.3g} ms in the "
             f"baseline: {listed}",
             "what was done to the layers brought these operators, or slower ones than before",
-            "quantize the inputs of products alone, or ignore the layers between them",
+            change,
         ),
-        "passes:\n  - kind: int8\n    placement: fastest\n",
+        recipe,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -93,6 +94,7 @@ def explain_bundle(
         measure_peaks(backend, settings.threads, baseline.n_bytes) if baseline is not None else peaks,
         partial(time_products, backend, settings.threads),
         histories,
+        bool(json.loads((root / "lock.json").read_bytes()).get("choices")),
         manifest.target,
     )
     return explain(pair, "token" if manifest.generates else "call")

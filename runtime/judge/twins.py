@@ -26,6 +26,8 @@ class ProfiledPair:
     trials: Trials
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Layer -> what was done to it."""
+    timed_placement: bool = False
+    """Its layers' places in int8 and float were chosen by times, at the build: `placement: fastest`."""
     target: str = ""
     """What the candidate is made for; "": the backend of the profile."""
 

@@ -101,7 +101,7 @@ def validate(
             samples = None if manifest.evaluation is None else manifest.evaluation.digest
             check_earlier(earlier, str(path), manifest.task, manifest.judgement, samples)
     folder = case.root if report_folder is None else report_folder
-    prepare_folder(folder)
+    case = replace(case, notes=[*case.notes, *prepare_folder(folder)])
     with name_file(case.root), name_batches(case):
         report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast)
         columns = {name: known.columns for name, known in evidence.items() if known.columns}

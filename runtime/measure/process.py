@@ -26,7 +26,6 @@ from runtime.clock.fresh import Answer, read_batches
 from runtime.clock.machine import peak_memory_bytes
 from runtime.clock.turns import MIN_ROUNDS, Call, Turns, time_in_turns
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
-from runtime.errors import RuntimeFailure
 from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
 from runtime.measure.requests import Prompts, RequestTimes, find_goodput, run_request, time_requests
@@ -150,8 +149,8 @@ class _Process:
         for number in range(self.order.n_judged, len(self.order.models)):
             try:
                 made = make(number, self._open(self.order.models[number]))
-            except (RuntimeFailure, MemoryError) as error:
-                self.record["errors"][str(number - self.order.n_judged)] = str(error) or "out of memory"
+            except Exception as error:  # noqa: BLE001 - an optional model never ends the run, whatever a library raises
+                self.record["errors"][str(number - self.order.n_judged)] = str(error) or type(error).__name__
                 made = None
             opened.append(made)
         return opened
@@ -203,8 +202,8 @@ class _Process:
                 if call is not None:
                     call(0)
                     working.append(number)
-            except (RuntimeFailure, MemoryError) as error:
-                self.record["errors"][str(number)] = str(error) or "out of memory"
+            except Exception as error:  # noqa: BLE001 - as above
+                self.record["errors"][str(number)] = str(error) or type(error).__name__
         if not opened:
             return
         calls = [baseline, *(opened[number] for number in working)]

@@ -546,7 +546,8 @@ def _render_html_head(heads: Sequence[str]) -> str:
 
 
 PAGE = "report.html"
-"""The page that `compress` makes of a report. It is not written here, but one of an earlier judgement goes."""
+"""The page that `compress` makes of a report. It is not written here; one of an earlier judgement is renamed."""
+EARLIER_PAGE = "report.earlier.html"
 FILES = {"report.json": render_json, "report.md": render_markdown, "report.xml": render_junit}
 
 
@@ -563,18 +564,23 @@ def write_report(report: Findings, folder: Path) -> None:
             raise RuntimeFailure(f"cannot write {folder / name}: {error}") from error
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make sure that reports can be written to `folder`, and remove those of an earlier run.
+def prepare_folder(folder: Path) -> list[str]:
+    """Make sure that reports can be written to `folder`, and remove those of an earlier run; return notes.
 
-    So none outlives a run that fails. UsageError, before anything was run, where nothing can be written there.
+    So none outlives, under its name, a run that fails: the page, which is not written here, is renamed. UsageError,
+    before anything was run, where nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, prefix="report."):
             pass
-        for name in (*FILES, SAMPLES_FILE, PAGE):
+        for name in (*FILES, SAMPLES_FILE):
             (folder / name).unlink(missing_ok=True)
+        if not (folder / PAGE).exists():
+            return []
+        os.replace(folder / PAGE, folder / EARLIER_PAGE)
     except OSError as error:
         raise UsageError(
             f"{folder}: the report cannot be written there: {error.strerror}; name a folder for it with --report DIR"
         ) from error
+    return [f"{PAGE} was of an earlier judgement and is {EARLIER_PAGE} now; `compress report DIR` makes one of this"]

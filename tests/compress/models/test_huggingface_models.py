@@ -43,7 +43,10 @@ def test_bert_features_have_no_pooler(bert: Path) -> None:
     facts = model_facts(text_spec(bert, "feature-extraction"), Path(), TEXT_FEEDS)
     assert facts.outputs == (TensorSpec("last_hidden_state", "float32", ("batch", "sequence", 16)),)
     assert not any("pooler" in layer.name for layer in facts.layers)
-    assert "weights that a feature-extraction model does not use: bert.pooler.dense.bias" in facts.notes[0]
+    assert "no part of this model (bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias" in facts.notes[0]
+    assert facts.unread == {
+        "bert.pooler.dense.bias": 64, "bert.pooler.dense.weight": 1024, "classifier.bias": 12, "classifier.weight": 192
+    }  # fmt: skip
 
 
 def test_vit(vit: Path) -> None:
@@ -115,3 +118,20 @@ def test_a_task_that_names_no_class_gets_that_of_optimum(monkeypatch: pytest.Mon
     unnamed = replace(TORCH_TASKS["text-classification"], auto_class="")
     monkeypatch.setattr(huggingface, "find_torch_task", lambda name: unnamed)
     assert huggingface._find_auto_class("text-classification", "bert").__name__ == "AutoModelForSequenceClassification"
+
+
+def test_tensors_that_are_no_part_of_the_model_are_named_and_not_counted(tmp_path: Path) -> None:
+    """Blocks for next-token prediction, which transformers leaves out without a word in some families."""
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=24, num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    extra = {name.replace("layers.0", "layers.1"): t.clone() for name, t in held.items() if "layers.0" in name}
+    save_file(held | extra | {"mtp.fc.weight": torch.ones(16, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    feeds: SampleShapes = {"input_ids": ((6,), "int64"), "attention_mask": ((6,), "int64")}
+    facts = model_facts(ModelSpec(source=f"dir:{tmp_path}", task="text-generation"), Path(), feeds)
+    assert facts.unread.keys() == {*extra, "mtp.fc.weight"}
+    assert sum(facts.unread.values()) == sum(4 * t.numel() for t in extra.values()) + 4 * 16 * 32
+    assert "9 of model.layers.1, 1 of mtp; " in facts.notes[0]

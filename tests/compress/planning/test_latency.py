@@ -17,6 +17,7 @@ from places import QUICKSTART
 
 from compress.commands.reproduce import reproduce
 from compress.execution.run import apply_recipe
+from compress.export.onnx import flush_denormals
 from compress.graph.layers import GraphLayer, find_layers
 from compress.planning.latency import round_as_planned
 from compress.planning.make_plan import make_plan
@@ -101,8 +102,56 @@ def test_a_recipe_that_gains_nothing_is_told_so_before_any_work_and_what_gains(
     pytest.importorskip("openvino")
     monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [2.0 + 0.1 * bool(s.integer) for s in states])
     made = plan(onnx_recipe(tmp_path, [{"kind": "int8"}]), tmp_path, tmp_path / "cache")
-    assert "int8 gains 0.95x on onnxruntime-cpu here: for size only" in notes(made)
+    assert "int8 makes this model no faster on onnxruntime-cpu here (0.95x), at most smaller" in notes(made)
     assert "target: openvino" in notes(made) and "2.00x" in notes(made)
+
+
+def test_another_way_that_is_faster_than_a_recipe_that_gains_is_told(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [4.0, 2.0])
+    monkeypatch.setattr(Clock, "time", lambda clock, graphs, *rest: [4.0, 1.0])
+    made = plan(onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}]), tmp_path, tmp_path / "cache")
+    assert "faster here than this recipe's 2.00x: target: openvino" in notes(made) and "4.00x" in notes(made)
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        (
+            {"metric": "latency_p50", "min_speedup": 2.5},
+            "warning: gate latency_p50 min_speedup 2.5: foreseen 2.00x, w",
+        ),
+        (
+            {"metric": "latency_p50", "min_speedup": 1.5},
+            "info: gate latency_p50 min_speedup 1.5: foreseen 2.00x, h",
+        ),
+        ({"metric": "latency_p50", "max": 2.05}, "info: gate latency_p50 max 2.05: foreseen 2 ms, near the bound"),
+        ({"metric": "size_ratio", "min": 3.9}, "warning: gate size_ratio min 3.9: foreseen"),
+        ({"metric": "size", "max": 1}, "warning: gate size max 1: foreseen"),
+    ],
+)
+def test_gates_are_held_against_what_is_foretold(
+    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch, gate: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [4.0, 2.0])
+    recipe = onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}]) | {"validate": {"gates": [gate]}}
+    made = plan(recipe, tmp_path, tmp_path / "cache")
+    assert any(f"{note.level}: {note.text}".startswith(said) for note in made.notes), notes(made)
+
+
+def test_of_a_gain_that_denormal_weights_make_their_part_is_told(tmp_path: Path, timed: list[int]) -> None:
+    recipe = onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}])
+    model = ir.load(tmp_path / "net.onnx")
+    weight = model.graph.initializers["pw.weight"]
+    values = weight.const_value.numpy().copy()  # type: ignore[union-attr]
+    values[:2] = 1e-40
+    weight.const_value = ir.tensor(values, name="pw.weight")
+    ir.save(model, tmp_path / "net.onnx")
+    made = plan(recipe, tmp_path, tmp_path / "cache")
+    assert "16 weights are denormal numbers" in notes(made) and "come from these zeros alone" in notes(made)
+    assert flush_denormals(model) == 16 and flush_denormals(model) == 0
 
 
 def test_where_nothing_is_timed_the_plan_says_so_and_why(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from compress.graph import run
 from compress.quantize.gram import gram_matrix
 from compress.quantize.observers import HALF_BINS, Method, Observer, choose_range, collect_rows, observe
 
@@ -168,6 +169,20 @@ def test_observing_a_graph_is_observing_its_tensors() -> None:
     assert found["y"].channel_peak is None
     whole = np.concatenate([f["x"] for f in feeds])
     np.testing.assert_allclose(found["x"].channel_mean, whole.mean(axis=0), atol=1e-6)
+
+
+def test_pieces_of_a_batch_give_what_the_batch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, feeds = graphs.one_layer(6, 4), graphs.vectors(6)
+    whole = observe(model, {"x": -1, "y": None}, feeds, threads=1)
+    cut = list(run.cut_batches(run.open_session(run.tap(model, ["x", "y"]), 1), feeds))
+    assert [len(f["x"]) for f in cut] == [len(f["x"]) for f in feeds], "all fits"
+    monkeypatch.setattr(run, "OUTPUT_BYTES", 3 * 4 * (6 + 4))
+    cut = list(run.cut_batches(run.open_session(run.tap(model, ["x", "y"]), 1), feeds))
+    assert max(len(f["x"]) for f in cut) == 3 and sum(len(f["x"]) for f in cut) == sum(len(f["x"]) for f in feeds)
+    pieces = observe(model, {"x": -1, "y": None}, feeds, threads=1)
+    for name in ("x", "y"):
+        assert (pieces[name].low, pieces[name].high) == (whole[name].low, whole[name].high)
+        assert np.array_equal(pieces[name].counts, whole[name].counts)
 
 
 def test_bad_calibration_data_is_named() -> None:

@@ -11,10 +11,12 @@ from graphs import context, facts_of, written
 from pydantic import ValidationError
 
 from compress.errors import PassError
+from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import Rtn
+from compress.passes.layer_schemes import find_width
 from compress.quantize.measure import output_cosine
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState
@@ -208,3 +210,21 @@ def test_a_plan_counts_the_scales() -> None:
     bits = {layer.name: layer.bits for layer in plan.facts.layers}
     assert bits["up"] == 4 + 32 / 16
     assert bits["embedding"] == 32
+
+
+@pytest.mark.parametrize(
+    ("target", "decodes", "bits", "group", "width"),
+    [
+        ("onnxruntime-cpu", True, 2, 32, 2),
+        ("onnxruntime-cpu", True, 2, 16, 4),
+        ("onnxruntime-cpu", False, 2, 32, 4),
+        ("openvino", True, 2, 32, 4),
+        ("onnxruntime-cpu", True, 3, 32, 4),
+        ("onnxruntime-cpu", True, 6, 32, 8),
+        ("llama.cpp", True, 6, 32, 8),
+        ("llama.cpp", True, 5, 32, 5),
+        ("transformers", True, 3, 32, 3),
+    ],
+)
+def test_a_width_is_that_of_the_files_type(target: str, decodes: bool, bits: int, group: int, width: int) -> None:
+    assert find_width(WeightScheme(bits, group), TARGETS[target], decodes) == width

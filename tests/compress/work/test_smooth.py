@@ -18,7 +18,9 @@ from compress.quantize.observers import Observer, choose_range
 from compress.quantize.rounding import round_to_nearest
 from compress.quantize.smooth import apply_smoothing, input_groups, search_smoothing, smoothing_scales
 from compress.quantize.state import GraphState
-from compress.work import apply_pass
+from compress.store.progress import no_progress
+from compress.work import apply_pass, foresee_pass
+from compress.work.contexts import GraphContext
 
 
 def relative(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
@@ -140,6 +142,14 @@ def test_the_pass_smooths_outliers_and_keeps_the_function() -> None:
     assert result.measured["query"]["error_after"] < 0.9 * result.measured["query"]["error_before"]
 
 
+def test_what_is_foreseen_has_a_multiplication_where_no_norm_takes_the_scales() -> None:
+    state = GraphState(graphs.one_layer(6, 4))
+    context = GraphContext((), TARGETS["onnxruntime-cpu"], 0, print, no_progress)
+    ahead, known = foresee_pass(SmoothQuant(), state, None, context)  # type: ignore[arg-type]
+    assert known and [node.op_type for node in ahead.model.graph].count("Mul") == 1
+    assert not any(node.op_type == "Mul" for node in state.model.graph)
+
+
 def test_a_fixed_alpha_is_applied_whatever_it_does() -> None:
     result = apply_pass(SmoothQuant(alpha=0.5), GraphState(graphs.transformer()), graphs.context(graphs.tokens()))
     reasons = {decision.reason.partition(",")[0] for decision in result.decisions if decision.action == "smoothed"}
@@ -174,7 +184,7 @@ def test_check_refuses_what_matches_nothing_and_says_what_it_costs() -> None:
     target = TARGETS["onnxruntime-cpu"]
     plan = SmoothQuant(ignore=("nowhere",)).check(graphs.facts_of(graphs.transformer()), target)
     assert "smoothquant: ignore: 'nowhere' matches no layer" in plan.problems[0]
-    assert "costs one multiplication" in plan.notes[0].text
+    assert "costs a multiplication" in plan.notes[0].text
     plan = SmoothQuant(ignore=("fc",)).check(graphs.facts_of(graphs.residual_cnn()), target)
     assert plan.problems == ("smoothquant: the model has no float matrix product to smooth",)
 

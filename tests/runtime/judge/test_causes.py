@@ -323,7 +323,10 @@ def test_operators_that_a_slower_candidate_has_more_of_are_named() -> None:
     quantized_one = NodeTime("s", "QLinearSoftmax", 0.9)
     (cause,) = look(recorded([product, quantized_one]), recorded([product, other])).causes
     assert cause.kind == "other_operators" and "Softmax 0.9 ms (before 0.1)" in cause.seen
-    assert cause.saves_ms == pytest.approx(0.8)
+    assert cause.saves_ms == pytest.approx(0.8) and "placement: fastest" in cause.recipe
+    pair = recorded([product, quantized_one]), recorded([product, other])
+    (cause,) = look(*pair, timed_placement=True).causes
+    assert cause.recipe == "" and "timed at the build already" in cause.change, "what is in force is not advised"
     fast = replace(product, ms=0.1)
     assert look(recorded([fast, replace(quantized_one, ms=0.3)]), recorded([product, other])).causes == ()
 

@@ -224,9 +224,10 @@ def test_reports_are_written_whole_and_removed(report: Report, tmp_path: Path) -
     write_report(report, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md", "report.xml"]
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "fail"
-    prepare_folder(tmp_path)
-    assert not list(tmp_path.iterdir())
-    prepare_folder(tmp_path)
+    (tmp_path / "report.html").write_text("of an earlier judgement")
+    assert "report.earlier.html" in prepare_folder(tmp_path)[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.earlier.html"], "the page is kept"
+    assert prepare_folder(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EROFS, "Read-only file system"), PermissionError(13, "Denied")])
