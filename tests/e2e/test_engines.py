@@ -114,7 +114,7 @@ def test_a_decoder_becomes_an_engine_with_its_cache(
 
 @needs_rtx
 def test_speed_is_not_judged_on_another_runtime(net: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
-    gates = [{"metric": "latency_p50", "min_speedup": 1e-6}, {"metric": "top1", "max_drop": 0.9}]
+    gates = [{"metric": "latency_p50", "min_speedup": 0.01}, {"metric": "top1", "max_drop": 0.9}]
     report = apply(engines(net, validate={"gates": gates}), tmp_path / "b", cache, net[0])
     assert [gate.verdict for gate in report.gates] == ["undecided", "pass"] and report.exit_code == 3
     assert "the bundle is for tensorrt-rtx, which does not run on this machine; judge it there" in report.gates[0].why
@@ -143,7 +143,7 @@ def test_where_it_cannot_be_compiled_the_order_waits(
     done = compress_elsewhere(["compile", str(tmp_path / "b"), "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert not verify(tmp_path / "b").waiting() and report["verdict"] == "pass"
+    assert not verify(tmp_path / "b").waiting() and report["verdict"] == "unjudged"
     assert [row["name"] for row in report["steps"]["rows"]] == ["float", "equalize", "int8"]
     said = (tmp_path / "b/layers.json").read_text()
     assert "left for `compress compile`" not in said and "100% of the products asked for" in said

@@ -85,7 +85,7 @@ def test_the_recipe_in_the_bundle_is_the_one_that_was_applied(
 
     file = quickstart[0] / "recipe.yaml"
     recipe = load_recipe(file)
-    assert recipe.name == "quickstart-digits" and recipe.validate_.gates[3].min_speedup == 0.001
+    assert recipe.name == "quickstart-digits" and recipe.validate_.gates[3].min_speedup == 0.01
     monkeypatch.chdir(tmp_path)
     cache = quickstart[0].parents[1] / "cache"
     planned = CliRunner().invoke(app, ["plan", str(file), "--cache", str(cache), "--json"])
