@@ -94,10 +94,15 @@ def explain_bundle(
         measure_peaks(backend, settings.threads, baseline.n_bytes) if baseline is not None else peaks,
         partial(time_products, backend, settings.threads),
         histories,
-        bool(json.loads((root / "lock.json").read_bytes()).get("choices")),
+        _chose_by_time(root / "lock.json"),
         manifest.target,
     )
     return explain(pair, "token" if manifest.generates else "call")
+
+
+def _chose_by_time(lock: Path) -> bool:
+    """Return whether a build chose by time; a bundle that others made has no lock."""
+    return lock.is_file() and bool(json.loads(lock.read_bytes()).get("choices"))
 
 
 def _make_workload(
