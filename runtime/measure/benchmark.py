@@ -337,28 +337,27 @@ def _run_processes(order: Order, judgement: Judgement, name: str) -> list[Answer
     """Run the order in one process after the other; all make as many calls as the first."""
     count = count_processes(judgement)
     gated = {gate.metric for gate in judgement.gates}
+    each = max(1, -(-order.settings.iterations // count))
+    order = replace(
+        order,
+        settings=replace(order.settings, iterations=each),
+        seconds=Seconds(
+            LATENCY_BUDGET_S / count,
+            THROUGHPUT_BUDGET_S / count,
+            ANSWERS_BUDGET_S / count,
+            LIMIT_BUDGET_S / count,
+            LASTING_S / count if gated & LATENCIES else 0.0,
+            LASTING_S / count if gated & RATES else 0.0,
+        ),
+    )
+    always, judged = bool(gated & END_TO_END_PERCENTILES.keys()), order.models[: order.n_judged]
     answers: list[Answer] = []
     while len(answers) < count:
-        order = replace(
-            order,
-            index=len(answers),
-            models=order.models if len(answers) < SHOWN else order.models[: order.n_judged],
-            answers=bool(gated & END_TO_END_PERCENTILES.keys()) or len(answers) < SHOWN,
-            settings=replace(order.settings, iterations=max(1, -(-order.settings.iterations // count)))
-            if not answers
-            else order.settings,
-            seconds=Seconds(
-                LATENCY_BUDGET_S / count,
-                THROUGHPUT_BUDGET_S / count,
-                ANSWERS_BUDGET_S / count,
-                LIMIT_BUDGET_S / count,
-                LASTING_S / count if gated & LATENCIES else 0.0,
-                LASTING_S / count if gated & RATES else 0.0,
-            ),
-        )
-        answers.append(run_fresh("runtime.measure.process:measure_process", to_json(order), f"{name}: timing"))
-        record = answers[-1][0]
+        shown = len(answers) < SHOWN
+        asked = replace(order, index=len(answers), models=order.models if shown else judged, answers=always or shown)
+        answers.append(run_fresh("runtime.measure.process:measure_process", to_json(asked), f"{name}: timing"))
         if len(answers) == 1:
+            record = answers[0][0]
             order = replace(order, shapes={part: (shape[0], shape[1]) for part, shape in record["shapes"].items()})
             slow = record["starting_s"] > SLOW_TO_START_S and judgement.benchmark.processes is None
             if slow and not gated & MEMORY:
