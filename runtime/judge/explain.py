@@ -94,15 +94,19 @@ def explain_bundle(
         measure_peaks(backend, settings.threads, baseline.n_bytes) if baseline is not None else peaks,
         partial(time_products, backend, settings.threads),
         histories,
-        _chose_by_time(root / "lock.json"),
+        _placed_by_time(root),
         manifest.target,
     )
     return explain(pair, "token" if manifest.generates else "call")
 
 
-def _chose_by_time(lock: Path) -> bool:
-    """Return whether a build chose by time; a bundle that others made has no lock."""
-    return lock.is_file() and bool(json.loads(lock.read_bytes()).get("choices"))
+def _placed_by_time(root: Path) -> bool:
+    """Return whether the bundle's lock, if it has one, holds a choice that was made by times."""
+    try:
+        lock = json.loads((root / "lock.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(lock, dict) and bool(lock.get("choices"))
 
 
 def _make_workload(
