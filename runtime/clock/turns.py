@@ -9,7 +9,6 @@ of its wall time is others' and is taken off; of several threads, rounds that we
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,7 +112,7 @@ def _time_block(call: Call, first: int, n: int, settle: bool) -> tuple[Array, Ar
     passed, computed = np.empty(n), np.empty(n)
     if settle:
         call(first)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    before = count_switches()
     for number in range(n):
         # the processor's clock is read outside of the wall's: undisturbed it shows more, and the wall time is taken
         begun = time.process_time()
@@ -121,7 +120,16 @@ def _time_block(call: Call, first: int, n: int, settle: bool) -> tuple[Array, Ar
         call(first + number)
         passed[number] = time.perf_counter() - start
         computed[number] = time.process_time() - begun
-    return passed, computed, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+    return passed, computed, count_switches() - before
+
+
+def count_switches() -> int:
+    """Return how often the system took the processor from this process; 0 where it does not tell (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _warm_up(call: Call, count: int) -> float:

@@ -230,9 +230,8 @@ def disagreeing(evidence: Mapping[str, Evidence]) -> list[str]:
         medians = better / worse if timing.higher_is_better else worse / better
         if max(medians, timing.speedup.value) > DISAGREEING * min(medians, timing.speedup.value):
             sentences.append(
-                f"{name}: the two medians differ by {medians:.2f}x, and in the median round the candidate is "
-                f"{timing.speedup.value:.2f}x as fast, which is what counts: the machine's speed changed meanwhile. "
-                "Measure again when it is idle."
+                f"{name}: the two medians differ by {medians:.2f}x, and in the median process the candidate is "
+                f"{timing.speedup.value:.2f}x as fast as the baseline beside it, which is what counts."
             )
     return sentences
 

@@ -20,11 +20,7 @@ class Machine:
         self.diary: list[tuple[str, int]] = []
         monkeypatch.setattr("runtime.clock.turns.time.perf_counter", lambda: self.wall)
         monkeypatch.setattr("runtime.clock.turns.time.process_time", lambda: self.own)
-        monkeypatch.setattr("runtime.clock.turns.resource.getrusage", lambda who: self)
-
-    @property
-    def ru_nivcsw(self) -> int:
-        return self.switches
+        monkeypatch.setattr("runtime.clock.turns.count_switches", lambda: self.switches)
 
     def call(
         self, name: str, seconds: float, taken: Callable[[int], float] = lambda n: 0.0, threads: int = 1
