@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_bundles
 from places import ROOT
 
 from runtime.__main__ import main
@@ -326,3 +327,24 @@ def test_the_module_runs_as_a_program(make_bundle: MakeBundle) -> None:
     )
     assert done.returncode == 0
     assert "as its manifest says" in done.stdout
+
+
+@pytest.mark.parametrize("calls", [0, 12])
+def test_another_way_to_run_it_that_fails_is_a_row_whatever_it_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """At its first call, or while all are timed, as memory runs out; the verdict is there nevertheless."""
+    openvino = pytest.importorskip("runtime.backends.openvino")
+    pytest.importorskip("openvino")
+    done, run = [0], openvino.OpenVinoSession.run
+
+    def fail_late(session: Any, *given: Any) -> Any:
+        done[0] += 1
+        if done[0] > calls:
+            raise MemoryError("bad_alloc")
+        return run(session, *given)
+
+    monkeypatch.setattr(openvino.OpenVinoSession, "run", fail_late)
+    report = validate(tiny_bundles.make_bundle("image", tmp_path / "bundle"))
+    rows = {row["name"]: row for row in report.backends if row["artifact"] == "candidate"}
+    assert "bad_alloc" in rows["openvino"]["error"] and "latency_ms" in rows["onnxruntime-cpu"]
