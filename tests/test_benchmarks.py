@@ -289,7 +289,7 @@ def test_speed_is_the_median_of_each_rounds_ratio_to_the_first(measuring: Any, m
 
     seconds = np.array([[4.0, 4.0, 8.0, 8.0, 8.0], [2.0, 2.0, 4.0, 4.0, 2.0], [8.0, 8.0, 16.0, 8.0, 8.0]])
     monkeypatch.setattr(measuring, "find_backend", lambda name: SimpleNamespace(open=open_))
-    monkeypatch.setattr(measuring, "time_rounds", lambda *_: seconds)
+    monkeypatch.setattr(measuring, "time_in_turns", lambda *_, **more: Turns(seconds[..., None]))
     entries = [measuring.Entry(name, Path(name)) for name in "abc"]
     assert measuring.speedups(entries, [], 3) == [1.0, 2.0, 0.5]
     assert opened == [(Path(name), 1) for name in "abc"]

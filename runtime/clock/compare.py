@@ -13,6 +13,7 @@ import numpy as np
 
 from runtime.backends import Feeds, find_backend, open_model
 from runtime.bundle.columns import Array
+from runtime.bundle.files import name_file
 from runtime.clock.fresh import Answer, read_batches, run_fresh, write_batches
 from runtime.clock.machine import peak_memory_bytes
 from runtime.clock.turns import Call, make_call, time_in_turns
@@ -46,7 +47,8 @@ def compare_files(
     """
     records = []
     with tempfile.TemporaryDirectory(prefix="compare.") as folder:
-        write_batches(Path(folder) / FEEDS, {"": feeds})
+        with name_file(Path(folder) / FEEDS):
+            write_batches(Path(folder) / FEEDS, {"": feeds})
         for index in range(processes):
             task = {
                 "backend": backend,

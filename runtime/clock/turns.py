@@ -28,6 +28,8 @@ MIN_ROUNDS = 5
 WARMUP_BUDGET_S = 10.0
 DISTURBED = 0.02
 """Share of a round that other work took from which on the round is set apart, where others can be had."""
+LEAST_SHARE = 0.05
+"""Of a call's wall time, below which the processor's clock is not believed."""
 MOST_EXTRA = 2
 """Times as many rounds as are wanted, at most, where some are set apart."""
 Call = Callable[[int], object]
@@ -96,8 +98,8 @@ def time_in_turns(
                 passed, computed, switches = _time_block(
                     calls[model], turn * in_block, in_block, bool(uncounted[model])
                 )
-                wall, own = wall + float(passed.sum()), own + float(np.minimum(passed, computed).sum())
-                block[model] = np.minimum(passed, computed) if one_thread else passed
+                wall, own = wall + float(passed.sum()), own + float(take_off_others(passed, computed).sum())
+                block[model] = take_off_others(passed, computed) if one_thread else passed
                 share = 1 - float(computed.sum() / passed.sum()) if one_thread else float(switches)
                 disturbance = max(disturbance, share)
             seconds = np.concatenate([seconds, block[None]])
@@ -121,6 +123,15 @@ def _time_block(call: Call, first: int, n: int, settle: bool) -> tuple[Array, Ar
         passed[number] = time.perf_counter() - start
         computed[number] = time.process_time() - begun
     return passed, computed, count_switches() - before
+
+
+def take_off_others(passed: Array, computed: Array) -> Array:
+    """Return the seconds that calls of one thread took of the wall's clock, without what others had the processor for.
+
+    `computed`: of the processor's clock. A call that shows next to none of it keeps the wall's: of some in a million
+    the system counts the time later, to the thread that ended it.
+    """
+    return np.where(computed > LEAST_SHARE * passed, np.minimum(passed, computed), passed)
 
 
 def count_switches() -> int:

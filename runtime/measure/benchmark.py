@@ -25,6 +25,7 @@ from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.engine import ENGINES
+from runtime.bundle.files import name_file
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
 from runtime.bundle.records import to_json
 from runtime.clock.fresh import Answer, run_fresh, write_batches
@@ -265,14 +266,16 @@ def measure(
     variants = list_variants(manifest, backend)
     start: Sequence[int] = ()
     with tempfile.TemporaryDirectory(prefix="measure.") as folder:
-        preprocessors = [bundle_preprocessor(root, manifest, variant.artifact.inputs) for variant in variants]
-        if manifest.generates:
-            encoder = preprocessors[0]
+        if manifest.generates:  # what is read is the same on every backend; the graph of the model names all of it
+            graph = next(artifact for artifact in manifest.artifacts if artifact.kind == "onnx")
+            encoder = bundle_preprocessor(root, manifest, graph.inputs)
             start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
             batches = {"single 0": _make_requests(encoder, columns, settings, manifest.judgement.seed)}
         else:
-            batches = _make_batches(preprocessors, manifest, columns, settings)
-        write_batches(Path(folder) / FEEDS, batches)
+            preprocessors = [bundle_preprocessor(root, manifest, variant.artifact.inputs) for variant in variants]
+            encoder, batches = preprocessors[0], _make_batches(preprocessors, manifest, columns, settings)
+        with name_file(Path(folder) / FEEDS):
+            write_batches(Path(folder) / FEEDS, batches)
         models = [_describe_model(root, variant, number) for number, variant in enumerate(variants)]
         if manifest.generates:
             models = [replace(model, feeds=0) for model in models]
@@ -290,7 +293,7 @@ def measure(
             start_tokens=tuple(start),
         )
         answers = _run_processes(order, manifest.judgement, str(root))
-    return _collect(answers, order, settings, variants, manifest, preprocessors[0])
+    return _collect(answers, order, settings, variants, manifest, encoder)
 
 
 def _make_requests(encoder: Preprocessor, columns: Columns, settings: Benchmark, seed: int) -> list[Feeds]:

@@ -16,7 +16,7 @@ import numpy as np
 from runtime.backends import Feeds
 from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.format import Benchmark
-from runtime.clock.turns import WARMUP_BUDGET_S, no_garbage_collection
+from runtime.clock.turns import WARMUP_BUDGET_S, no_garbage_collection, take_off_others
 from runtime.decode.answers import repeat_tokens
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.encode.language import LanguageEncoder
@@ -113,7 +113,7 @@ def run_request(decoder: Any, prompts: Prompts, new_tokens: int, one_thread: boo
         tokens = decoder.step(tokens).argmax(axis=1)
         marks.append((time.perf_counter(), time.process_time()))
     seconds: Array = np.diff(marks, axis=0)  # [new_tokens, 2]: of the wall, of the processor
-    return seconds.min(axis=1) if one_thread else seconds[:, 0]
+    return take_off_others(*seconds.T) if one_thread else seconds[:, 0]
 
 
 def _warm_up_decoder(decoder: Decoder | EncodedDecoder, prompts: Prompts, new_tokens: int, requests: int) -> float:

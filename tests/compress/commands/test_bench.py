@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from makers import image_recipe, text_folder, write_texts
-from runtime.measure.probe import Probe
 from sample_projects import write_image_files
-from shortcuts import quick_run
+from shortcuts import quick_run, run_here
 
 from compress.commands import bench as benching
 from compress.commands.bench import Reach, bench_model, explain_not_built, find_usual_length, write_page
@@ -58,9 +57,9 @@ def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benching, "BACKENDS", {"onnxruntime-cpu": BACKENDS["onnxruntime-cpu"]})
     monkeypatch.setattr(benching, "FORMATS", {"int8-static": "INT8", "bfloat16": "BF16"})
     monkeypatch.setattr(benching, "LocalProcesses", Builders)
-    for name in ("LATENCY_S", "THROUGHPUT_S"):
-        monkeypatch.setattr(f"compress.commands.bench_measure.{name}", 0.1)
-    monkeypatch.setattr("compress.commands.bench_measure.probe", lambda *args, **more: Probe((1.0,), (2.0**20,)))
+    monkeypatch.setattr("compress.commands.bench_measure.LATENCY_S", 0.1)
+    for module in ("runtime.measure.benchmark", "runtime.clock.compare"):
+        monkeypatch.setattr(f"{module}.run_fresh", run_here)
     monkeypatch.setattr("compress.commands.bench_work.find_cause", lambda folder, backend: "casts")
     monkeypatch.setattr("compress.commands.bench_rows.LITTLE", 0.0)
     monkeypatch.setattr(Builders, "spoil", staticmethod(lambda order: Answer("done", "pass")))

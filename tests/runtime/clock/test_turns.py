@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.clock import turns
-from runtime.clock.turns import MIN_ROUNDS, MOST_EXTRA, Turns, time_in_turns
+from runtime.clock.turns import MIN_ROUNDS, MOST_EXTRA, Turns, take_off_others, time_in_turns
 
 
 class Machine:
@@ -88,6 +88,11 @@ def test_what_other_work_takes_of_one_thread_is_taken_off(machine: Machine) -> N
     timed = time_in_turns([half, machine.call("b", 0.02)], 20)
     assert timed.typical_ms == pytest.approx([10.0, 20.0])
     assert timed.taken == pytest.approx(1 / 4, abs=1e-4)
+
+
+def test_a_clock_that_shows_next_to_nothing_is_not_believed() -> None:
+    passed = np.array([1.0, 1.0, 1.0, 1.0])
+    assert take_off_others(passed, np.array([0.5, 1.2, 0.0, -0.1])).tolist() == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_of_several_threads_disturbed_rounds_are_set_apart_where_others_can_be_had(machine: Machine) -> None:
