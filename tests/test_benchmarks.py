@@ -18,6 +18,8 @@ import pytest
 from child_processes import run_python
 from places import BENCHMARKS, ROOT
 
+from runtime.clock.turns import Turns
+
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
     *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "slow_cases", "float_formats"),
