@@ -67,8 +67,9 @@ LOADED_COPIES = 1.5
 REDUCED_COPIES = 7
 """Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
 ARENA = 2
-"""Times the activations that ONNX Runtime holds, whose arena doubles as it grows. 12 convolutions of 8 x 320 x 320 in
-batches of 32: 1.9 GiB to calibrate and 2.3 to judge, foretold 1.7 and 2.5."""
+"""Times the activations that ONNX Runtime holds, whose arena doubles as it grows. Set on one model, 12 convolutions of
+8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all). On
+another, ultraface-slim, it does not suffice: 675 MiB of 1225."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 

@@ -125,7 +125,7 @@ def test_another_way_that_is_faster_than_a_recipe_that_gains_is_told(
         ),
         (
             {"metric": "latency_p50", "min_speedup": 1.5},
-            "info: gate latency_p50 min_speedup 1.5: foreseen 2.00x, h",
+            "info: gate latency_p50 min_speedup 1.5: foreseen 2.00x, s",
         ),
         ({"metric": "latency_p50", "max": 2.05}, "info: gate latency_p50 max 2.05: foreseen 2 ms, near the bound"),
         ({"metric": "size_ratio", "min": 3.9}, "warning: gate size_ratio min 3.9: foreseen"),
