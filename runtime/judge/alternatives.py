@@ -94,24 +94,24 @@ def find_ways(
     return ways
 
 
-def add_latencies(
-    ways: Sequence[Way], timed: BenchmarkResult, beside_ms: Sequence[float | None], speedup: float
-) -> list[Row]:
+def add_latencies(ways: Sequence[Way], timed: BenchmarkResult, first: int, speedup: float) -> list[Row]:
     """Return the rows with their latencies: of the judged ones, and of their `speedup`, those of the report.
 
-    Those of the others, `beside_ms`, are of the same processes: their ratio to the baseline, times its own.
+    Those of the others are of the same processes: their ratio to the baseline, times its own. `first`: number of the
+    first of them among the models that were timed beside the judged ones.
     """
-    latencies = iter(beside_ms)
     judged = iter(1000 * np.median(find_medians(timed.first_times), axis=0))  # [models]
     rows: list[Row] = []
-    for row, beside in ways:
-        is_judged = len(rows) < JUDGED
-        ms = float(next(judged)) if is_judged else next(latencies) if beside is not None else None
-        if ms is not None:
-            row = {**row, "latency_ms": {"p50": ms}}
-        elif "error" not in row:
-            row = {**row, "error": "it failed while it was timed"}
-        rows.append(row)
+    for number, (row, beside) in enumerate(ways):
+        if number < JUDGED:
+            rows.append({**row, "latency_ms": {"p50": float(next(judged))}})
+        elif beside is None:
+            rows.append(row)
+        elif (ms := timed.beside_ms[first]) is not None:
+            rows.append({**row, "latency_ms": {"p50": ms}})
+        else:
+            rows.append({**row, "error": timed.errors[first]})
+        first += beside is not None
     rows = _rank(rows)
     rows[1]["speedup"] = speedup
     return rows

@@ -146,7 +146,7 @@ def judge_model(
     if ways:
         speedup = evidence["tpot" if case.manifest.generates else "latency_p50"].speedup
         assert speedup is not None
-        rows = add_latencies(ways, timed, timed.beside_ms[len(between) :], speedup.value)
+        rows = add_latencies(ways, timed, len(between), speedup.value)
     graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))
     stages = {} if timed.answers is None else dict(zip(STAGES, find_median_ms(timed.answers[:, 1]), strict=True))
     explanation, trouble = explain_slow(case, evidence, forecast)

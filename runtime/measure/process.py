@@ -207,15 +207,15 @@ class _Process:
         if not opened:
             return
         calls = [baseline, *(opened[number] for number in working)]
-        share = 1 + len(working) / 2
-        seconds = self._time(
-            "beside", calls, max(1, self.settings.iterations // 2), share * self.order.seconds.calls / 2
-        )
+        share, count = 1 + len(working) / 2, max(1, self.settings.iterations // 2)
         ratios = np.full(len(opened), np.nan)
-        medians = np.median(seconds, axis=2)  # [models, rounds]
-        ratios[working] = np.median(medians[1:] / medians[0], axis=1)
+        try:
+            medians = np.median(self._time("beside", calls, count, share * self.order.seconds.calls / 2), axis=2)
+            ratios[working] = np.median(medians[1:] / medians[0], axis=1)
+        except Exception as error:  # noqa: BLE001 - as above; which of them failed is not known
+            self.record["errors"] |= dict.fromkeys(map(str, working), str(error) or type(error).__name__)
         self.arrays["beside"] = ratios
-        del self.record["shapes"]["beside"]  # they need not be alike: a ratio is kept of each
+        self.record["shapes"].pop("beside", None)  # they need not be alike: a ratio is kept of each
 
     def _measure_energy(self, works: Sequence[Call], amount: int) -> None:
         meter = find_meter(self.order.models[0].backend)

@@ -103,7 +103,7 @@ def test_a_table_its_files_and_the_same_command_again(said: Answers, tmp_path: P
     assert int8.size_bytes is not None and plain.size_bytes is not None and int8.size_bytes < plain.size_bytes
     assert int8.latency_ms and int8.throughput_per_s and int8.peak_memory_bytes is not None
     assert "no bfloat16 CPU kernels" in refused.why
-    assert table.bounds == ("top1 max_drop 0.01",)
+    assert table.bounds == ("top1 max_drop 0.17",), "what so few samples can decide"
     assert json.loads((out / "bench.json").read_text()) == to_dict(table)
     winner = table.find(table.fastest)
     assert winner is not None

@@ -252,7 +252,7 @@ def test_sizes_are_exact() -> None:
 def test_a_rate_within_a_limit_is_of_each_sides_own_batch() -> None:
     rates = np.array([[200.0, 800.0]] * 6)  # [processes, models]
     judgement = Judgement(
-        gates=(Gate("throughput_under_latency", min_speedup=4), Gate("throughput_under_latency", min=900))
+        gates=(Gate("throughput_under_latency", min_speedup=3.9), Gate("throughput_under_latency", min=900))
     )
     found = process_evidence("throughput_under_latency", rates, 0.95)
     assert found.speedup is not None and found.speedup.value == 4.0
