@@ -98,7 +98,7 @@ def time_in_turns(
                 passed, computed, switches = _time_block(
                     calls[model], turn * in_block, in_block, bool(uncounted[model])
                 )
-                wall, own = wall + float(passed.sum()), own + float(take_off_others(passed, computed).sum())
+                wall, own = wall + float(passed.sum()), own + min(float(passed.sum()), float(computed.sum()))
                 block[model] = take_off_others(passed, computed) if one_thread else passed
                 share = 1 - float(computed.sum() / passed.sum()) if one_thread else float(switches)
                 disturbance = max(disturbance, share)
