@@ -78,15 +78,12 @@ def time_in_turns(
     """
     rng = np.random.default_rng(seed)
     pace = [_warm_up(call, warmup) for call in calls]
-    in_block, per_round = max(1, int(np.ceil(BLOCK_S / max(pace)))), 0.0
-    if shape is not None:
-        rounds, in_block = shape
+    in_block = max(1, int(np.ceil(BLOCK_S / max(pace)))) if shape is None else shape[1]
     uncounted = [1 if seconds < SETTLED_S else 0 for seconds in pace]
     per_round = max(1e-9, sum(seconds * (in_block + more) for seconds, more in zip(pace, uncounted, strict=True)))
-    if shape is None:
-        wanted = min(-(-count // in_block), int(budget_s / per_round))
-        rounds = max(MIN_ROUNDS, wanted, int(lasting_s / per_round))
-    seconds = np.empty((0, len(calls), in_block))
+    wanted = min(-(-count // in_block), int(budget_s / per_round))
+    rounds = max(MIN_ROUNDS, wanted, int(lasting_s / per_round)) if shape is None else shape[0]
+    blocks: list[Array] = []  # of each round, [models, calls]
     disturbances: list[float] = []
     wall = own = 0.0
     with no_garbage_collection():
@@ -102,11 +99,11 @@ def time_in_turns(
                 block[model] = take_off_others(passed, computed) if one_thread else passed
                 share = 1 - float(computed.sum() / passed.sum()) if one_thread else float(switches)
                 disturbance = max(disturbance, share)
-            seconds = np.concatenate([seconds, block[None]])
+            blocks.append(block)
             disturbances.append(disturbance)
     kept = np.sort(np.argsort(disturbances, kind="stable")[:rounds])  # the least disturbed, in their order
     taken = max(0.0, 1 - own / wall) if one_thread else float(np.mean([d > 0 for d in disturbances]))
-    return Turns(np.moveaxis(seconds[kept], 0, 1), round(taken, 4), len(disturbances) - rounds)
+    return Turns(np.stack([blocks[turn] for turn in kept], axis=1), round(taken, 4), len(disturbances) - rounds)
 
 
 def _time_block(call: Call, first: int, n: int, settle: bool) -> tuple[Array, Array, int]:
@@ -128,8 +125,8 @@ def _time_block(call: Call, first: int, n: int, settle: bool) -> tuple[Array, Ar
 def take_off_others(passed: Array, computed: Array) -> Array:
     """Return the seconds that calls of one thread took of the wall's clock, without what others had the processor for.
 
-    `computed`: of the processor's clock. A call that shows next to none of it keeps the wall's: of some in a million
-    the system counts the time later, to the thread that ended it.
+    `computed`: of the processor's clock. A call that shows next to none of it keeps the wall's: such were seen in
+    tests of tiny models, and a time of 0 has no ratio.
     """
     return np.where(computed > LEAST_SHARE * passed, np.minimum(passed, computed), passed)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import Session, find_backend, open_model
+from runtime.backends import Feeds, Session, find_backend, open_model
 from runtime.backends.base import DeviceTimed
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Benchmark, read_manifest, read_samples
@@ -24,7 +24,7 @@ from runtime.bundle.records import from_json
 from runtime.clock.compare import RUNS
 from runtime.clock.fresh import Answer, read_batches
 from runtime.clock.machine import peak_memory_bytes
-from runtime.clock.turns import MIN_ROUNDS, Call, Turns, time_in_turns
+from runtime.clock.turns import MIN_ROUNDS, Call, Turns, make_call, time_in_turns
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
@@ -134,14 +134,16 @@ class _Process:
             for _ in range(RUNS):
                 call(0)
 
-    def _make_call(self, number: int, session: Session, part: str) -> Call:
-        """Return what makes the n-th call of a model; inputs that it lacks are left out of the batches."""
+    def _read_batches(self, number: int, session: Session, part: str) -> list[Feeds]:
+        """Return the batches that a model's calls read; inputs that it lacks are left out of them."""
         wanted = {spec.name for spec in session.inputs}
-        batches = [
+        return [
             {name: values for name, values in batch.items() if name in wanted}
             for batch in self.batches[f"{part} {self.order.models[number].feeds}"]
         ]
-        return lambda n: session.run(batches[n % len(batches)])
+
+    def _make_call(self, number: int, session: Session, part: str) -> Call:
+        return make_call(session, self._read_batches(number, session, part))
 
     def _open_beside(self, make: Callable[[int, Session], Any]) -> list[Any]:
         """Return what is timed of the models beside the judged ones, made by `make`; None where one fails, and why."""
@@ -233,11 +235,9 @@ class _Process:
         for size in sizes:
             calls = []
             for number, session in enumerate(judged):
-                wanted = {spec.name for spec in session.inputs}
-                batch = self.batches[f"large {self.order.models[number].feeds}"][0]
+                batch = self._read_batches(number, session, "large")[0]
                 rows = {name: np.resize(values, (size, *values.shape[1:])) for name, values in batch.items()}
-                feeds = {name: values for name, values in rows.items() if name in wanted}
-                calls.append(lambda n, session=session, feeds=feeds: session.run(feeds))
+                calls.append(make_call(session, [rows]))
             seconds = self._time(f"limited {size}", calls, self.settings.iterations // 4, self.order.seconds.limited)
             times = seconds.reshape(len(calls), -1)
             in_time = np.percentile(times, self.settings.latency_percentile, axis=1) <= limit_s
