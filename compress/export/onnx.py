@@ -91,11 +91,11 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     """Return the graph that `target` gets: decisions in its flavour, forms that it is slow on avoided, no metadata.
 
-    The notes name what keeps a slower form, and why. Raises ExportError for a key-value cache that the target cannot
-    keep in the decided form.
+    Decisions made by another target's times are not among them. The notes name what keeps a slower form, and why.
+    Raises ExportError for a key-value cache that the target cannot keep in the decided form.
     """
     notes: list[str] = []
-    model = write_state(state, target.flavour)
+    model = write_state(state.for_target(target.name), target.flavour)
     if state.half is not None:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)

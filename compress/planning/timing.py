@@ -53,7 +53,8 @@ def make_clock(recipe: Recipe, cache: Path) -> Clock:
 
 def make_timer(recipe: Recipe, cache: Path, feeds: Sequence[Feeds]) -> StateTimer:
     """Return what times states as the result will be timed: on these batches, in the form that is judged."""
-    return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe))
+    target = flavour_of(recipe).name
+    return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe), target)
 
 
 def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:

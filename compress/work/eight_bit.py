@@ -71,9 +71,9 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
         raise PassError(f"{knobs.kind}: no layer is left: {next(iter(unseen.values()))}; look at data.calibration")
     if not state.dynamic:
         state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(knobs, state))})
-    state, choice = take_fastest(knobs, state, taken, context)
     if knobs.bias_correction:
         state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
+    state, choice = take_fastest(knobs, state, taken, context)
     sample = list(islice(context.batches, MEASURE_BATCHES))
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
     restored = _restore(knobs, state, context)
@@ -83,7 +83,7 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
         _decide(knobs, layer.name, layer.type, state, choice, unseen.get(layer.name, restored.reason))
         for layer in taken
     ]
-    told = [*_tell_unseen(knobs, unseen), *_tell_choice(knobs, choice), *notes, *restored.notes]
+    told = [*_tell_unseen(knobs, unseen), *_tell_choice(knobs, choice, state.timed_for), *notes, *restored.notes]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
 
 
@@ -152,7 +152,8 @@ def take_fastest(
     choice = PlacementChoice.from_record(kept["choice"])
     names = [name for name in state.integer if name not in choice.in_float]
     measured = None if given is not None else PlacementTimes(**kept["times"])
-    return keep_integer(state, names, choice.kind), Chosen(choice, key, measured)
+    chosen = replace(keep_integer(state, names, choice.kind), timed_for=timer.target, untimed_placement=state.placement)
+    return chosen, Chosen(choice, key, measured)
 
 
 def _record(chosen: Chosen | None) -> dict[str, Any]:
@@ -163,17 +164,17 @@ def _record(chosen: Chosen | None) -> dict[str, Any]:
 def _tell_unseen(knobs: EightBit, unseen: Mapping[str, str]) -> list[Note]:
     """Return a note for each reason for which layers stay float, with their names."""
     return [
-        Note("warning", f"{knobs.kind}: {', '.join(name for name in unseen if unseen[name] == why)} stay float: {why}")
+        Note("warning", f"{knobs.kind}: in float: {', '.join(name for name in unseen if unseen[name] == why)}: {why}")
         for why in dict.fromkeys(unseen.values())
     ]
 
 
-def _tell_choice(knobs: EightBit, chosen: Chosen | None) -> list[Note]:
+def _tell_choice(knobs: EightBit, chosen: Chosen | None, target: str) -> list[Note]:
     if chosen is None or not chosen.choice.in_float:
         return []
     text = (
-        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float, their weights stored in int8, "
-        "because int8 or its borders are slower there (placement: auto computes them in int8)"
+        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float on {target}, their weights stored "
+        "in int8, because int8 or its borders are slower there (placement: auto computes them in int8)"
     )
     notes = [Note("info", text)]
     if chosen.times is not None:
@@ -427,7 +428,7 @@ def _decide(
     knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, why_float: str
 ) -> LayerDecision:
     if chosen is not None and name in state.unpacked:
-        return LayerDecision(name, kind, knobs.number, "W8, computed in float: faster so in this graph")
+        return LayerDecision(name, kind, knobs.number, f"W8, computed in float: faster so on {state.timed_for}")
     if name in state.weight_only:
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:
