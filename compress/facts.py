@@ -18,6 +18,8 @@ FLOAT_BYTES = 4
 """Of a float32, in which weights and activations are computed with, whatever type files hold."""
 SMALL_TABLE = 0.1
 """Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
+WORTH_NAMING = 0.05
+"""Of a model's bytes: a part of them that a name is given for where it stays float."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -174,6 +176,8 @@ class ModelFacts:
     outputs: tuple[TensorSpec, ...]
     layers: tuple[LayerFacts, ...]
     other_bytes: int = 0
+    outside: Mapping[str, int] = field(default_factory=dict)
+    """What of that is worth a name: a module with parameters of its own (a recurrent one), or a constant -> bytes."""
     float_bytes: int = FLOAT_BYTES
     """Of a number in the source's files, the commonest: what a checkpoint's size is compared with."""
     peak_activation_bytes: int = 0
@@ -203,6 +207,11 @@ class ModelFacts:
     """Of rows that hold several samples, a torch model attends within each sample alone."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
+
+    def keep_worth_naming(self, parts: Mapping[str, int]) -> ModelFacts:
+        """Return the same model with those `parts` of its other bytes, the largest first, that are worth a name."""
+        named = {name: n_bytes for name, n_bytes in parts.items() if n_bytes >= WORTH_NAMING * self.n_bytes}
+        return replace(self, outside=dict(sorted(named.items(), key=lambda part: -part[1])))
 
     @property
     def n_bytes(self) -> int:

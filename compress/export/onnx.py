@@ -22,6 +22,7 @@ from onnx_ir.passes.common import DeduplicateInitializersPass, InlinePass, Shape
 from torch import nn
 
 from compress.blocks.materialise import plain
+from compress.blocks.parametrized import without_computed
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
@@ -347,7 +348,7 @@ def export_program(
     with _silence_exporter():
         try:
             program = torch.onnx.export(
-                module,
+                without_computed(module),
                 (),
                 kwargs=dict(kwargs),
                 dynamo=True,

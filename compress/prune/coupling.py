@@ -22,6 +22,7 @@ from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_layer
 from compress.facts import Prunable
 from compress.prune.dimensions import Axis, Coupling, Dimension, DimensionKind
 from compress.prune.labels import Book
+from compress.prune.layers import COMPUTED
 from compress.prune.rules import walk
 from compress.prune.trials import settle_sizes
 from compress.structure.dataflow import DataFlow, record
@@ -58,7 +59,14 @@ def coupling_of(flow: DataFlow) -> Coupling:
     units = _group_by_signature(places, pinned)
     found = [_make_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
     ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
-    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _explain_kept(layers, places, pinned))
+    kept = {name: COMPUTED for name, part in flow.modules.items() if is_layer(part) and _is_computed(part)}
+    kept |= _explain_kept(layers, places, pinned)
+    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), kept)
+
+
+def _is_computed(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is computed at each call, of other parameters: torch.nn.utils.parametrize."""
+    return "weight" not in layer._parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +77,15 @@ class _Layer:
     output: Axis
     input: Axis | None
 
+    @property
+    def spread(self) -> int:
+        """Return how many outputs one index of the output axis is, and how many indices of the input axis one input.
+
+        The weight of a transposed convolution has the outputs of one group and the inputs of all; facts count
+        otherwise, as for other convolutions.
+        """
+        return self.module.groups if isinstance(self.module, TRANSPOSED) else 1
+
 
 def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     """Return name -> layer, in the order in which they first run."""
@@ -77,9 +94,9 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     for call in flow.in_order():
         module = flow.modules[call.module]
         if is_layer(module) and call.module not in layers:
-            weight, into = names.get(id(module.weight)), in_axis(module)
-            if weight is None:  # computed anew at each call, of other parameters: torch.nn.utils.parametrize
+            if _is_computed(module):
                 continue
+            weight, into = names[id(module.weight)], in_axis(module)
             table = isinstance(module, nn.Embedding)
             output = (weight, 1 if table else 1 - into)
             layers[call.module] = _Layer(module, output, None if table else (weight, into))
@@ -110,8 +127,8 @@ def _make_dimension(
     headed: set[int],
 ) -> tuple[Dimension, Prunable] | None:
     """Return a dimension and its facts; None where nothing writes it, nothing reads it, or it has only one unit."""
-    writers = {name: counts[layer.output] for name, layer in layers.items() if layer.output in counts}
-    readers = {name: counts[layer.input] for name, layer in layers.items() if layer.input in counts}
+    writers = {name: counts[layer.output] * layer.spread for name, layer in layers.items() if layer.output in counts}
+    readers = {name: counts[layer.input] // layer.spread for name, layer in layers.items() if layer.input in counts}
     if len(roots) < 2 or not writers or not readers:
         return None
     name = next(iter(writers))
