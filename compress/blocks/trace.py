@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from compress.blocks.untouched import leave_untouched
 from compress.errors import SourceError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -114,6 +115,7 @@ def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False)
     ]
     with (
         remove_hooks_on_exit(handles),
+        contextlib.nullcontext() if compute else leave_untouched(module),
         torch.no_grad(),
         contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):

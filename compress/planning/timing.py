@@ -24,10 +24,14 @@ SWITCH = "COMPRESS_TIMING"
 """The environment variable that with "off" keeps the plan and the passes from timing anything."""
 
 
+def is_timing_off() -> bool:
+    return os.environ.get(SWITCH) == "off"
+
+
 def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
-    if os.environ.get(SWITCH) == "off":
-        return f"{SWITCH} is off"
+    if is_timing_off():
+        return f"{SWITCH} is off, and no export is tried"
     if layers and recipe.model.generates:
         return "a decoder's layers meet another shape with every token"
     if not recipe.has_onnx:
