@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
 def leave_untouched(module: nn.Module) -> Iterator[None]:
-    """Put back, when the context ends, what a forward keeps: attributes and buffers of modules, caches of functions.
+    """Put back, when the context ends, the tensors that a forward keeps: in modules, and in caches of functions.
 
     A table of positions that is made once, or behind an `lru_cache`, would be a tensor without values in later runs.
     """
@@ -22,8 +23,11 @@ def leave_untouched(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part, attributes, buffers in kept:
-            vars(part).clear()
-            vars(part).update(attributes)
+            for name, value in list(vars(part).items()):
+                # of flags nothing is put back: transformers installs hooks once, and notes so
+                if value is not attributes.get(name) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                    vars(part).pop(name)
+                    vars(part).update({name: attributes[name]} if name in attributes else {})
             part._buffers.clear()
             part._buffers.update(buffers)
         _clear_caches(module)
