@@ -33,7 +33,9 @@ class LayerFacts:
     Linear and Conv, [rows, width] for Embedding. `macs` counts multiply-accumulates for one sample.
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
-    counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight.
+    counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
+    the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
+    lost where an engine puts its own layer in its place.
     """
 
     name: str
@@ -44,7 +46,8 @@ class LayerFacts:
     macs: int = 0
     bits: float = 32
     sparse: bool = False
-    role: Literal["", "table", "head", "tied"] = ""
+    role: Literal["", "table", "head", "tied", "router"] = ""
+    custom: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -125,6 +128,8 @@ class Structure:
     after: tuple[Reading, ...] = ()
     residual: Residual | None = None
     notes: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    """Layers of whose outputs the largest choose what runs, as those that choose experts."""
 
     @property
     def readings(self) -> tuple[Reading, ...]:
@@ -306,9 +311,13 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
     heads = {layer.weight for layer in layers if layer.type != "Embedding" and layer.weight in tables}
     last = structure.head if structure is not None else ()
 
-    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied"]:
+    routers = structure.routers if structure is not None else ()
+
+    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router"]:
         if layer.weight in tables:
             return "tied" if layer.weight in heads else "table"
+        if layer.name in routers:
+            return "router"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
     return tuple(replace(layer, role=find_role(layer)) for layer in layers)

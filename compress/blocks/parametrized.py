@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,8 @@ def _join(path: str, key: str) -> str:
 
 
 def _fold_parametrization(part: nn.Module, key: str) -> None:
-    value, computed = getattr(part, key).detach().clone(), part.parametrizations[key]  # type: ignore[index]
+    computed: Any = part.parametrizations[key]  # type: ignore[index]
+    value = getattr(part, key).detach().clone()
     # what it is computed from may be another layer's, too, and the removal writes the value into it
     for name, original in list(computed.named_parameters(recurse=False)):
         computed.register_parameter(name, nn.Parameter(original.detach().clone()))

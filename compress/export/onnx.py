@@ -388,7 +388,9 @@ def export_program(
 
 def _make_translations() -> dict[Any, Callable[..., Any]]:
     """Return what the exporter has no translation for: torch operator -> a function that writes it."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18
 
     def is_all_true(x: Any) -> Any:
         return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)

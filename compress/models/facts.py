@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
-from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
+from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
@@ -312,7 +312,8 @@ def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]
             if "weight" in layer._parameters:  # one that is computed is another object at each look
                 weight = owners.setdefault(id(layer.weight), weight)
             macs, op = traced.macs.get(name, 0), traced.ops.get(name, LAYER_OPS[layer_type(layer)])
-            layers.append(LayerFacts(plain(name), layer_type(layer), op, weight, weight_shape(layer), macs))
+            about = (plain(name), layer_type(layer), op, weight, weight_shape(layer), macs)
+            layers.append(LayerFacts(*about, custom=has_own_forward(layer)))
     return tuple(layers)
 
 

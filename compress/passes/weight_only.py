@@ -110,6 +110,10 @@ class WeightPass(WeightNumbers, Pass):
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""
+        if layer.custom:
+            return f"a subclass of {layer.type} with a forward of its own, for which engines have no layer"
+        if layer.role == "router":
+            return "its largest outputs choose what runs (a router)"
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_layer
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, in_axis, is_layer
 from compress.facts import Prunable
 from compress.prune.dimensions import Axis, Coupling, Dimension, DimensionKind
 from compress.prune.labels import Book
@@ -29,6 +29,7 @@ from compress.structure.dataflow import DataFlow, record
 
 Counts = dict[Axis, int]
 """Axis -> how many indices of it belong to one unit."""
+OWN_FORWARD = "the class of a layer that has it has a forward of its own"
 
 
 def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Coupling:
@@ -49,6 +50,11 @@ def coupling_of(flow: DataFlow) -> Coupling:
         for value, name in flow.parameters.items()
         if not name.endswith("num_batches_tracked")
     }
+    for value, name in flow.parameters.items():
+        owner = flow.modules[name.rpartition(".")[0]]
+        if value in axes and is_layer(owner) and has_own_forward(owner):
+            for labels in axes[value]:
+                book.pin(labels, OWN_FORWARD)
     state = walk(flow, book, axes)
     roots = book.roots()
     places = {(flow.parameters[v], i): roots[labels] for v, found in axes.items() for i, labels in enumerate(found)}
@@ -59,7 +65,9 @@ def coupling_of(flow: DataFlow) -> Coupling:
     units = _group_by_signature(places, pinned)
     found = [_make_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
     ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
-    kept = {name: COMPUTED for name, part in flow.modules.items() if is_layer(part) and _is_computed(part)}
+    parts = {name: part for name, part in flow.modules.items() if is_layer(part)}
+    kept = {name: COMPUTED for name, part in parts.items() if _is_computed(part)}
+    kept |= {name: OWN_FORWARD for name, part in parts.items() if has_own_forward(part)}
     kept |= _explain_kept(layers, places, pinned)
     return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), kept)
 
@@ -94,7 +102,7 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     for call in flow.in_order():
         module = flow.modules[call.module]
         if is_layer(module) and call.module not in layers:
-            if _is_computed(module):
+            if _is_computed(module) or has_own_forward(module):
                 continue
             weight, into = names[id(module.weight)], in_axis(module)
             table = isinstance(module, nn.Embedding)

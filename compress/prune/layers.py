@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, is_hf_conv1d, is_layer
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, is_hf_conv1d, is_layer
 from compress.errors import PassError
 
 COMPUTED = "its weight is computed from other parameters"
@@ -25,8 +25,11 @@ WITH_TAPS = (*CONVOLUTIONS, *TRANSPOSED)
 
 
 def is_matrix_layer(layer: nn.Module) -> bool:
-    """Return whether a layer is Linear, Hugging Face's Conv1D, or a convolution, transposed or not, of 1 to 3 axes."""
-    return isinstance(layer, (nn.Linear, *WITH_TAPS)) or is_hf_conv1d(layer)
+    """Return whether a layer is Linear, Hugging Face's Conv1D, or a convolution, transposed or not, of 1 to 3 axes.
+
+    One of a subclass that computes otherwise is none.
+    """
+    return (isinstance(layer, (nn.Linear, *WITH_TAPS)) or is_hf_conv1d(layer)) and not has_own_forward(layer)
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -178,7 +181,8 @@ def _spread(layer: Any, x: Tensor) -> Tensor:
     """Return a transposed convolution's input with zeros between its places, padded as its windows reach."""
     sizes = [(n - 1) * stride + 1 for n, stride in zip(x.shape[2:], layer.stride, strict=True)]
     spread = x.new_zeros(*x.shape[:2], *sizes)
-    spread[(..., *(slice(None, None, stride) for stride in layer.stride))] = x
+    places: Any = (..., *(slice(None, None, stride) for stride in layer.stride))
+    spread[places] = x
     pads: list[int] = []
     for taps, step, less, more in zip(
         layer.kernel_size, layer.dilation, layer.padding, layer.output_padding, strict=True
