@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass, InlinePass, ShapeInferencePass
+from onnxruntime import RunOptions
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -95,10 +96,13 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
         _make_dynamic_shapes(loaded),
         opset,
     )
+    quiet = RunOptions()
+    quiet.log_severity_level = 4  # the error says it
     try:
-        open_session(graph)
-    except failures() as error:  # of a LSTM with a projection the exporter writes what nothing loads
-        said = f"ONNX Runtime does not load the exported graph: {_first_lines(error)[:MOST_SAID]}"
+        session = open_session(graph)
+        session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}, quiet)
+    except failures() as error:  # of a LSTM with a projection the exporter writes what nothing runs
+        said = f"ONNX Runtime does not run the exported graph: {_first_lines(error)[:MOST_SAID]}"
         raise NotExportable(f"{loaded.architecture}: {said}; {WAY_OUT}") from error
     return graph
 
