@@ -99,7 +99,7 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
     quiet = RunOptions()
     quiet.log_severity_level = 4  # the error says it
     try:
-        session = open_session(graph)
+        session: Any = open_session(graph)
         session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}, quiet)
     except failures() as error:  # of a LSTM with a projection the exporter writes what nothing runs
         said = f"ONNX Runtime does not run the exported graph: {_first_lines(error)[:MOST_SAID]}"

@@ -31,7 +31,7 @@ def is_timing_off() -> bool:
 def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
     if is_timing_off():
-        return f"{SWITCH} is off, and no export is tried"
+        return f"{SWITCH} is off"
     if layers and recipe.model.generates:
         return "a decoder's layers meet another shape with every token"
     if not recipe.has_onnx:
