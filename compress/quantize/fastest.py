@@ -137,7 +137,6 @@ def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> Graph
         integer=[name for name in state.integer if name in names],
         weight_only=[*state.weight_only, *unpacked],
         unpacked=[*state.unpacked, *unpacked],
-        biases={name: bias for name, bias in state.biases.items() if name not in unpacked},
     )
 
 
