@@ -336,7 +336,8 @@ class _Run:
             return 0.0
         calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
         timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
-        return STEPS * turns_seconds(timed, CALLS, 2, STEP_BUDGET_S) + PROCESSES * calls.process_s + PROOF_BUDGET_S
+        step = turns_seconds(timed, CALLS, 2, STEP_BUDGET_S)
+        return STEPS * step + (STEPS + 1) * PROCESSES * calls.process_s + PROOF_BUDGET_S
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
