@@ -62,10 +62,14 @@ class LayerCall:
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
+    def places(self) -> int:
+        """Return how many pixels of an image, or rows of a batch, it reads."""
+        return int(np.prod(self.input[2:]) if self.op == "Conv" else np.prod(self.input[:-1]))
+
+    @property
     def macs(self) -> int:
         """Return about how much it multiplies: exact but for strides, which are not looked at."""
-        places = np.prod(self.input[2:]) if self.op == "Conv" else np.prod(self.input[:-1])
-        return int(np.prod(self.weight) * places)
+        return int(np.prod(self.weight)) * self.places
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,11 @@ class Priced(Clock):
         return [exact(self.price(graphs[0]) / self.price(state)) for state in graphs]
 
 
-def mobile(norms: bool = True) -> ir.Model:
-    """x [N, 8, 8, 8] -> two depthwise-separable blocks, each convolution with its own unfused batch norm -> y."""
+def mobile(norms: bool = True, stride: int = 1) -> ir.Model:
+    """x [N, 8, 8, 8] -> two depthwise-separable blocks, each convolution with its own unfused batch norm -> y.
+
+    `stride`: of the second block's depthwise layer.
+    """
     rng, nodes, constants, x = np.random.default_rng(0), list[Any](), dict[str, np.ndarray](), "x"
     for name, shape, group in (
         ("dw1", (8, 1, 3, 3), 8),
@@ -70,8 +73,10 @@ def mobile(norms: bool = True) -> ir.Model:
         ("pw2", (8, 8, 1, 1), 1),
     ):
         constants[f"{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-        pads = [shape[-1] // 2] * 4
-        nodes.append(helper.make_node("Conv", [x, f"{name}.weight"], [f"{name}_out"], pads=pads, group=group))
+        how = {"pads": [shape[-1] // 2] * 4, "group": group} | (
+            {"strides": [2, 2]} if (name, stride) == ("dw2", 2) else {}
+        )
+        nodes.append(helper.make_node("Conv", [x, f"{name}.weight"], [f"{name}_out"], **how))
         x = f"{name}_out"
         if norms:
             ones = {part: np.ones(8, np.float32) for part in ("gamma", "beta", "mean", "var")}
@@ -97,9 +102,10 @@ def context(price: Price, root: Path) -> GraphContext:
     return replace(graphs.context(FEEDS * 4), timing=timer(price, root))
 
 
-def integer_state() -> GraphState:
-    names = [layer.name for layer in find_layers(mobile())]
-    return with_integer_layers(GraphState(mobile()), names, "all", False, False, round_roughly)
+def integer_state(stride: int = 1) -> GraphState:
+    model = mobile(stride=stride)
+    names = [layer.name for layer in find_layers(model)]
+    return with_integer_layers(GraphState(model), names, "all", False, False, round_roughly)
 
 
 def n_depthwise(state: GraphState) -> int:
@@ -115,6 +121,24 @@ def test_depthwise_layers_that_int8_slows_down_stay_float() -> None:
     choice, times = choose_fastest(integer_state(), timer(price_slow_depthwise))
     assert choice == PlacementChoice("all", ("dw1", "dw2"))
     assert times == PlacementTimes(everywhere=round(1 / 1.2, 4), chosen=round(1 / 0.6, 4))
+
+
+def test_layers_that_read_large_maps_are_chosen_together() -> None:
+    """Of each two neighbours in float and in int8 the border costs more than either form gains."""
+
+    def price(state: GraphState) -> float:
+        slow = [name in state.integer for name in ("dw1", "pw1", "dw2")]
+        return 1.0 + 0.2 * sum(slow) + 1.0 * (len(set(slow)) > 1)
+
+    choice, _ = choose_fastest(integer_state(stride=2), timer(price))
+    assert choice == PlacementChoice("all", ("dw1", "dw2", "pw1"))
+
+
+def test_of_steps_alike_the_one_with_most_in_int8_is_taken() -> None:
+    choice, _ = choose_fastest(
+        integer_state(), timer(lambda state: 1.0 + n_depthwise(state) + 0.01 * len(state.integer))
+    )
+    assert choice.in_float == ("dw1", "dw2")
 
 
 def test_where_nothing_gains_all_are_computed_in_float() -> None:

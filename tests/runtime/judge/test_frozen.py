@@ -91,7 +91,7 @@ TASKS = (
     *("image-classification", "text-classification", "text-multi-label-classification", "feature-extraction"),
     *("semantic-segmentation", "object-detection", "question-answering", "regression", "generic", "text-generation"),
 )
-"""The others are built by a run: tests/e2e/test_tags.py, test_sounds.py, test_image_text_pairs.py, test_sequences.py."""
+"""The others are built by a run in tests/e2e: test_tags, test_sounds, test_image_text_pairs, test_sequences."""
 
 
 @pytest.mark.parametrize("task", TASKS)
