@@ -110,7 +110,6 @@ class GuardedProtocol(H11Protocol):
         self._service = service
         self._deadline: asyncio.TimerHandle | None = None
         self._refused = False
-        self._ended = False  # the client sends no more, and may still wait for answers
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and give it time for its first request."""
@@ -137,16 +136,6 @@ class GuardedProtocol(H11Protocol):
         if not self._refused:
             super().data_received(data)
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection, of which the client has closed its half: for the answer that it
-        waits for. asyncio would close it at once."""
-        self._ended = True
-        return self._answers_wait()
-
-    def _answers_wait(self) -> bool:
-        """Return whether a whole request has no answer yet, or has begun to get it."""
-        return self.cycle is not None and not self.cycle.response_complete and self.conn.their_state is not h11.SEND_BODY
-
     def shutdown(self) -> None:
         """Begin to end; a request that is on its way is told so, where closing would reset it."""
         if self.cycle is None or self.cycle.response_complete:
@@ -164,8 +153,6 @@ class GuardedProtocol(H11Protocol):
         """Give the connection time for its next request, and for taking the answer."""
         self._start_deadline(self._service.limits.request_timeout)
         super().on_response_complete()
-        if self._ended and not self._answers_wait():
-            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in JSON."""

@@ -320,20 +320,6 @@ def test_the_end_waits_for_what_is_under_way(image_bundle: Path, held: Any) -> N
         assert read_answer(first)[0] == 200
 
 
-@pytest.mark.parametrize("requests", [1, 2])
-def test_a_client_that_sends_no_more_gets_its_answers(image_bundle: Path, requests: int) -> None:
-    with running(image_bundle) as server, connected(server, requests * whole(pixels())) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        assert [read_answer(connection)[0] for _ in range(requests)] == [200] * requests
-        assert read_all(connection) == b""
-
-
-def test_a_client_that_stops_in_a_request_is_let_go(image_bundle: Path) -> None:
-    with running(image_bundle) as server, connected(server, whole(pixels())[:-1]) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        assert read_all(connection) == b""
-
-
 def test_a_model_that_does_not_answer_in_time(image_bundle: Path, held: Any) -> None:
     began, go_on, _ = held
     ready = LIVE.replace(b"live", b"ready")
