@@ -2,13 +2,13 @@
 
 Pairs of models whose truth is known are judged again and again, as `compress-run validate` times them: alone, beside a
 spinning process, beside bursts of 50 to 500 ms, and beside a `compress apply`. The truth of a pair is the median of 50
-idle processes, of judgements one after the other: a process that lasts as long as theirs, for the first tenth of a
-second is another thing. Gates lie on both sides of it, none within 3 %. Over all cells together: at most 2 % of verdicts are
-wrong, at most 5 % of those whose gate is 1.15 times or more away are undecided, at least 90 % of the intervals hold the
-truth, and a verdict of a model of a millisecond takes 30 s in the median.
+idle processes, of judgements one after the other: each process lasts as long as in any other judgement. Gates lie on
+both sides of it, none within 3 %. Over all cells together: at most 2 % of verdicts are wrong, at most 5 % of those
+whose gate is 1.15 times or more away are undecided, at least 90 % of the intervals hold the truth, and a verdict of a
+model of a millisecond takes 30 s in the median.
 
 What is measured is kept in WORK/verdicts.json, or in the file that COMPRESS_VERDICTS names; a run that was broken off
-goes on there. It must begin on an idle machine, and takes about 40 minutes (--quick: ten minutes, which decide nothing).
+goes on there. It must begin on an idle machine, and takes 40 minutes (--quick: ten minutes, which decide nothing).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A layer whose int8 kernel is slower than its float one (a depthwise convolution often is) is better computed in float,
 with weights that are stored in eight bits and unpacked once, as the file is loaded. Layers are tried in groups, in the
 whole graph, so that borders (Q, DQ, copies into another layout) count as they are: all of one form together, and all
-that read maps of some size or larger, which have one border at their end. A choice
-decides the file's bytes, and a clock never reads twice alike: so a step must gain WORTH of a whole call, of steps that
-are as good within WORTH the one with the fewest layers in float is taken, and the outcome must beat the rule without a
-clock by as much in fresh processes, beyond their interval. Else the rule decides.
+that read maps of some size or larger, which have one border at their end. A choice decides the file's bytes, and a
+clock never reads twice alike: so a step must gain WORTH of a whole call, of steps that are as good within WORTH the one
+with the fewest layers in float is taken, and the outcome must beat the rule without a clock by as much in fresh
+processes, beyond their interval. Else the rule decides.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> Graph
         integer=[name for name in state.integer if name in names],
         weight_only=[*state.weight_only, *unpacked],
         unpacked=[*state.unpacked, *unpacked],
-        biases={name: bias for name, bias in state.biases.items() if name not in unpacked},
     )
 
 

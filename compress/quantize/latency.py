@@ -90,13 +90,15 @@ class StateTimer:
     """Times states of a graph as files that the target gets.
 
     `write`: gives the file of a state; `feeds`: the batches that the result will be timed on; `call`: what a time
-    depends on beside graph, machine and backend, as JSON values (batch size, length of a text).
+    depends on beside graph, machine and backend, as JSON values (batch size, length of a text); `target`: whose files
+    are timed.
     """
 
     clock: Clock
     write: Callable[[GraphState], ir.Model]
     feeds: Sequence[Feeds]
     call: Sequence[object] = ()
+    target: str = ""
 
     def time(self, states: Sequence[GraphState], budget_s: float) -> list[float]:
         """Return the milliseconds of a call of each state, as `Clock.time`."""

@@ -15,6 +15,8 @@ import pytest
 from onnx import helper
 
 from compress.commands.reproduce import repeat_choices
+from compress.export.onnx import finish
+from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.passes import Int8
 from compress.quantize.fastest import (
@@ -36,7 +38,7 @@ from compress.quantize.latency import (
     round_roughly,
 )
 from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState, Range
+from compress.quantize.state import GraphState, Range, restore_state
 from compress.timing.clock import Clock
 from compress.timing.kept import Kept
 from compress.work import apply_pass
@@ -95,7 +97,8 @@ FEEDS = [{"x": np.random.default_rng(0).standard_normal((1, 8, 8, 8)).astype(np.
 def timer(price: Price, root: Path | None = None) -> StateTimer:
     """A machine of such prices that keeps what it measured under `root`; files are the states themselves."""
     clock = Priced("onnxruntime-cpu", kept=Kept(root), price=price)
-    return StateTimer(clock, lambda state: state, FEEDS, ["onnxruntime-cpu", 1, 1, None])  # type: ignore[arg-type, return-value]
+    call = ["onnxruntime-cpu", 1, 1, None]
+    return StateTimer(clock, lambda state: state, FEEDS, call, "onnxruntime-cpu")  # type: ignore[arg-type, return-value]
 
 
 def context(price: Price, root: Path) -> GraphContext:
@@ -190,6 +193,21 @@ def test_the_pass_names_the_layers_that_it_lets_compute_in_float_and_times_are_o
     assert "2 layers are computed in float" in shared[0] and "1.67x instead of 0.83x" in here
     assert not re.search(r"[0-9]x", " ".join([*shared, *(d.reason for d in result.decisions)])), "what is hashed"
     assert result.choice.keys() == {"key", "kind", "in_float"}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt", "tensorrt-rtx", "openvino"])
+def test_what_one_target_s_times_choose_is_in_no_other_s_file(target: str, tmp_path: Path) -> None:
+    def price_one_kept(state: GraphState) -> float:
+        return 1.0 + 0.2 * (len(state.integer) - 1) + 0.5 * (state.placement == "all")
+
+    state = apply_pass(Int8(), GraphState(mobile()), context(price_one_kept, tmp_path)).model
+    rule = apply_pass(Int8(placement="auto"), GraphState(mobile()), context(price_one_kept, tmp_path)).model
+    assert len(state.integer) < 4 and len(rule.integer) == 4
+    again = restore_state(state.model, state.record(), state.arrays())
+    written, expected = (
+        ir.to_proto(finish(each, TARGETS[target])[0]).SerializeToString(deterministic=True) for each in (again, rule)
+    )
+    assert (written == expected) == (target != "onnxruntime-cpu")
 
 
 def test_candidates_are_timed_with_the_ranges_that_are_written(tmp_path: Path) -> None:
