@@ -61,6 +61,11 @@ def resolve_roles(
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
+    if LABEL in input_names:
+        raise SourceError(
+            f"{table.where}: the model's input '{LABEL}' cannot be told from the samples' labels, which are called so; "
+            "rename the input"
+        )
     task_roles = sample_roles(task, images)
     known = (*task_roles, *input_names, LABEL)
     if any(role in known or role not in slices for role in spec.columns):

@@ -18,6 +18,7 @@ from shortcuts import quick_export, quick_judge
 import runtime
 from compress.errors import CompressError
 from runtime.__main__ import main
+from runtime.bundle.samples import write_npz
 from runtime.judge.validate import validate
 from runtime.serving.protocol import ServedModel
 
@@ -35,7 +36,7 @@ def write_model(folder: Path, inputs: Sequence[str], outputs: Sequence[str]) -> 
     nodes += [helper.make_node("MatMul", ["sum of all", f"weight of {name}"], [name]) for name in outputs]
     model = graphs.build(nodes, weights, dict.fromkeys(inputs, ("n", 8)), dict.fromkeys(outputs, ("n", 5)))
     ir.save(model, folder / "model.onnx")
-    np.savez(folder / "samples.npz", **{name: rng.normal(size=(64, 8)).astype(np.float32) for name in inputs})
+    write_npz(folder / "samples.npz", {name: rng.normal(size=(64, 8)).astype(np.float32) for name in inputs})
     return {
         "version": 1,
         "name": "names",
@@ -65,7 +66,7 @@ def test_reserved_names(inputs: Sequence[str], outputs: Sequence[str], cache: Pa
     assert served.keys() == found.keys()
     for name, values in found.items():
         np.testing.assert_allclose(served[name], values, rtol=1e-5)
-    np.savez(tmp_path / "some.npz", **samples)
+    write_npz(tmp_path / "some.npz", samples)
     assert main(["predict", str(tmp_path / "out"), str(tmp_path / "some.npz")]) == 0
 
 
