@@ -159,7 +159,7 @@ def _match_usual_names(
     columns: dict[str, str] = {}
     for role in (*task_roles, "label"):
         usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
-        names = [name for name in usual if name in table.lengths]
+        names = [name for name in usual if name in table.lengths and name not in input_names]
         if names:
             columns[role] = names[0]
     if MESSAGES in columns:  # a text beside them is mostly one that somebody has rendered of them

@@ -207,7 +207,10 @@ BINARY = {**PIXEL, "parameters": {"binary_data_size": 3}}
         ("{at}/infer", {"inputs": [PIXEL], "parameters": {"clsification": 1}}, 400, "parameters: 'clsification' is"),
         (
             "{at}/infer",
-            {"inputs": [tensor("image", [1], "UINT8")], "outputs": [{"name": "label", "parameters": {"classification": 3}}]},
+            {
+                "inputs": [tensor("image", [1], "UINT8")],
+                "outputs": [{"name": "label", "parameters": {"classification": 3}}],
+            },
             400,
             "outputs: label: parameters: 'classification' is not known here; known are binary_data",
         ),
