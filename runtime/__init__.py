@@ -3,7 +3,7 @@
 ```python
 import runtime
 with runtime.open_bundle("out/resnet") as bundle:
-    print(bundle.predict(["cat.png"])["prediction"])
+    print(bundle.predict(["cat.png"]).predictions)
 with runtime.open_bundle("out/llama") as bundle:
     print(bundle.generate("Once upon a time", max_new_tokens=64).text)
 ```
@@ -26,7 +26,23 @@ if TYPE_CHECKING:
     from runtime.measure.benchmark import BenchmarkResult
     from runtime.report.report import Report
 
-__all__ = ["Bundle", "open_bundle"]
+__all__ = ["Bundle", "Outputs", "open_bundle"]
+
+
+class Outputs(dict[str, Any]):
+    """A model's outputs by name, a row for each sample; `predictions`: what they say of each sample, or None.
+
+    `outputs["prediction"]` gives the predictions, too, of a model that has no output of that name.
+    """
+
+    def __init__(self, outputs: Mapping[str, Any], predictions: list[Any] | None) -> None:
+        super().__init__(outputs)
+        self.predictions = predictions
+
+    def __missing__(self, name: str) -> Any:
+        if name == "prediction" and self.predictions is not None:
+            return self.predictions
+        raise KeyError(name)
 
 
 @dataclass
@@ -40,13 +56,13 @@ class Bundle:
     session: "Session"
     preprocessor: "Preprocessor"
 
-    def predict(self, samples: Any, batch_size: int = 32) -> dict[str, Any]:
+    def predict(self, samples: Any, batch_size: int = 32) -> Outputs:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. A classifier also
-        gives "prediction": {"label", "score"} a sample; of several answers (`postprocess.top_k`) a list of them; a
-        rejected sample's label is None.
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. `predictions` of a
+        classifier's outputs are {"label", "score"} for each sample; of several answers (`postprocess.top_k`) a list of
+        them; a rejected sample's label is None.
         """
         from runtime.tasks import find_task
         from runtime.tasks.predict import facts_of, make_columns, run_samples
@@ -54,13 +70,9 @@ class Bundle:
         refuse_decoder(self.manifest)
         task = find_task(self.manifest.task)
         columns, names = make_columns(self.manifest, samples), self.manifest.class_names
-        outputs: dict[str, Any] = dict(
-            run_samples(self.session, self.preprocessor, task.name, columns, batch_size, facts=facts_of(self.manifest))
-        )
-        prediction = task.predict(outputs, names)
-        if prediction is not None:
-            outputs["prediction"] = prediction
-        return outputs
+        facts = facts_of(self.manifest)
+        outputs = run_samples(self.session, self.preprocessor, task.name, columns, batch_size, facts=facts)
+        return Outputs(outputs, task.predict(outputs, names))
 
     def evaluate(self) -> dict[str, float]:
         """Return the quality metrics that the bundle asks for (default: all that fit), over its frozen samples.

@@ -131,6 +131,7 @@ _LIMITS = (
     ("--max-batch", int, ServingLimits.max_batch, "samples that a request may have"),
     ("--max-connections", int, ServingLimits.max_connections, "connections at once"),
     ("--request-timeout", float, ServingLimits.request_timeout, "seconds in which a request must have come whole"),
+    ("--call-timeout", float, ServingLimits.call_timeout, "seconds in which the model must have answered"),
     ("--drain-timeout", float, ServingLimits.drain_timeout, "seconds for requests under way after SIGTERM or Ctrl-C"),
 )
 
@@ -212,7 +213,7 @@ def _predict(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
         outputs = bundle.predict(samples)
-    predictions = outputs.pop("prediction", None)
+    predictions = outputs.predictions
     if options.output:
         _write_outputs(options.output, outputs)
     if options.json:
@@ -252,6 +253,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_batch=options.max_batch,
         max_connections=options.max_connections,
         request_timeout=options.request_timeout,
+        call_timeout=options.call_timeout,
         drain_timeout=options.drain_timeout,
     )
     if options.log:

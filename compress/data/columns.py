@@ -61,6 +61,11 @@ def resolve_roles(
     """
     if not table.names:
         raise SourceError(f"{table.where}: holds no samples")
+    if LABEL in input_names:
+        raise SourceError(
+            f"{table.where}: the model's input '{LABEL}' cannot be told from the samples' labels, which are called so; "
+            "rename the input"
+        )
     task_roles = sample_roles(task, images)
     known = (*task_roles, *input_names, LABEL)
     if any(role in known or role not in slices for role in spec.columns):
@@ -154,7 +159,7 @@ def _match_usual_names(
     columns: dict[str, str] = {}
     for role in (*task_roles, "label"):
         usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
-        names = [name for name in usual if name in table.lengths]
+        names = [name for name in usual if name in table.lengths and name not in input_names]
         if names:
             columns[role] = names[0]
     if MESSAGES in columns:  # a text beside them is mostly one that somebody has rendered of them

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.chat import ChatEncoder
-from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
+from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles, sample_roles
 from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
@@ -103,7 +103,7 @@ def _inspect_part(
     for name, column in resolve_slices(spec, table, slices).items():
         reader.read_slice(name, column)
     shapes = {role: _shape(values) for role, values in first.items()}
-    rate = int(first[RATE][0]) if AUDIO in first and RATE in first else None
+    rate = int(first[RATE][0]) if AUDIO in sample_roles(task, images) and RATE in first else None
     return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest, rate)
 
 

@@ -413,7 +413,8 @@ def _leave_out_silent(samples: Samples, inputs: Inputs) -> tuple[Samples, Note |
 
 def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None:
     """Return a note of how many of a set's tokens are the assistant's, and count; None where all tokens do."""
-    if MESSAGES not in inputs.data[name].columns or inputs.recipe.chat.loss_on == "all":
+    chats = find_torch_task(inputs.recipe.model.task).chats and MESSAGES in inputs.data[name].columns
+    if not chats or inputs.recipe.chat.loss_on == "all":
         return None
     encoder = language_encoder(make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer))
     sequences = encoder.sequences(samples.columns)
@@ -453,7 +454,7 @@ class Batches(Sequence[Feeds]):
     @property
     def loss_masks(self) -> list[np.ndarray] | None:
         """Return which tokens of each text count as predicted, bool [t] each; None: all, or these are no texts."""
-        if LOSS_MASK not in self.views[0]:
+        if LOSS_MASK not in self.views[0] or self.preprocessor.spec.kind != "language":
             return None
         return language_encoder(self.preprocessor).loss_masks(self.views[0])
 

@@ -181,7 +181,7 @@ def read_manifest(path: Path) -> Manifest:
         reason = error.strerror if isinstance(error, OSError) else error
         raise BundleError(f"{file}: {reason}; is this a bundle's folder?") from error
     try:
-        data = json.loads(raw, object_pairs_hook=_refuse_duplicates)
+        data = json.loads(raw, object_pairs_hook=refuse_duplicates)
         manifest = _parse_manifest(data)
         intact = raw == canonical_json(data) and manifest.digest == _compute_digest(data)
     except (ValueError, RecursionError) as error:
@@ -369,7 +369,8 @@ def _parse_manifest(data: Any) -> Manifest:
     return manifest
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of such pairs, for `json.loads`. ValueError where a key is there twice."""
     keys = [key for key, _ in pairs]
     twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) != len(keys) else []
     if twice:

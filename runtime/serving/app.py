@@ -39,6 +39,7 @@ class Service:
         self.under_way = 0
         """Requests for an answer of the model, from their head on."""
         self.computing = False
+        self._late = False  # the model is computing for longer than `call_timeout`
         self._held = 0  # bytes of all bodies
         self._worker = ThreadPoolExecutor(1, "model")
         self._turn = asyncio.Lock()
@@ -84,6 +85,7 @@ class Service:
 
     async def _show_ready(self, request: Request) -> Response:
         self._check_name(request)
+        self._check_in_time()
         return self._refuse_new() if self.draining else json_response(200, {})
 
     async def _show_model(self, request: Request) -> Response:
@@ -100,13 +102,16 @@ class Service:
         self._check_name(request)
         if self.draining:
             return self._refuse_new()
+        self._check_in_time()
+        _refuse_encoding(request)
         self.under_way += 1
         try:
             length = _read_header_length(request)
             async with self._read_body(request) as body, self._turn:
                 if await request.is_disconnected():
                     raise ClientDisconnect  # nobody waits for the answer
-                return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, call, body, length)
+                self._check_in_time()
+                return await self._await_model(call, body, length)
         except MemoryError:
             return json_response(503, {"error": "there is not enough memory for this request; send less at once"})
         except asyncio.CancelledError:
@@ -115,6 +120,23 @@ class Service:
             return json_response(503, {"error": "the server ended before the model could answer"})
         finally:
             self.under_way -= 1
+
+    async def _await_model(self, call: Call, body: bytearray, length: int | None) -> Response:
+        """Return the model's answer. HTTPException 503 where it takes longer than it may: no thread can be ended."""
+        work = asyncio.get_running_loop().run_in_executor(self._worker, self._compute, call, body, length)
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(work), self.limits.call_timeout)
+        except TimeoutError:
+            self._late = True
+            work.add_done_callback(self._note_answered)
+            self._check_in_time()
+            raise
+        if self.draining:
+            answer.headers["Connection"] = "close"
+        return answer
+
+    def _note_answered(self, work: object) -> None:
+        self._late = False
 
     def _compute(self, call: Call, body: bytearray, length: int | None) -> Response:
         """Return the model's answer or refusal, as a response."""
@@ -162,15 +184,18 @@ class Service:
     def _refuse_new(self) -> Response:
         return json_response(503, {"error": "the server is ending"}, {"Connection": "close"})
 
+    def _check_in_time(self) -> None:
+        """Raise HTTPException 503 while the model computes for longer than it may."""
+        if self._late:
+            raise HTTPException(503, f"the model has been computing for over {self.limits.call_timeout:g} s")
+
     async def _answer_refusal(self, request: Request, error: Exception) -> Response:
         """Answer what is refused before it comes to the model."""
         if not isinstance(error, HTTPException):
             return json_response(400, {"error": "the client hung up"})  # and never sees this
-        text = (
-            f"{request.scope['path']}: the model here is {self.model.name}"
-            if error.status_code == 404
-            else error.detail
-        )
+        text = error.detail
+        if error.status_code == 404:
+            text = f"{request.scope['path']}: there is no such path; the model here is /v2/models/{self.model.name}"
         return json_response(error.status_code, {"error": text}, error.headers)
 
     async def _answer_defect(self, request: Request, error: Exception) -> Response:
@@ -226,6 +251,13 @@ def json_response(status: int, answer: Any, headers: Any = None) -> Response:
     if "error" in answer:
         answer = {"error": answer["error"][:LONGEST_ERROR]}
     return Response(json.dumps(answer), status, headers, "application/json")
+
+
+def _refuse_encoding(request: Request) -> None:
+    """Raise HTTPException for a body that is compressed."""
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise HTTPException(415, f"Content-Encoding: {encoding} is not read here; send the body as it is")
 
 
 def _read_header_length(request: Request) -> int | None:

@@ -21,6 +21,8 @@ class ServingLimits:
     """At once; those beyond get 503."""
     request_timeout: float = 30.0
     """Seconds in which a request must have come whole, and an answer must be taken; idle connections end after it."""
+    call_timeout: float = 300.0
+    """Seconds in which the model must have answered a request; after it the server is not ready until it has."""
     drain_timeout: float = 25.0
     """Seconds that requests under way have after the signal to end."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from reprlib import Repr
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ import numpy as np
 
 from runtime import Bundle
 from runtime.bundle.columns import Array
+from runtime.bundle.format import refuse_duplicates
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AUDIO, RATE
 from runtime.encode.pairs import ImageTextPreprocess
@@ -34,6 +35,8 @@ JSON_KINDS: dict[str, set[Any]] = {
 }
 """The protocol's name -> what its values may be in JSON: numpy's kinds of them, or a class."""
 EXTENSIONS = ("binary_tensor_data",)
+ORDERING = frozenset(("sequence_id", "sequence_start", "sequence_end", "priority", "timeout"))
+"""Parameters that clients send to any server, and that change no answer of this one."""
 LONGEST_TEXT, LONGEST_PROMPT = 2**16, 2**20
 """Characters of a text among many, and of one: a tokenizer takes 150 bytes for each, before it cuts anything."""
 MOST_NESTED = 2**19
@@ -82,13 +85,12 @@ class ServedModel:
             raise UsageError(f"Inference-Header-Content-Length is {header_length}, and the body has {len(body)} bytes")
         length = len(body) if header_length is None else header_length
         request, tail = parse_object(memoryview(body)[:length]), BinaryTail(memoryview(body)[length:])
+        _refuse_unknown("the request", request, ("id", "parameters", "inputs", "outputs"))
         request_id = read_text("id", request.get("id", ""))
         wanted = _read_wanted_outputs(request, [name for name, _, _ in self._describe_outputs()])
         columns = self._read_columns(request, tail)
-        outputs = self.bundle.predict(columns)
-        outputs.pop("prediction", None)
         manifest = self.bundle.manifest
-        answers = find_task(manifest.task).answers(outputs, manifest.class_names)
+        answers = find_task(manifest.task).answers(self.bundle.predict(columns), manifest.class_names)
         described, tensors = [], []
         for name, binary in wanted.items():
             description, data = write_tensor(name, answers[name], binary)
@@ -103,6 +105,7 @@ class ServedModel:
         if manifest.generates and TEXT not in find_task(manifest.task).columns:  # a text would name a file of ours
             raise UsageError(f"{self.name} reads no texts, and requests bring nothing else: use compress-run generate")
         request = parse_object(memoryview(body))
+        _refuse_unknown("generate", request, ("id", "text_input", "parameters"))
         prompt, settings = request.get("text_input"), request.get("parameters") or {}
         if not isinstance(prompt, str) or not isinstance(settings, dict):
             raise UsageError("generate: give text_input, a text, and parameters, an object")
@@ -190,7 +193,7 @@ def parse_object(data: bytes | bytearray | memoryview) -> dict[str, Any]:
         text = str(data, "utf-8")  # json.loads of bytes would take UTF-16 and lone surrogates, too
         if text.count("[") + text.count("{") > MOST_NESTED:
             raise UsageError(f"the request has more than {MOST_NESTED} lists: give data flat, or as binary tensors")
-        parsed = json.loads(text, parse_constant=_refuse_constant)
+        parsed = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the request is not JSON: {error}") from error
     if not isinstance(parsed, dict):
@@ -231,6 +234,7 @@ def read_tensor(
     name, kind, shape = tensor.get("name"), tensor.get("datatype"), tensor.get("shape")
     if not isinstance(name, str) or name not in kinds:
         raise UsageError(f"inputs: the model takes {', '.join(kinds)}, not {SHORT.repr(name)}")
+    _refuse_unknown(f"inputs: {name}", tensor, ("name", "datatype", "shape", "data", "parameters"))
     if kind != kinds[name]:  # a text where pixels are wanted would be read as a path
         raise UsageError(f"inputs: {name}: the model takes datatype {kinds[name]}, not {SHORT.repr(kind)}")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
@@ -239,9 +243,7 @@ def read_tensor(
         raise UsageError(f"inputs: {name}: texts have shape [n] or [n, 1], not {SHORT.repr(shape)}")
     if shape and shape[0] > max_batch:
         raise UsageError(f"inputs: {name}: {SHORT.repr(shape[0])} samples; at most {max_batch} are taken at once")
-    parameters = tensor.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise UsageError(f"inputs: {name}: parameters is {SHORT.repr(parameters)}, not an object")
+    parameters = _read_parameters(f"inputs: {name}: ", tensor, ("binary_data_size",))
     try:
         if "binary_data_size" in parameters:
             if "data" in tensor:
@@ -274,21 +276,35 @@ def write_tensor(name: str, array: Array, binary: bool) -> tuple[dict[str, Any],
 
 def _read_wanted_outputs(request: Mapping[str, Any], names: list[str]) -> dict[str, bool]:
     """Return output -> whether it is wanted in binary: those that the request lists, or all. UsageError."""
-    parameters = request.get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise UsageError(f"parameters is {SHORT.repr(parameters)}, not an object")
+    parameters = _read_parameters("", request, ("binary_data_output", *ORDERING))
     binary = _read_flag(parameters, "binary_data_output", False)
     if request.get("outputs") is None:
         return dict.fromkeys(names, binary)
     wanted = {}
     for output in _read_objects(request, "outputs", "with a name"):
-        name, own_parameters = output.get("name"), output.get("parameters") or {}
+        name = output.get("name")
         if name not in names:
             raise UsageError(f"outputs: the model gives {', '.join(names)}, not {SHORT.repr(name)}")
-        if not isinstance(own_parameters, dict):
-            raise UsageError(f"outputs: {name}: parameters is {SHORT.repr(own_parameters)}, not an object")
+        _refuse_unknown(f"outputs: {name}", output, ("name", "parameters"))
+        own_parameters = _read_parameters(f"outputs: {name}: ", output, ("binary_data",))
         wanted[str(name)] = _read_flag(own_parameters, "binary_data", binary)
     return wanted
+
+
+def _read_parameters(where: str, described: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+    """Return the parameters of a request, an input or an output, {} where it has none. UsageError for unknown ones."""
+    parameters = described.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise UsageError(f"{where}parameters is {SHORT.repr(parameters)}, not an object")
+    _refuse_unknown(f"{where}parameters", parameters, known)
+    return parameters
+
+
+def _refuse_unknown(where: str, described: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise UsageError for a key that this server does not have: what it asks for would not be done."""
+    for name in described:
+        if name not in known:
+            raise UsageError(f"{where}: {SHORT.repr(name)} is not known here; known are {', '.join(sorted(known))}")
 
 
 def _read_flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:

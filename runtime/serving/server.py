@@ -136,6 +136,13 @@ class GuardedProtocol(H11Protocol):
         if not self._refused:
             super().data_received(data)
 
+    def shutdown(self) -> None:
+        """Begin to end; a request that is on its way is told so, where closing would reset it."""
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_deadline(LINGER)
+        else:
+            super().shutdown()
+
     def handle_events(self) -> None:
         """Read on; a request that is whole has met its deadline."""
         super().handle_events()

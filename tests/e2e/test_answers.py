@@ -114,7 +114,7 @@ def test_a_model_that_answers(reader: tuple[Path, dict[str, Any]], cache: Path, 
     with open_bundle(tmp_path / "out") as bundle:
         found = bundle.predict({"question": ["w1 w2"] * 2, "context": [context, "w20 w21"]})
         assert read_answers(found) == ["w50 w51", ""]
-        assert context[found["prediction"][0]["begin"] :].startswith("w50 w51")
+        assert context[found.predictions[0]["begin"] :].startswith("w50 w51")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_it_stays_a_detector(found: Path) -> None:
 def test_it_answers_with_boxes(found: Path, tmp_path: Path) -> None:
     ((image, objects),) = draw_images(1, 11)
     with open_bundle(found) as bundle:
-        (answer,) = bundle.predict([image])["prediction"]
+        (answer,) = bundle.predict([image]).predictions
     best = [one for one in answer if one["score"] > 0.3]
     assert sorted((CLASSES.index(one["label"]), *np.rint(one["box"])) for one in best) == [
         pytest.approx(one, abs=2) for one in sorted(tuple(one) for one in objects)

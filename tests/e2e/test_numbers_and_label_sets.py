@@ -94,7 +94,7 @@ def test_a_model_of_two_numbers(numbers: tuple[Path, dict[str, Any]], cache: Pat
     assert metrics["r2"] > 0.9
     assert metrics["rmse"] >= metrics["mae"] > 0
     with runtime.open_bundle(tmp_path / "out") as bundle:
-        (first,) = bundle.predict({"features": np.zeros((1, 6), np.float32)})["prediction"]
+        (first,) = bundle.predict({"features": np.zeros((1, 6), np.float32)}).predictions
     assert first[1]["score"] == pytest.approx(40, abs=3)
 
 
@@ -207,7 +207,7 @@ def test_a_model_of_several_labels(quarters: tuple[Path, dict[str, Any]], cache:
     images, bright = draw_quarters(20, 4)
     with runtime.open_bundle(tmp_path / "out") as bundle:
         assert bundle.evaluate()["auc_macro"] > 0.9
-        predicted = bundle.predict(images)["prediction"]
+        predicted = bundle.predict(images).predictions
     wanted = [{QUARTERS[i] for i in np.flatnonzero(row)} for row in bright]
     found = [{answer["label"] for answer in answers} for answers in predicted]
     assert np.mean([a == b for a, b in zip(found, wanted, strict=True)]) > 0.7

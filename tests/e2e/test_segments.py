@@ -126,7 +126,7 @@ def test_a_model_that_segments(segmenter: tuple[Path, dict[str, Any]], cache: Pa
         image, mask = draw_image(np.random.default_rng(3))
         found = bundle.predict([image])
         assert found["classes"].shape == (1, *mask.shape) and (found["classes"][0] == mask)[1:].mean() > 0.9
-        assert found["prediction"][0][0]["label"] == "ground"
+        assert found.predictions[0][0]["label"] == "ground"
         assert bundle.evaluate()["miou"] == pytest.approx(candidate["miou"])
 
 

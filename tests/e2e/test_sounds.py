@@ -67,7 +67,7 @@ def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Pat
     served = serve(tmp_path / "out", f"[{str(path)!r}]", tmp_path)
     assert served["metrics"]["top1"] >= 0.9
     with runtime.open_bundle(tmp_path / "out") as bundle:
-        assert [each["label"] for each in bundle.predict([path])["prediction"]] == ["low"]
+        assert [each["label"] for each in bundle.predict([path]).predictions] == ["low"]
         samples = draw_tone("middle", np.random.default_rng(0)) / 32768
         request = {
             "inputs": [

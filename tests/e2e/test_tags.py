@@ -37,7 +37,7 @@ def test_a_model_that_tags_words(tags_bundle: Path, tmp_path: Path) -> None:
     served = serve(tags_bundle, "['w1 w2 w40', 'w20 w3']", tmp_path)
     assert served["finite"]
     with open_bundle(tags_bundle) as bundle:
-        found = bundle.predict([["w1", "w2", "w40"], ["w20", "w3"]])["prediction"]
+        found = bundle.predict([["w1", "w2", "w40"], ["w20", "w3"]]).predictions
     assert [[word["label"] for word in text] for text in found] == [["B-PER", "I-PER", "O"], ["B-LOC", "B-PER"]]
 
 

@@ -263,10 +263,10 @@ def test_a_bundle_with_all_of_it(folder: Path) -> None:
     assert answered.mean() == report.candidate.metrics["coverage"]
     hits = [
         str(label) in [str(one["label"]) for one in row]
-        for row, label in zip(outputs["prediction"], columns["label"], strict=True)
+        for row, label in zip(outputs.predictions, columns["label"], strict=True)
     ]
     assert np.mean(np.array(hits)[answered]) == report.candidate.metrics["accuracy_answered"]
-    assert all(row[0]["label"] is None for row in np.array(outputs["prediction"], object)[~answered])
+    assert all(row[0]["label"] is None for row in np.array(outputs.predictions, object)[~answered])
 
 
 LANGUAGE = """\

@@ -93,7 +93,7 @@ def test_images_are_classified(image_bundle: Path, image_columns: dict[str, np.n
         assert call("{at}/versions/1/infer", request) == (status, answer)
         values, expected = outputs(answer), bundle.predict(images)
     assert np.allclose(values["logits"], expected["logits"], atol=1e-6)
-    assert values["label"].ravel().tolist() == [one["label"] for one in expected["prediction"]]
+    assert values["label"].ravel().tolist() == [one["label"] for one in expected.predictions]
 
 
 def test_binary_tensors_in_and_out(image_bundle: Path, image_columns: dict[str, np.ndarray]) -> None:
@@ -111,11 +111,11 @@ def test_binary_tensors_in_and_out(image_bundle: Path, image_columns: dict[str, 
     assert status == 200 and [one["name"] for one in answer["outputs"]] == ["label", "logits", "score"]
     label, logits, score = answer["outputs"]
     assert np.allclose(np.array(logits["data"]).reshape(logits["shape"]), expected["logits"], atol=1e-6)
-    texts = b"".join(struct.pack("<I", 1) + one["label"].encode() for one in expected["prediction"])
+    texts = b"".join(struct.pack("<I", 1) + one["label"].encode() for one in expected.predictions)
     assert label["parameters"] == {"binary_data_size": len(texts)} and tail.startswith(texts)
     scores = np.frombuffer(tail[len(texts) :], "<f4").tolist()
     assert score["parameters"]["binary_data_size"] == 4 * len(images)
-    assert scores == pytest.approx([one["score"] for one in expected["prediction"]])
+    assert scores == pytest.approx([one["score"] for one in expected.predictions])
 
 
 def test_binary_floats_may_lie_anywhere(roots_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +160,8 @@ def test_a_decoder_generates(make_decoder_bundle: Callable[..., Path]) -> None:
         assert status == 200 and answer["text_output"] == bundle.generate("ab", max_new_tokens=5).text
         status, answer = call("{at}/generate", {"text_input": "ab", "parameters": {"max_tokens": 5}})
         assert status == 400 and "unknown setting 'max_tokens'; did you mean max_new_tokens?" in answer["error"]
+        status, answer = call("{at}/generate", {"text_input": "ab", "max_tokens": 5})
+        assert status == 400 and "generate: 'max_tokens' is not known here; known are id, parameters" in answer["error"]
         for name, value in (
             ("max_new_tokens", "5"),
             ("prompt", "x"),
@@ -197,6 +199,21 @@ BINARY = {**PIXEL, "parameters": {"binary_data_size": 3}}
         ("/v2/nothing/", None, 404, "the model here is"),
         ("{at}/infer", None, 405, "Method Not Allowed"),
         ("{at}/infer", b"{", 400, "the request is not JSON"),
+        ("{at}/infer", b'{"id": "a", "id": "b"}', 400, "'id' is there twice"),
+        ("{at}/infer", (b"{}", {"Content-Encoding": "gzip"}), 415, "Content-Encoding: gzip is not read here"),
+        ("{at}/infer", {"inputs": [PIXEL], "output": []}, 400, "the request: 'output' is not known here; known are"),
+        ("{at}/infer", {"inputs": [{**PIXEL, "dtype": 1}]}, 400, "inputs: image: 'dtype' is not known here"),
+        ("{at}/infer", {"inputs": [{**PIXEL, "parameters": []}]}, 400, "image: parameters is [], not an object"),
+        ("{at}/infer", {"inputs": [PIXEL], "parameters": {"clsification": 1}}, 400, "parameters: 'clsification' is"),
+        (
+            "{at}/infer",
+            {
+                "inputs": [tensor("image", [1], "UINT8")],
+                "outputs": [{"name": "label", "parameters": {"classification": 3}}],
+            },
+            400,
+            "outputs: label: parameters: 'classification' is not known here; known are binary_data",
+        ),
         ("{at}/infer", '{"inputs": []}'.encode("utf-16"), 400, "the request is not JSON"),
         ("{at}/infer", b'{"id": "\xed\xa0\x80"}', 400, "the request is not JSON"),
         ("{at}/infer", b'{"id": NaN}', 400, "NaN is no number of JSON"),
@@ -316,7 +333,7 @@ def test_questions_with_contexts_of_several_windows(tiny: Any, tmp_path: Path) -
         status, answer = call("{at}/infer", {"inputs": asked})
         expected = bundle.predict(columns)
         assert status == 200
-        assert outputs(answer)["answer"].ravel().tolist() == [one["label"] for one in expected["prediction"]]
+        assert outputs(answer)["answer"].ravel().tolist() == [one["label"] for one in expected.predictions]
         assert outputs(answer)["begin"].ravel().tolist() == expected["begin"][:, 0].tolist()
         status, refused = call("{at}/infer", {"inputs": asked[:1]})
         assert status == 400 and "reads the column 'context'" in refused["error"]

@@ -320,6 +320,32 @@ def test_the_end_waits_for_what_is_under_way(image_bundle: Path, held: Any) -> N
         assert read_answer(first)[0] == 200
 
 
+def test_a_model_that_does_not_answer_in_time(image_bundle: Path, held: Any) -> None:
+    began, go_on, _ = held
+    ready = LIVE.replace(b"live", b"ready")
+    with running(image_bundle, call_timeout=0.2) as server:
+        for request in (whole(pixels()), ready, whole(pixels())):
+            with connected(server, request) as connection:
+                assert read_answer(connection) == (503, {"error": "the model has been computing for over 0.2 s"})
+        go_on.set()
+        with connected(server, ready) as connection:
+            while read_answer(connection)[0] != 200:
+                connection.sendall(ready)
+        with connected(server, whole(pixels())) as connection:
+            assert read_answer(connection)[0] == 200
+
+
+def test_a_request_in_the_last_instant_is_told_of_the_end(image_bundle: Path) -> None:
+    with running(image_bundle) as server, connected(server, whole(pixels())) as connection:
+        assert read_answer(connection)[0] == 200
+        server.stop()
+        with pytest.raises(ConnectionRefusedError):  # once it listens no more
+            while True:
+                connected(server).__enter__().close()
+        connection.sendall(whole(pixels()))
+        assert read_answer(connection) == (503, {"error": "the server is ending"})
+
+
 def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on, calls = held
     told: list[str] = []

@@ -58,8 +58,8 @@ def test_images_go_through_an_ensemble(
     with runtime.open_bundle(image_bundle) as bundle:
         expected = bundle.predict(image_columns["image"])
     assert np.allclose(answers["logits"], expected["logits"], atol=1e-6)
-    assert answers["label"].ravel().tolist() == [str(row["label"]) for row in expected["prediction"]]
-    assert np.allclose(answers["score"].ravel(), [row["score"] for row in expected["prediction"]])
+    assert answers["label"].ravel().tolist() == [str(row["label"]) for row in expected.predictions]
+    assert np.allclose(answers["score"].ravel(), [row["score"] for row in expected.predictions])
 
 
 @pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
@@ -74,7 +74,7 @@ def test_texts_go_through_an_ensemble(task: str, make_text_bundle: Callable[...,
     with runtime.open_bundle(folder) as bundle:
         expected = bundle.predict(texts)
     if task == "text-classification":
-        assert answers["label"].ravel().tolist() == [str(row["label"]) for row in expected["prediction"]]
+        assert answers["label"].ravel().tolist() == [str(row["label"]) for row in expected.predictions]
         assert np.allclose(answers["logits"], expected["logits"], atol=1e-6)
     else:
         assert np.allclose(answers["embedding"], expected["embeddings"][:, 0], atol=1e-6)

@@ -223,7 +223,7 @@ def test_bundle_predicts_what_users_have(
             out = bundle.predict(given)
             np.testing.assert_array_equal(out["logits"], expected["logits"])
         best = expected["logits"].argmax(axis=1)
-        assert [p["label"] for p in expected["prediction"]] == ["abcde"[c] for c in best]
+        assert [p["label"] for p in expected.predictions] == ["abcde"[c] for c in best]
         for wrong in ("one.png", tmp_path / "one.png"):
             with pytest.raises(UsageError, match=r"give a list of samples; for a single one: \[sample\]"):
                 bundle.predict(wrong)

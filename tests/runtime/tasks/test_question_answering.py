@@ -167,7 +167,7 @@ def test_the_best_of_all_windows_answers(tiny: Any, tmp_path: Path, batch: int |
         found = bundle.predict(columns)
         assert read_answers(found) == answer_by_hand(tiny, root, columns, 3)
         begin, end = found["begin"][0, 0], found["end"][0, 0]
-        assert columns["context"][0][begin:end] == read_answers(found)[0] == found["prediction"][0]["label"]
+        assert columns["context"][0][begin:end] == read_answers(found)[0] == found.predictions[0]["label"]
         assert (found["score"][2, 1:] == NONE).all() and (np.diff(found["score"], axis=1) <= 0).all()
         pairs = list(zip(columns["question"], columns["context"], strict=True))
         again = bundle.predict(pairs[::-1], batch_size=1)  # order and batches change nothing
@@ -216,7 +216,7 @@ def test_metrics_of_a_bundle(tiny: Any, tmp_path: Path) -> None:
         assert set(found) == {"squad_exact_match", "squad_f1", "answer_agreement"}
         columns = {"question": ["the cat", "dog ran"], "context": ["the cat", "a dog ran far"]}
         outputs = bundle.predict(columns)
-        del outputs["prediction"]
+        outputs.predictions = None
         given = read_answers(outputs)
         wanted = [score_by_the_script(["cat"], given[0]), score_by_the_script([], given[1])]
         labels = ["4\tcat", ""]
