@@ -24,7 +24,7 @@ DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.DOUBLE: "float64",
     onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.BFLOAT16: "float32",  # numpy has no bfloat16: the cleaned graph reads and gives float32
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.INT32: "int32",
     onnx.TensorProto.UINT8: "uint8",

@@ -33,9 +33,10 @@ def open_onnx(path: Path) -> OpenedGraph:
 
     Raises SourceError: no valid ONNX model, or one of operators that nothing here runs.
     """
-    read_onnx(path)  # refuses what is damaged, before anything trusts it
+    proto = read_onnx(path)  # refuses what is damaged, before anything trusts it
     try:
-        model = ir.load(path)
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
         _load_short_constants(model.graph)
         clean_up = clean_graph(model)
         ShapeInferencePass()(model)
