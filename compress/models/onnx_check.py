@@ -104,7 +104,7 @@ def examine(path: Path) -> str | dict[str, list[int | str | None] | None]:
                 return f"it holds a name that is not UTF-8: {name[:60]!r}"
             if isinstance(message, onnx.TensorProto) and (problem := _find_tensor_problem(message, path.parent)):
                 return f"tensor '{message.name}' {problem}"
-        if (problem := _find_size_problem(model)) is not None:
+        if (problem := _find_end_problem(model)) is not None:
             return problem
         if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
             onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
@@ -127,13 +127,18 @@ def forget_shapes(model: Any) -> None:
                 dim.dim_param = f"{value.name}_{axis}"
 
 
-def _find_size_problem(model: Any) -> str | None:
-    """Return which input has a size that no sample has; None where all can be fed."""
+def _find_end_problem(model: Any) -> str | None:
+    """Return which input has a size that no sample has, or which output is a constant; None where there is none."""
     constants = {tensor.name for tensor in model.graph.initializer}
+    fixed = [value.name for value in model.graph.output if value.name in constants]
+    if fixed:
+        return f"output '{fixed[0]}' is a constant, and no sample's; take it out of the outputs"
     for value in model.graph.input:
         sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
         if value.name not in constants and any(size < 1 and size != -1 for size in sizes):
-            return f"input '{value.name}' has a dimension of {min(sizes)}; export it with one of 1 or more, or a free one"
+            return (
+                f"input '{value.name}' has a dimension of {min(sizes)}; export it with one of 1 or more, or a free one"
+            )
     return None
 
 

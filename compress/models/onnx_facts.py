@@ -14,7 +14,7 @@ from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.graph.layers import GraphLayer, find_layers, is_constant
 from compress.graph.run import clone, weight_bytes
-from compress.models.onnx_graph import SHORT, open_onnx
+from compress.models.onnx_graph import SHORT, check_runs, open_onnx
 from compress.models.source import read_onnx
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
@@ -45,6 +45,7 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
     _check_outputs(path, task, outputs)
+    check_runs(path, {spec.name: feeds[spec.name] for spec in inputs}, _read_fixed_batch(proto))
     opened = open_onnx(path)
     model = opened.model
     light = _without_weights(model)
