@@ -137,7 +137,9 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
 
 def _find_enlarged(model: ir.Model) -> dict[str, bool]:
     """Return the outputs of the graph's Upsample and Resize -> whether their known scales make something smaller."""
-    nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in ("Upsample", "Resize")]
+    nodes = [
+        node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in ("Upsample", "Resize")
+    ]
     return {
         node.outputs[0].name or "": len(node.inputs) > 1
         and is_constant(node.inputs[1])

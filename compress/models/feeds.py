@@ -68,7 +68,7 @@ def _shapes_of(
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, ImagePreprocess):
         shape = _image_shape(preprocess, samples)
-        return {name: (shape, "float32") for name in names}
+        return dict.fromkeys(names, (shape, "float32"))
     if isinstance(preprocess, ImageTextPreprocess):
         text, image = (preprocess.text.max_length,), _image_shape(preprocess.image, samples)
         return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}

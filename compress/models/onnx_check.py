@@ -64,7 +64,7 @@ def run_apart(code: str, *arguments: str, what: str) -> Any:
 def _examine_apart(path: Path, n_bytes: int, changed: int) -> Any:
     """Return what `examine` says of the file in a process of its own, or why that process failed."""
     code = "import sys; from compress.models.onnx_check import main; main(sys.argv[1], int(sys.argv[2]))"
-    return run_apart(code, os.fspath(path.absolute()), what="ONNX's checks of it")
+    return run_apart(code, os.fspath(path.absolute()), what="checking it")
 
 
 def main(path: str, seconds: int) -> None:
@@ -74,7 +74,7 @@ def main(path: str, seconds: int) -> None:
     try:
         found = examine(file)
     except MemoryError:
-        found = f"ONNX's checks of it take more than {most >> 20} MiB of memory"
+        found = f"checking it takes more than {most >> 20} MiB of memory"
     print(json.dumps(found))
 
 

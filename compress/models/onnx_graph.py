@@ -27,7 +27,7 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.tra
 SHORT = 1024
 """Elements of a constant up to which it may say shapes or axes."""
 RUNNING_BYTES = 2**34
-"""Address space of the process that runs one sample, beside copies of the weights: mapped libraries, threads' stacks."""
+"""Address space of the process that runs one sample, beside copies of the weights: libraries and stacks take some."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from graphs import one_layer
 
 from compress.context import PassResult
-from compress.errors import OutputError
+from compress.errors import OutputError, SourceError
 from compress.execution.cached import _refuse_broken, _save_arrays, run_graph_pass
 from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note

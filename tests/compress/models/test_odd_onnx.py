@@ -74,6 +74,8 @@ GOOD = info("x", ["n", 4]), info("y", ["n", 5])
 def test_what_shape_inference_completes_is_taken(
     tmp_path: Path, opset: int, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto, inner: list[onnx.ValueInfoProto]
 ) -> None:
+    if x.type.tensor_type.elem_type == TensorProto.BFLOAT16:
+        opset = max(opset, 13)  # products of bfloat16 are of 13 and later
     facts = onnx_facts(write(tmp_path / "a.onnx", x, y, opset, inner), "generic", SAMPLE)
     assert [(spec.dtype, spec.shape) for spec in (*facts.inputs, *facts.outputs)] == [
         ("float32", ("batch", 4)),
