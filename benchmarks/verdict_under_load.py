@@ -2,12 +2,13 @@
 
 Pairs of models whose truth is known are judged again and again, as `compress-run validate` times them: alone, beside a
 spinning process, beside bursts of 50 to 500 ms, and beside a `compress apply`. The truth of a pair is the median of 50
-idle processes. Gates lie on both sides of it, none within 3 %. Over all cells together: at most 2 % of verdicts are
-wrong, at most 5 % of those whose gate is 1.15 times or more away are undecided, at least 90 % of the intervals hold the
-truth, and a verdict of a model of a millisecond takes 30 s in the median.
+idle processes, of judgements one after the other: each process lasts as long as in any other judgement. Gates lie on
+both sides of it, none within 3 %. Over all cells together: at most 2 % of verdicts are wrong, at most 5 % of those
+whose gate is 1.15 times or more away are undecided, at least 90 % of the intervals hold the truth, and a verdict of a
+model of a millisecond takes 30 s in the median.
 
 What is measured is kept in WORK/verdicts.json, or in the file that COMPRESS_VERDICTS names; a run that was broken off
-goes on there. It must begin on an idle machine, and takes about two hours (--quick: ten minutes, which decide nothing).
+goes on there. It must begin on an idle machine, and takes 40 minutes (--quick: ten minutes, which decide nothing).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from runtime.measure.benchmark import measure, speed_evidence
 
 NEEDS = ()
 IDLE_PROCESSES, QUICK_PROCESSES = 50, 6
-VERDICTS, QUICK_VERDICTS = 10, 1
+VERDICTS, QUICK_VERDICTS = 7, 1
 """Of each pair in each surrounding."""
 BOUNDS = (0.7, 1 / 1.15, 1 / 1.06, 1 / 1.035, 1.035, 1.06, 1.15, 1.4)
 """Gates, as multiples of the truth."""
@@ -119,21 +120,34 @@ def make_bundle(root: Path, pair: tuple[tuple[int, int, int], tuple[int, int, in
     return write_bundle(root, manifest)
 
 
-def time_pair(root: Path, manifest: Manifest, processes: int | None = None) -> dict[str, Any]:
-    """Return the speed-up that one judgement finds, its interval, what it took, and what others took."""
+def time_pair(root: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the speed-up that one judgement finds and in each of its processes, its interval, what it took, and what
+    others took."""
     gates = (Gate("latency_p50", min_speedup=1.0),)
-    settings = replace(manifest.judgement.benchmark, processes=processes)
-    asked = replace(manifest, judgement=Judgement(gates=gates, benchmark=settings))
+    asked = replace(manifest, judgement=replace(manifest.judgement, gates=gates))
     begun = time.monotonic()
     result = measure(root, asked, read_samples(root, asked), "onnxruntime-cpu")
     speedup = speed_evidence(result, asked.judgement)["latency_p50"].speedup
-    assert speedup is not None
+    assert speedup is not None and result.calls is not None
+    medians = np.median(result.calls, axis=3)  # [processes, models, rounds]
     return {
         "value": speedup.value,
         "interval": [speedup.low, speedup.high],
         "seconds": time.monotonic() - begun,
         "taken": result.taken,
+        "processes": np.median(medians[:, 0] / medians[:, 1], axis=1).tolist(),
     }
+
+
+def find_truth(root: Path, manifest: Manifest, least: int) -> dict[str, Any]:
+    """Return the median of at least so many processes of judgements, and how far these judgements lie apart."""
+    judged: list[dict[str, Any]] = []
+    while sum(len(each["processes"]) for each in judged) < least:
+        judged.append(time_pair(root, manifest))
+    values = [each["value"] for each in judged]
+    pooled = [ratio for each in judged for ratio in each["processes"]]
+    seconds = sum(each["seconds"] for each in judged)
+    return {"value": float(np.median(pooled)), "interval": [min(values), max(values)], "seconds": seconds}
 
 
 @contextmanager
@@ -168,7 +182,7 @@ def measure_all(call: Call) -> Measured:
         bundles[name] = root, make_bundle(root, pair)
     processes = QUICK_PROCESSES if call.quick else IDLE_PROCESSES
     truths = {
-        name: remember(f"truth, {name}", lambda given=given: time_pair(given[0], given[1], processes))["value"]
+        name: remember(f"truth of {processes}, {name}", lambda given=given: find_truth(*given, processes))["value"]
         for name, given in bundles.items()
     }
     rows: list[Row] = []

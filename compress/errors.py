@@ -45,6 +45,10 @@ class ExportError(CompressError):
     """The exported graph is not the model: it does not load, does not check, or its outputs differ."""
 
 
+class NotExportable(ExportError):
+    """No graph of the model can be made, whatever its weights are: what the exporter said, and the way out."""
+
+
 class OutputError(CompressError):
     """The output folder or the cache cannot be written."""
 

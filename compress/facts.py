@@ -18,6 +18,8 @@ FLOAT_BYTES = 4
 """Of a float32, in which weights and activations are computed with, whatever type files hold."""
 SMALL_TABLE = 0.1
 """Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
+WORTH_NAMING = 0.05
+"""Of a model's bytes: a part of them that a name is given for where it stays float."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -31,7 +33,9 @@ class LayerFacts:
     Linear and Conv, [rows, width] for Embedding. `macs` counts multiply-accumulates for one sample.
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
-    counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight.
+    counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
+    the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
+    lost where an engine puts its own layer in its place.
     """
 
     name: str
@@ -42,7 +46,8 @@ class LayerFacts:
     macs: int = 0
     bits: float = 32
     sparse: bool = False
-    role: Literal["", "table", "head", "tied"] = ""
+    role: Literal["", "table", "head", "tied", "router"] = ""
+    custom: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -123,6 +128,8 @@ class Structure:
     after: tuple[Reading, ...] = ()
     residual: Residual | None = None
     notes: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    """Layers of whose outputs the largest choose what runs, as those that choose experts."""
 
     @property
     def readings(self) -> tuple[Reading, ...]:
@@ -174,6 +181,8 @@ class ModelFacts:
     outputs: tuple[TensorSpec, ...]
     layers: tuple[LayerFacts, ...]
     other_bytes: int = 0
+    outside: Mapping[str, int] = field(default_factory=dict)
+    """What of that is worth a name: a module with parameters of its own (a recurrent one), or a constant -> bytes."""
     float_bytes: int = FLOAT_BYTES
     """Of a number in the source's files, the commonest: what a checkpoint's size is compared with."""
     peak_activation_bytes: int = 0
@@ -203,6 +212,11 @@ class ModelFacts:
     """Of rows that hold several samples, a torch model attends within each sample alone."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
+
+    def keep_worth_naming(self, parts: Mapping[str, int]) -> ModelFacts:
+        """Return the same model with those `parts` of its other bytes, the largest first, that are worth a name."""
+        named = {name: n_bytes for name, n_bytes in parts.items() if n_bytes >= WORTH_NAMING * self.n_bytes}
+        return replace(self, outside=dict(sorted(named.items(), key=lambda part: -part[1])))
 
     @property
     def n_bytes(self) -> int:
@@ -297,9 +311,13 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
     heads = {layer.weight for layer in layers if layer.type != "Embedding" and layer.weight in tables}
     last = structure.head if structure is not None else ()
 
-    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied"]:
+    routers = structure.routers if structure is not None else ()
+
+    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router"]:
         if layer.weight in tables:
             return "tied" if layer.weight in heads else "table"
+        if layer.name in routers:
+            return "router"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
     return tuple(replace(layer, role=find_role(layer)) for layer in layers)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.blocks.store import WeightStore
-from compress.blocks.trace import is_layer, layer_type, weight_shape
+from compress.blocks.trace import has_own_forward, is_layer, layer_type, weight_shape
 from compress.facts import LayerFacts, Structure, assign_roles
 
 OPS = {"Linear": "MatMul", "Conv1D": "MatMul", "Embedding": "Gather"}
@@ -39,7 +39,8 @@ class Tables:
 def layer_facts(name: str, layer: nn.Module, bits: float = 32) -> LayerFacts:
     """Return the facts of a layer as the plan has them, but for its role. `bits`: that its weight is stored in."""
     kind = layer_type(layer)
-    return LayerFacts(name, kind, OPS.get(kind, "Conv"), f"{name}.weight", weight_shape(layer), bits=bits)
+    op, custom = OPS.get(kind, "Conv"), has_own_forward(layer)
+    return LayerFacts(name, kind, op, f"{name}.weight", weight_shape(layer), bits=bits, custom=custom)
 
 
 def find_tables(module: nn.Module, structure: Structure, tied: Mapping[str, str]) -> Tables:
@@ -48,7 +49,7 @@ def find_tables(module: nn.Module, structure: Structure, tied: Mapping[str, str]
     A shared weight is rounded at the turn of a layer that reads something (the output layer), else of the first.
     """
     layers = [
-        LayerFacts(facts.name, facts.type, facts.op, tied.get(facts.weight, facts.weight), facts.shape)
+        replace(facts, weight=tied.get(facts.weight, facts.weight))
         for name, part in module.named_modules()
         if is_layer(part)
         for facts in [layer_facts(plain(name), part)]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from compress.blocks.untouched import leave_untouched
 from compress.errors import SourceError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -67,6 +68,17 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS, *TRANSPOSED)) or is_hf_conv1d(module)
 
 
+def has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a layer, no table, is of a subclass of torch's that computes otherwise: Falcon's, phimoe's router.
+
+    An engine that puts its own layer in its place, and whoever computes with its weight alone, loses that.
+    """
+    kind = next(kind for kind in type(layer).__mro__ if kind.__name__ in LAYER_OPS)
+    computes = ("forward", "_conv_forward")
+    own = any(getattr(type(layer), name, None) is not getattr(kind, name, None) for name in computes)
+    return own and not isinstance(layer, nn.Embedding)
+
+
 def in_axis(layer: nn.Module) -> int:
     """Return the axis of a layer's weight along which its inputs lie."""
     return 0 if is_hf_conv1d(layer) or isinstance(layer, TRANSPOSED) else 1
@@ -114,6 +126,7 @@ def trace(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False)
     ]
     with (
         remove_hooks_on_exit(handles),
+        contextlib.nullcontext() if compute else leave_untouched(module),
         torch.no_grad(),
         contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
@@ -163,9 +176,10 @@ def _make_counting_hook(result: Trace, name: str) -> Callable[[nn.Module, tuple[
     return hook
 
 
-def _count_macs(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> tuple[int, str]:
-    """Return (multiply-accumulates, ONNX operator) of one call."""
+def _count_macs(module: nn.Module, args: tuple[Any, ...], out: Any) -> tuple[int, str]:
+    """Return (multiply-accumulates, ONNX operator) of one call; of several outputs the first tensor counts."""
     weight: Any = module.weight
+    out = next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), weight.new_zeros(0))
     if isinstance(module, nn.Embedding):
         return 0, "Gather"
     if isinstance(module, CONVOLUTIONS):

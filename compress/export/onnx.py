@@ -5,10 +5,12 @@ What passes over blocks rounded is put beside the exported graph: what is writte
 
 from __future__ import annotations
 
+import io
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,13 +21,17 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass, InlinePass, ShapeInferencePass
+from onnxruntime import RunOptions
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from compress.blocks.materialise import plain
+from compress.blocks.parametrized import without_computed
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
-from compress.errors import ExportError
+from compress.blocks.untouched import count_free_sizes, leave_untouched
+from compress.errors import ExportError, NotExportable
 from compress.facts import Note
 from compress.formats.schemes import PRESETS
 from compress.formats.targets import Target
@@ -50,6 +56,7 @@ from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
 from compress.graph.specs import cache_of, n_cached_layers
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
+from compress.models.facts import user_line
 from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.float_blocks import DOMAIN as TENSORRT
 from compress.quantize.float_blocks import MOST_AXES, is_float_block
@@ -61,6 +68,9 @@ from runtime.bundle.files import ENCODER
 
 SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
+WAY_OUT = "change that code, or give the model as an ONNX file (source: onnx:...), or export a checkpoint alone"
+MOST_SAID = 300
+"""Letters of what the exporter says."""
 Weight = tuple[tuple[int, ...], Callable[[str], np.ndarray]]
 """Of a parameter that stays in its file: its shape, and what reads it by name, float32."""
 MOST_SHARED = 2**16
@@ -77,7 +87,7 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
     arguments = {
         loaded.parameters[name]: torch.from_numpy(np.ascontiguousarray(feeds[name])) for name in loaded.input_names
     }
-    return export_program(
+    graph = export_program(
         loaded.module,
         loaded.architecture,
         arguments,
@@ -86,16 +96,25 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
         _make_dynamic_shapes(loaded),
         opset,
     )
+    quiet = RunOptions()
+    quiet.log_severity_level = 4  # the error says it
+    try:
+        session: Any = open_session(graph)
+        session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}, quiet)
+    except failures() as error:  # of a LSTM with a projection the exporter writes what nothing runs
+        said = f"ONNX Runtime does not run the exported graph: {_first_lines(error)[:MOST_SAID]}"
+        raise NotExportable(f"{loaded.architecture}: {said}; {WAY_OUT}") from error
+    return graph
 
 
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     """Return the graph that `target` gets: decisions in its flavour, forms that it is slow on avoided, no metadata.
 
-    The notes name what keeps a slower form, and why. Raises ExportError for a key-value cache that the target cannot
-    keep in the decided form.
+    Decisions made by another target's times are not among them. The notes name what keeps a slower form, and why.
+    Raises ExportError for a key-value cache that the target cannot keep in the decided form.
     """
     notes: list[str] = []
-    model = write_state(state, target.flavour)
+    model = write_state(state.for_target(target.name), target.flavour)
     if state.half is not None:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)
@@ -340,11 +359,12 @@ def export_program(
     opset: int,
     weights: Mapping[str, Weight] | None = None,
 ) -> ir.Model:
-    """Export the module as a graph. Raises ExportError with what the exporter said of `name`.
+    """Export the module as a graph. Raises NotExportable with what the exporter said of `name`.
 
     `weights`: parameters whose values the module does not hold, by plain name; the graph leaves them in their files.
     """
-    with _silence_exporter():
+    module = without_computed(module)
+    with _silence_exporter(), leave_untouched(module), count_free_sizes(module):
         try:
             program = torch.onnx.export(
                 module,
@@ -357,15 +377,55 @@ def export_program(
                 opset_version=opset,
                 verbose=False,
                 optimize=weights is None,
+                custom_translation_table=_make_translations(),
             )
             if program is not None and weights is not None:
                 _leave_in_files(program.model, weights)
                 program.optimize()
         except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
-            raise ExportError(f"{name}: torch.onnx.export failed: {_first_lines(error)}") from error
+            raise NotExportable(f"{name}: {_explain_failure(error)}; {WAY_OUT}") from error
     assert program is not None
+    _check_free_sizes(program.model, name, [dynamic_shapes[key] for key in kwargs])
     pool_globally(program.model)
     return program.model
+
+
+def _make_translations() -> dict[Any, Callable[..., Any]]:
+    """Return what the exporter has no translation for: torch operator -> a function that writes it."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+
+    def is_all_true(x: Any) -> Any:
+        return op.Cast(op.ReduceMin(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
+
+    def is_any_true(x: Any) -> Any:
+        return op.Cast(op.ReduceMax(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
+
+    aten = torch.ops.aten
+    return {aten._is_all_true.default: is_all_true, aten._is_any_true.default: is_any_true}
+
+
+def _check_free_sizes(model: ir.Model, name: str, asked: Sequence[Any]) -> None:
+    """Raise NotExportable for an axis that was to stay free, and that the model's code has made a number."""
+    axes = tree_leaves(asked, is_leaf=lambda part: isinstance(part, Mapping))
+    for value, free in zip(model.graph.inputs, axes, strict=False):
+        for axis in free:
+            if value.shape is not None and isinstance(value.shape[axis], int):
+                text = f"its code takes axis {axis} of {value.name} for a number, {value.shape[axis]}"
+                raise NotExportable(f"{name}: {text}: no graph of it reads another size; {WAY_OUT}")
+
+
+def _explain_failure(error: BaseException) -> str:
+    """Return what an exporter says of its failure, in one line without colours, and the line of code it is of."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("## Exception summary")
+    lines = [line.strip() for line in (text[2] or text[0]).splitlines()]
+    first = next((line for line in lines if line[:1] not in ("", "=", "-", "⬆")), type(error).__name__)
+    kind, _, said = first.removeprefix("<class '").partition("'>: ")
+    cause = error.__cause__ or error
+    first = f"{kind.rpartition('.')[2]}: {said}" if said else first
+    sentence = re.split(r"\.\s", first)[0].rstrip(".:")
+    return f"torch.onnx.export failed: {sentence[:MOST_SAID]}{user_line(cause)}"
 
 
 def _leave_in_files(model: ir.Model, weights: Mapping[str, Weight]) -> None:
@@ -409,13 +469,13 @@ def _first_lines(error: Exception, most: int = 6) -> str:
 
 @contextmanager
 def _silence_exporter() -> Iterator[None]:
-    """Hide the exporter's progress and warnings about optional packages while the context is open."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Hide what the exporter's libraries log while the context is open: what matters is in what they raise."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    shown = io.StringIO()  # a failing trace is printed, too
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(shown), redirect_stderr(shown):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)

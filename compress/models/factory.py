@@ -14,9 +14,11 @@ from typing import Any
 
 from torch import nn
 
+from compress.blocks.parametrized import fold_computed, list_computed
 from compress.errors import SourceError
 from compress.models.pruned import fit_record
 from compress.models.source import Source, factory_file
+from compress.models.weights import read_shapes
 from compress.specs import ModelSpec
 
 USER_ERRORS = (
@@ -36,7 +38,9 @@ USER_ERRORS = (
 def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     """Call the factory with the recipe's `args`, and make what it gives as small as a pruned model's record says.
 
-    SourceError if it cannot be found, called, or gives no module.
+    Weights that it computes from other parameters are parameters themselves where the weight files have them so; the
+    others wait for what they are computed from (`fold_computed`). SourceError if it cannot be found, called, or gives
+    no module.
     """
     code = source.code
     assert code is not None
@@ -53,8 +57,11 @@ def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
         raise SourceError(f"{spec.source}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SourceError(f"{spec.source}: the factory gave {type(module).__name__}, not a torch.nn.Module")
+    module.eval()
+    if source.weights and list_computed(module):
+        fold_computed(module, {name for path in source.weights for name in read_shapes(path)}.__contains__)
     fit_record(module, source.shapes)
-    return module.eval()
+    return module
 
 
 def load_factory(code: tuple[str, str], root: Path) -> Callable[..., Any]:

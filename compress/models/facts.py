@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.blocks.materialise import plain
-from compress.blocks.trace import LAYER_OPS, Trace, is_layer, layer_type, trace, weight_shape
+from compress.blocks.parametrized import fold_computed
+from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
@@ -82,7 +83,7 @@ def model_facts(
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
-    return ModelFacts(
+    facts = ModelFacts(
         source="torch",
         architecture=architecture(module),
         task=spec.task,
@@ -100,6 +101,7 @@ def model_facts(
         unprunable=pruning.kept if pruning else {},
         removable=_trace_removable(spec, source, root, module, feeds, structure) if blocks else None,
     )
+    return facts.keep_worth_naming(_count_outside(module))
 
 
 def rebuilt_facts(
@@ -295,6 +297,7 @@ def _build_untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     else:
         with torch.random.fork_rng(devices=[]):
             module = factory.build(spec, source, root)
+        fold_computed(module)
     unstack_experts(module)
     return module
 
@@ -305,9 +308,12 @@ def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]
     layers = []
     for name, layer in module.named_modules():
         if is_layer(layer):
-            weight = owners.setdefault(id(layer.weight), plain(f"{name}.weight"))
+            weight = plain(f"{name}.weight")
+            if "weight" in layer._parameters:  # one that is computed is another object at each look
+                weight = owners.setdefault(id(layer.weight), weight)
             macs, op = traced.macs.get(name, 0), traced.ops.get(name, LAYER_OPS[layer_type(layer)])
-            layers.append(LayerFacts(plain(name), layer_type(layer), op, weight, weight_shape(layer), macs))
+            about = (plain(name), layer_type(layer), op, weight, weight_shape(layer), macs)
+            layers.append(LayerFacts(*about, custom=has_own_forward(layer)))
     return tuple(layers)
 
 
@@ -335,6 +341,16 @@ def count_other_bytes(module: nn.Module, layers: Sequence[LayerFacts]) -> int:
     total = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     in_layers = sum({layer.weight: layer.n_weights for layer in layers}.values())
     return 4 * (total - in_layers)
+
+
+def _count_outside(module: nn.Module) -> dict[str, int]:
+    """Return the float32 bytes of each module's own parameters, of those that are no layers: recurrent ones, norms."""
+    parts: dict[str, int] = {}
+    for name, part in module.named_modules():
+        numbers = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+        if numbers and not is_layer(part):
+            parts[plain(name) or type(part).__name__] = FLOAT_BYTES * numbers
+    return parts
 
 
 def _make_layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:

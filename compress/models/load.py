@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.parametrized import fold_computed
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
@@ -109,6 +110,7 @@ def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -
     else:
         with torch.random.fork_rng(devices=[]):
             module = factory.build(spec, source, root)
+        fold_computed(module)
     return _describe_model(spec, root, source, module.float().eval().requires_grad_(False), feeds_shapes)
 
 
@@ -146,6 +148,7 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
         module = factory.build(spec, source, root)
     if source.weights:
         load_state(module, source.weights[0])
+    fold_computed(module)
     return module
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.blocks.parametrized import fold_computed
 from compress.errors import SourceError
 from compress.models import factory, huggingface
 from compress.models.source import Source, locate
@@ -53,6 +54,9 @@ def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Modu
         check_shapes(module, read_shapes(source.weights[0]), str(source.weights[0]))
     else:
         notes.append("no `weights` are given: the factory itself must return the trained model")
+    if computed := fold_computed(module):
+        names = ", ".join(name.removesuffix(".weight") for name in computed)
+        notes.append(f"{len(computed)} weights are computed from other parameters and are taken as they come: {names}")
     return module, notes
 
 

@@ -53,7 +53,9 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
     graph_layers = find_layers(model)
     layers = tuple(_describe_layer(layer, shapes, batch) for layer in graph_layers)
     in_layers = sum(facts.n_bytes for facts in {facts.weight: facts for facts in layers}.values())
-    return ModelFacts(
+    known = {layer.weight for layer in layers}
+    others = {name: value.const_value for name, value in model.graph.initializers.items() if name not in known}
+    facts = ModelFacts(
         source="onnx",
         architecture=proto.graph.name or path.stem,
         task=task,
@@ -67,6 +69,7 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
         opset=model.opset_imports.get(""),
         clean_up=opened.clean_up.done,
     )
+    return facts.keep_worth_naming({name: tensor.nbytes for name, tensor in others.items() if tensor is not None})
 
 
 def _list_notes(model: ir.Model, layers: Sequence[LayerFacts]) -> Iterator[str]:

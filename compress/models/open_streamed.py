@@ -14,6 +14,7 @@ from torch import nn
 from compress.blocks import heap
 from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import copy_without_weights, empty_weights, memory_store, plain
+from compress.blocks.parametrized import list_computed
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
@@ -102,6 +103,8 @@ def _build_empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
             module = factory.build(spec, source, root).float().requires_grad_(False)
     except SourceError as error:
         raise NotAsNamed(f"the factory cannot build without weights ({error})") from error
+    if computed := list_computed(module):
+        raise NotAsNamed(f"{computed[0]} is computed from other parameters")
     hollow = [name for name, buffer in module.named_buffers() if buffer.device.type == "meta"]
     if hollow:
         raise NotAsNamed(f"the factory computes {', '.join(hollow)} from its weights")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from compress.facts import LayerDecision, LayerFacts, Note, select
+from compress.facts import WORTH_NAMING, LayerDecision, LayerFacts, ModelFacts, Note, select
 from compress.formats.targets import Format, Target
+
+MOST_NAMED = 6
+"""Layers that a note names."""
 
 
 def choose_layers(
@@ -39,6 +42,35 @@ def choose_layers(
         else:
             kept.append(LayerDecision(layer.name, layer.type, "kept", reason))
     return taken, kept
+
+
+def tell_float_share(
+    kind: str, facts: ModelFacts, kept: Sequence[LayerDecision], unfit: Callable[[LayerFacts], str | None]
+) -> list[Note]:
+    """Return notes on what of the model's bytes stays float because the pass has no form for it, with their share.
+
+    Tables are not among them: whether they are rounded is the recipe's choice.
+    """
+    names = {decision.layer for decision in kept}
+    by_reason: dict[str, list[LayerFacts]] = {}
+    for layer in facts.distinct_layers():
+        able = layer.type == "Embedding" or layer.bits < 16 or layer.name not in names
+        if not able and (why := unfit(layer)):
+            by_reason.setdefault(why, []).append(layer)
+    notes = []
+    for why, layers in by_reason.items():
+        share = sum(layer.n_bytes for layer in layers) / max(facts.n_bytes, 1)
+        if share >= WORTH_NAMING:
+            some = ", ".join(layer.name for layer in layers[:MOST_NAMED]) + (
+                ", ..." if len(layers) > MOST_NAMED else ""
+            )
+            notes.append(Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})"))
+    if facts.outside:
+        share = sum(facts.outside.values()) / max(facts.n_bytes, 1)
+        some = ", ".join(list(facts.outside)[:MOST_NAMED])
+        why = "no matrix product, convolution or table of its own"
+        notes.append(Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})"))
+    return notes
 
 
 def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[str, Sequence[str]]) -> list[str]:

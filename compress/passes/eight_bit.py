@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass
-from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
 from compress.specs import LayerPattern, Record
 
 CHANNEL_BYTES = 5
@@ -117,6 +117,7 @@ class EightBit(Pass):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         taken, kept = self.choose(facts.layers)
         notes, problems = target_word(target, self.format, self.kind)
+        notes += tell_float_share(self.kind, facts, kept, self.unfit)
         problems += pattern_problems(facts.layers, self.kind, self.patterns())
         if not any(layer.type != "Embedding" for layer in taken):
             reasons = "; ".join(sorted({decision.reason for decision in kept})) or "the model has no such layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -27,6 +28,8 @@ MEASURED_ROWS, MEASURED_WIDTHS = 2 * 16384, 2
 """Tokens, or 256 for each image, on which each dimension is tried alone, and at how many widths: see `curves.py`."""
 CURVATURE = 3.0
 """Forwards that weighing the outputs costs, there and back."""
+TOLD = 3
+"""Reasons, the commonest, for which layers stay, that a refusal names."""
 STEPS = 200
 """Ratios that are tried for a budget."""
 
@@ -96,7 +99,10 @@ class PruneChannels(Pass):
         problems = [*self._pattern_problems(facts), *self._sparse_problems(facts)]
         if not taken:
             found = ", ".join(sorted({group.kind for group in facts.prunable})) or "nothing"
-            problems.append(f"{self.kind}: nothing is left to prune (of this model {found} could be; see dimensions)")
+            why = Counter(facts.unprunable.values()).most_common(TOLD)
+            stays = "".join(f"; {n} layer{'s stay' if n > 1 else ' stays'}: {reason}" for reason, n in why)
+            text = f"nothing is left to prune (of this model {found} could be; see dimensions{stays})"
+            problems.append(f"{self.kind}: {text}")
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         if problems := self._find_width_problems(taken):

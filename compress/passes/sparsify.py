@@ -127,6 +127,8 @@ class Sparsify(_Amount, Pass):
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""
+        if layer.custom:
+            return f"a subclass of {layer.type} with a forward of its own"
         return None if layer.type in (*PRODUCTS, *CONVOLUTIONS) else "not a matrix product or convolution"
 
     def choose_layers(

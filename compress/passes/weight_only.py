@@ -23,7 +23,7 @@ from compress.facts import (
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import BlockWorkload, Pass, Stage
-from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
 from compress.passes.layer_schemes import (
     count_stored_bits,
     describe_scheme,
@@ -110,6 +110,10 @@ class WeightPass(WeightNumbers, Pass):
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""
+        if layer.custom:
+            return f"a subclass of {layer.type} with a forward of its own, for which engines have no layer"
+        if layer.role == "router":
+            return "its largest outputs choose what runs (a router)"
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
@@ -227,6 +231,7 @@ class WeightPass(WeightNumbers, Pass):
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
+        notes += tell_float_share(self.kind, facts, kept, self.unfit)
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:

@@ -56,7 +56,7 @@ work of the libraries, in units of this machine's pace with them."""
 AROUND = 1.25
 """What a run takes beside its work, in units of what its plan took to begin: it imports more, and has an end."""
 STEPS = 2
-PLACEMENTS = 5
+PLACEMENTS = 10
 """Placements of int8 that are timed whole."""
 JUDGING_RUNS = 2
 """Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""

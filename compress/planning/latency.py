@@ -20,8 +20,9 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from compress.errors import CompressError
+from compress.errors import CompressError, NotExportable, PlanError
 from compress.export.decoder import export_decoder
+from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
@@ -39,7 +40,7 @@ from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
-from compress.planning.timing import describe_call, explain_untimed, flavour_of, make_timer
+from compress.planning.timing import describe_call, explain_untimed, flavour_of, is_timing_off, make_timer
 from compress.quantize.int8 import with_integer_layers
 from compress.quantize.latency import StateTimer, round_roughly
 from compress.quantize.rounding import round_to_nearest
@@ -76,13 +77,16 @@ def forecast_latency(
     """Measure the forecast, or take up the one that is kept for this machine; and what the plan says of it.
 
     `twins`: a torch model is built and exported for it, which takes as long as an export; else only an ONNX file, or
-    what is kept, gives a forecast. Nothing raises: what cannot be timed is said in a note.
+    what is kept, gives a forecast. PlanError for a model of which no graph can be made; what cannot be timed is said in
+    a note.
     """
-    recipe = inputs.recipe
+    recipe, keep = inputs.recipe, Kept(cache)
     reason = _explain_no_forecast(inputs)
     if reason is not None:
+        if twins:
+            _try_export(inputs, keys, keep)
         return None, [Note("info", f"latency is not forecast, nothing was measured: {reason}")]
-    key, keep = [keys.float_graph, list(keys.passes), describe_call(recipe)], Kept(cache)
+    key = [keys.float_graph, list(keys.passes), describe_call(recipe)]
     kept = keep.read("forecast", key)
     if kept is not None:
         lists = {name: tuple(kept["forecast"][name]) for name in ("parts", "in_float")}
@@ -92,11 +96,31 @@ def forecast_latency(
         return None, []
     try:
         latency = _measure_forecast(inputs, cache, log or _log_to_stderr)
+    except NotExportable as error:
+        raise PlanError(error.problems) from error
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS) as error:
         first = str(error).partition("\n")[0]
         return None, [Note("info", f"latency is not forecast: {type(error).__name__}: {first}")]
     keep.write("forecast", key, {"forecast": asdict(latency)})
     return latency, _describe_gain(recipe, latency)
+
+
+def _try_export(inputs: Inputs, keys: CacheKeys, keep: Kept) -> None:
+    """Export a torch model that is not timed, untrained, unless that went well before. PlanError where it cannot be."""
+    recipe = inputs.recipe
+    small = inputs.facts.n_bytes <= LARGEST_BYTES
+    if is_timing_off() or not (recipe.has_onnx and inputs.facts.source == "torch" and small):
+        return
+    if keep.read("exported", [keys.float_graph]) is not None:
+        return
+    try:
+        loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
+        graph = _export(loaded, recipe, make_call(inputs))
+    except NotExportable as error:
+        raise PlanError(error.problems) from error
+    except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS):
+        return  # of a twin: the run says it of the model itself
+    keep.write("exported", [keys.float_graph], {"inputs": [value.name for value in graph.graph.inputs]})
 
 
 def _log_to_stderr(text: str) -> None:
@@ -247,6 +271,9 @@ def _make_sample(inputs: Inputs) -> Feeds:
 
 
 def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
+    if recipe.model.encodes:
+        wrapped = getattr(loaded.module, "wrapped", loaded.module)
+        return export_encoder_decoder(wrapped, example_feeds(call, loaded.inputs), recipe.opset)
     if recipe.model.generates:
         return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
     return export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)

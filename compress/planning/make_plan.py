@@ -69,8 +69,8 @@ from compress.work import WORK, find_work
 from runtime.bundle.format import Judgement
 from runtime.bundle.manifest import fixed_batch
 from runtime.judge.evidence import count_least_samples
-from runtime.measure.benchmark import choose_backend
-from runtime.metrics import METRICS
+from runtime.measure.benchmark import choose_backend, count_least_processes
+from runtime.metrics import MEASURED, METRICS, SIZES
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
 
@@ -318,6 +318,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         how = _IN_ONNXRUNTIME if runs else _BY_TORCH
         texts.append(f"{recipe.target} does not run here: {how}")
     texts += [*_warn_plain_texts(inputs), *_warn_few_samples(recipe.validate_, data["evaluation"].n_samples)]
+    texts += _warn_few_processes(recipe.validate_)
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be unjudged, whatever is measured")
     notes = [Note("warning", text) for text in texts]
@@ -344,6 +345,16 @@ def _warn_few_samples(judgement: Judgement, n_samples: int) -> list[str]:
                 f"give at least {least}{wider}"
             )
     return texts
+
+
+def _warn_few_processes(judgement: Judgement) -> list[str]:
+    """Warn of gates on what fresh processes tell where the recipe has fewer than give an interval."""
+    given, least = judgement.benchmark.processes, count_least_processes(judgement)
+    gated = [gate.metric for gate in judgement.gates if gate.metric in MEASURED.keys() - SIZES]
+    if given is None or not gated or given >= least:
+        return []
+    some = ", ".join(gated)
+    return [f"validate.benchmark.processes: {given} of them cannot decide the gate on {some}; give at least {least}"]
 
 
 def _warn_plain_texts(inputs: Inputs) -> list[str]:

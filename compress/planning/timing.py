@@ -24,9 +24,13 @@ SWITCH = "COMPRESS_TIMING"
 """The environment variable that with "off" keeps the plan and the passes from timing anything."""
 
 
+def is_timing_off() -> bool:
+    return os.environ.get(SWITCH) == "off"
+
+
 def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
-    if os.environ.get(SWITCH) == "off":
+    if is_timing_off():
         return f"{SWITCH} is off"
     if layers and recipe.model.generates:
         return "a decoder's layers meet another shape with every token"
@@ -53,7 +57,8 @@ def make_clock(recipe: Recipe, cache: Path) -> Clock:
 
 def make_timer(recipe: Recipe, cache: Path, feeds: Sequence[Feeds]) -> StateTimer:
     """Return what times states as the result will be timed: on these batches, in the form that is judged."""
-    return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe))
+    target = flavour_of(recipe).name
+    return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe), target)
 
 
 def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:

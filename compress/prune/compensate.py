@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import TRANSPOSED, is_layer, remove_hooks_on_exit
+from compress.blocks.trace import is_layer, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.prune.layers import (
+    COMPUTED,
     apply_layer,
     in_groups,
     input_rows,
@@ -219,17 +220,15 @@ def explain_left_alone(module: nn.Module, called_once: Collection[str]) -> dict[
     why = {
         name: _explain_exclusion(layer, name, holders.get(id(layer.weight)), name in called_once)
         for name, layer in layers.items()
-        if is_matrix_layer(layer) or isinstance(layer, TRANSPOSED)
+        if is_matrix_layer(layer)
     }
     return {name: reason for name, reason in why.items() if reason}
 
 
 def _explain_exclusion(layer: nn.Module, name: str, holders: list[str] | None, called_once: bool) -> str:
     """Return why a layer cannot be fitted; "" for one that can. `holders`: the layers that have its weight."""
-    if not is_matrix_layer(layer):
-        return "it is a transposed convolution"
     if holders is None:
-        return "its weight is computed of other parameters (torch.nn.utils.parametrize)"
+        return COMPUTED
     if sharing := [other for other in holders if other != name]:
         return f"it shares its weight with {', '.join(sharing)}"
     if (n := len(read_weight(layer).flatten(0, 1))) > MAX_OUTPUTS:

@@ -18,16 +18,18 @@ import numpy as np
 from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_layer
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, in_axis, is_layer
 from compress.facts import Prunable
 from compress.prune.dimensions import Axis, Coupling, Dimension, DimensionKind
 from compress.prune.labels import Book
+from compress.prune.layers import COMPUTED
 from compress.prune.rules import walk
 from compress.prune.trials import settle_sizes
 from compress.structure.dataflow import DataFlow, record
 
 Counts = dict[Axis, int]
 """Axis -> how many indices of it belong to one unit."""
+OWN_FORWARD = "the class of a layer that has it has a forward of its own"
 
 
 def find_coupling(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Coupling:
@@ -48,6 +50,11 @@ def coupling_of(flow: DataFlow) -> Coupling:
         for value, name in flow.parameters.items()
         if not name.endswith("num_batches_tracked")
     }
+    for value, name in flow.parameters.items():
+        owner = flow.modules[name.rpartition(".")[0]]
+        if value in axes and is_layer(owner) and has_own_forward(owner):
+            for labels in axes[value]:
+                book.pin(labels, OWN_FORWARD)
     state = walk(flow, book, axes)
     roots = book.roots()
     places = {(flow.parameters[v], i): roots[labels] for v, found in axes.items() for i, labels in enumerate(found)}
@@ -58,7 +65,16 @@ def coupling_of(flow: DataFlow) -> Coupling:
     units = _group_by_signature(places, pinned)
     found = [_make_dimension(counts, roots, places, layers, summed, headed) for counts, roots in units]
     ordered = sorted((one for one in found if one is not None), key=lambda one: list(layers).index(one[0].name))
-    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), _explain_kept(layers, places, pinned))
+    parts = {name: part for name, part in flow.modules.items() if is_layer(part)}
+    kept = {name: COMPUTED for name, part in parts.items() if _is_computed(part)}
+    kept |= {name: OWN_FORWARD for name, part in parts.items() if has_own_forward(part)}
+    kept |= _explain_kept(layers, places, pinned)
+    return Coupling(tuple(d for d, _ in ordered), tuple(f for _, f in ordered), kept)
+
+
+def _is_computed(layer: nn.Module) -> bool:
+    """Return whether a layer's weight is computed at each call, of other parameters: torch.nn.utils.parametrize."""
+    return "weight" not in layer._parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +85,15 @@ class _Layer:
     output: Axis
     input: Axis | None
 
+    @property
+    def spread(self) -> int:
+        """Return how many outputs one index of the output axis is, and how many indices of the input axis one input.
+
+        The weight of a transposed convolution has the outputs of one group and the inputs of all; facts count
+        otherwise, as for other convolutions.
+        """
+        return self.module.groups if isinstance(self.module, TRANSPOSED) else 1
+
 
 def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     """Return name -> layer, in the order in which they first run."""
@@ -77,9 +102,9 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
     for call in flow.in_order():
         module = flow.modules[call.module]
         if is_layer(module) and call.module not in layers:
-            weight, into = names.get(id(module.weight)), in_axis(module)
-            if weight is None:  # computed anew at each call, of other parameters: torch.nn.utils.parametrize
+            if _is_computed(module) or has_own_forward(module):
                 continue
+            weight, into = names[id(module.weight)], in_axis(module)
             table = isinstance(module, nn.Embedding)
             output = (weight, 1 if table else 1 - into)
             layers[call.module] = _Layer(module, output, None if table else (weight, into))
@@ -110,8 +135,8 @@ def _make_dimension(
     headed: set[int],
 ) -> tuple[Dimension, Prunable] | None:
     """Return a dimension and its facts; None where nothing writes it, nothing reads it, or it has only one unit."""
-    writers = {name: counts[layer.output] for name, layer in layers.items() if layer.output in counts}
-    readers = {name: counts[layer.input] for name, layer in layers.items() if layer.input in counts}
+    writers = {name: counts[layer.output] * layer.spread for name, layer in layers.items() if layer.output in counts}
+    readers = {name: counts[layer.input] // layer.spread for name, layer in layers.items() if layer.input in counts}
     if len(roots) < 2 or not writers or not readers:
         return None
     name = next(iter(writers))

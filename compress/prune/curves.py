@@ -63,7 +63,9 @@ def find_curves(
     """
     if importance in ("obs", "obd", "activation"):
         two_samples = {name: tensor[:2] for name, tensor in batches[0].items()}
-        points = {point.layer: point for point in find_points(module, two_samples)}
+        # a reader that is called several times has no one place: it is taken by its own outputs
+        points = {name: Point(name, "", None, 0) for dimension in dimensions for name in dimension.readers}
+        points |= {point.layer: point for point in find_points(module, two_samples)}
         curves: list[Elimination] = []
         parts = list(_split_into_passes(module, dimensions))
         for part in progress(parts, f"importance: {importance}"):
@@ -182,17 +184,10 @@ class Reader:
 def readers_of(
     module: nn.Module, dimension: Dimension, points: Mapping[str, Point], sums: Mapping[str, Sums]
 ) -> list[Reader]:
-    """Return the layers that read a dimension, in the order in which they run.
-
-    PassError for a reader that is called several times: what it reads cannot be told apart.
-    """
+    """Return the layers that read a dimension, in the order in which they run."""
     layers, weights = layers_of(module), weight_names(module)
     readers = []
     for name in dimension.readers:
-        if name not in points:
-            raise PassError(
-                f"{name}: is not called exactly once in a forward; it cannot be fitted. Ignore {dimension.name}"
-            )
         features = features_of(layers[name], dimension.members[weights[name], in_axis(layers[name])])
         readers.append(Reader(place_of(module, points[name]), features, sums[name]))
     return readers

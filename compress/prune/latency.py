@@ -21,7 +21,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import in_axis, remove_hooks_on_exit
+from compress.blocks.trace import TRANSPOSED, in_axis, remove_hooks_on_exit
 from compress.prune.costs import AxisSize, Cost, Term, sizes_of
 from compress.prune.dimensions import Dimension
 from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
@@ -40,7 +40,8 @@ GRID = 8
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer multiplies, but for its widths. `kernel` (): a matrix. `places`: of its output, tokens or pixels."""
+    """What a layer multiplies, but for its widths. `kernel` (): a matrix. `places`: of its output, tokens or pixels; of
+    a transposed convolution those of its input, each of which it multiplies with all taps."""
 
     kernel: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -48,11 +49,12 @@ class LayerShape:
     per_group: int
     """Outputs of each group where the number of groups follows the outputs; 0 where there is one group, or it stays."""
     groups: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A layer to know the times of: `sizes`, of its weight's output and input axis; and which of them to measure."""
+    """A layer to know the times of: `sizes`, of its outputs and of a group's inputs; and which of them to measure."""
 
     layer: str
     shape: LayerShape
@@ -101,9 +103,10 @@ def find_wanted_layers(
     places: dict[str, tuple[int, ...]] = {}
     n_units = [dimension.n_units for dimension in dimensions]
 
-    def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        def hook(layer: nn.Module, args: object, out: Tensor) -> None:
-            places[name] = tuple(out.shape[2:] if channel_axis(layer) == 1 else out.shape[1:-1])
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            seen = args[0] if isinstance(layer, TRANSPOSED) else out
+            places[name] = tuple(seen.shape[2:] if channel_axis(layer) == 1 else seen.shape[1:-1])
 
         return hook
 
@@ -115,6 +118,10 @@ def find_wanted_layers(
         layer = layers[name]
         axes = sizes_of(weights[name], layer.weight.shape, dimensions)  # type: ignore[arg-type]
         out, into = axes[1 - in_axis(layer)], axes[in_axis(layer)]
+        if isinstance(layer, TRANSPOSED):  # its weight has the outputs of one group and the inputs of all
+            groups = layer.groups
+            out = AxisSize(out.full * groups, {d: k * groups for d, k in out.per_unit.items()})
+            into = AxisSize(into.full // groups, {d: k // groups for d, k in into.per_unit.items()})
         if out.per_unit or into.per_unit:
             both = bool(out.per_unit and into.per_unit)
             grids = (grid(size, widths, n_units, both) for size in (out, into))
@@ -124,10 +131,15 @@ def find_wanted_layers(
 
 def _find_layer_shape(layer: Any, places: tuple[int, ...], into: AxisSize) -> LayerShape:
     groups = n_groups(layer)
-    follows = groups > 1 and not into.per_unit
+    follows = groups > 1 and not into.per_unit and not isinstance(layer, TRANSPOSED)
     per_group = layer.out_channels // groups if follows else 0
     return LayerShape(
-        tuple(getattr(layer, "kernel_size", ())), tuple(getattr(layer, "dilation", ())), places, per_group, groups
+        tuple(getattr(layer, "kernel_size", ())),
+        tuple(getattr(layer, "dilation", ())),
+        places,
+        per_group,
+        groups,
+        isinstance(layer, TRANSPOSED),
     )
 
 
@@ -219,6 +231,8 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int
     names, weights, current = [], {}, "x"
     for number, (into, out) in enumerate([(width, n_out), (n_out, width)] * links):
         size = (out, into // groups, *shape.kernel) if shape.kernel else (into, out)
+        if shape.transposed:
+            size = (into, out // groups, *shape.kernel)
         values = rng.standard_normal(size).astype(np.float32) / np.float32(np.sqrt(np.prod(size) / out))
         weights[f"w{number}"] = values
         operator, attributes = _describe_node(shape, groups)
@@ -240,4 +254,4 @@ def _describe_node(shape: LayerShape, groups: int) -> tuple[str, dict[str, Attri
     reach = [d * (k - 1) for d, k in zip(shape.dilation, shape.kernel, strict=True)]
     pads = [r // 2 for r in reach] + [r - r // 2 for r in reach]
     kernel: dict[str, Attribute] = {"kernel_shape": shape.kernel, "dilations": shape.dilation}
-    return "Conv", {**kernel, "pads": pads, "group": groups}
+    return "ConvTranspose" if shape.transposed else "Conv", {**kernel, "pads": pads, "group": groups}

@@ -286,6 +286,8 @@ def _join_groups(
         state.book.pin(into, why)
     else:
         members = x.reshape(groups, -1)
+        if transposed and members.shape[1] == 1:
+            state.book.pin(x, "a depthwise transposed convolution reads it")
         if transposed:
             state.book.join(members, members[:1])
         if into is not None:
@@ -385,6 +387,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("arange", "empty", "zeros", "ones", "full", "scalar_tensor", "zeros_like", "ones_like"), _drop_labels
     ),
+    "_prelu_kernel": _pointwise,
     "expand": _expand,
     "slice": _slice,
     "cat": _concatenate,

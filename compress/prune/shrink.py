@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import in_axis
+from compress.blocks.trace import TRANSPOSED, in_axis
 from compress.errors import PassError
 from compress.prune.compensate import Refitted, compensate, explain_left_alone
 from compress.prune.dimensions import Axis, Dimension, DimensionKind
@@ -130,6 +130,8 @@ def find_kept_outputs(
         for dimension, units in zip(dimensions, kept, strict=True):
             if axis in dimension.members:
                 stays[dimension.indices(axis, np.setdiff1d(np.arange(dimension.n_units), units))] = False
+        if isinstance(layer, TRANSPOSED):  # its weight has the outputs of one group
+            stays = np.tile(stays, layer.groups)
         if not stays.all():
             outputs[name] = np.flatnonzero(stays)
     return outputs

@@ -1,10 +1,12 @@
 """Which layers to compute in eight bits so that the model is as fast as it can be on this machine.
 
 A layer whose int8 kernel is slower than its float one (a depthwise convolution often is) is better computed in float,
-with weights that are stored in eight bits and unpacked once, as the file is loaded. Layers are tried by their form, all
-of one form together, in the whole graph: so borders (Q, DQ, copies into another layout) count as they are. A choice
-decides the file's bytes, and a clock never reads twice alike: so a step must gain WORTH of a whole call, and the
-outcome must beat the rule without a clock by as much in fresh processes, beyond their interval. Else the rule decides.
+with weights that are stored in eight bits and unpacked once, as the file is loaded. Layers are tried in groups, in the
+whole graph, so that borders (Q, DQ, copies into another layout) count as they are: all of one form together, and all
+that read maps of some size or larger, which have one border at their end. A choice decides the file's bytes, and a
+clock never reads twice alike: so a step must gain WORTH of a whole call, of steps that are as good within WORTH the one
+with the fewest layers in float is taken, and the outcome must beat the rule without a clock by as much in fresh
+processes, beyond their interval. Else the rule decides.
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ def choose_fastest(
     The graphs that are timed hold the state's ranges, for speed depends on them (`list_zero_based`). Raises what the
     backend raises on the whole graphs.
     """
-    forms = _group_forms(state, timer)
+    groups = _group_layers(state, timer)
     rule = PlacementChoice(state.placement, ())
-    log(f"timing {len(forms)} forms of layers in int8 against float")
+    log(f"timing {len(groups)} groups of layers in int8 against float")
 
     def write(choice: PlacementChoice) -> GraphState:
         names = [name for name in state.integer if name not in choice.in_float]
@@ -88,13 +90,14 @@ def choose_fastest(
     steps = [PlacementChoice(kind, ()) for kind in kinds[1:]]
     chosen = rule
     while True:
-        left = [form for form in forms if not set(form) <= set(chosen.in_float)]
-        steps += [replace(chosen, in_float=tuple(sorted({*chosen.in_float, *form}))) for form in left]
+        wider = {tuple(sorted({*chosen.in_float, *group})): None for group in groups}
+        steps += [replace(chosen, in_float=names) for names in wider if names != chosen.in_float]
         before, *after = timer.time([write(chosen), *map(write, steps)], STEP_BUDGET_S)
-        best = int(np.argmin(after)) if after else 0
-        if not after or after[best] * (1 + WORTH) > before:
+        most = min(before / (1 + WORTH), (1 + WORTH) * min(after, default=before))
+        good = [step for step, ms in zip(steps, after, strict=True) if ms <= most]
+        if not good:
             break
-        chosen, steps = steps[best], []
+        chosen, steps = min(good, key=lambda step: len(step.in_float)), []
     _, everywhere, fastest = timer.compare([GraphState(state.model), write(rule), write(chosen)], PROOF_BUDGET_S)
     nothing = set(chosen.in_float) == set(state.integer)
     least = 1.0 if nothing else fastest.low  # in float altogether it is the float model's speed
@@ -103,8 +106,13 @@ def choose_fastest(
     return chosen, PlacementTimes(round(everywhere.value, 4), round(fastest.value, 4))
 
 
-def _group_forms(state: GraphState, timer: StateTimer) -> list[tuple[str, ...]]:
-    """Group the integer layers by form: operator, kernel, strides or not, how many inputs a group has."""
+def _group_layers(state: GraphState, timer: StateTimer) -> list[tuple[str, ...]]:
+    """Return the integer layers by form (operator, kernel, strides or not, how many inputs a group has), and those
+    that read maps (or texts) of each size or larger: the last of these are all.
+
+    Of a face detector in int8 (0.90 times as fast as float) the depthwise layers in float made it 0.65, those that read
+    60 x 80 places or more 1.13, and all 1.00.
+    """
     calls = describe_calls(state.model, state.integer, middle_batch(timer.feeds))
     forms: dict[object, list[str]] = {}
     for name, call in calls.items():
@@ -112,7 +120,9 @@ def _group_forms(state: GraphState, timer: StateTimer) -> list[tuple[str, ...]]:
         inputs = "one" if call.weight[1] == 1 else "few" if call.weight[1] < FEW_INPUTS else "many"
         form = (call.op, call.weight[2:], strided, inputs) if call.op == "Conv" else (call.op,)
         forms.setdefault(form, []).append(name)
-    return [tuple(sorted(names)) for names in forms.values()]
+    sizes = {name: call.places for name, call in calls.items()}
+    larger = [[name for name in sizes if sizes[name] >= least] for least in sorted(set(sizes.values()), reverse=True)]
+    return [tuple(sorted(names)) for names in (*forms.values(), *larger)]
 
 
 def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> GraphState:
@@ -127,7 +137,6 @@ def keep_integer(state: GraphState, names: Collection[str], kind: Kind) -> Graph
         integer=[name for name in state.integer if name in names],
         weight_only=[*state.weight_only, *unpacked],
         unpacked=[*state.unpacked, *unpacked],
-        biases={name: bias for name, bias in state.biases.items() if name not in unpacked},
     )
 
 

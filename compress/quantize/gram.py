@@ -72,10 +72,19 @@ def _mirror(upper: Tensor) -> None:
         upper[stop:, start:stop] = upper[start:stop, stop:].T
 
 
-def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None) -> Tensor:
-    """Return X^T X / n over the rows of a tensor [..., in] of all batches, padding left out; float32 [in, in].
+def explain_no_gram(mean: Tensor, n_rows: int) -> str:
+    """Return why a Gram matrix, or several, of `n_rows` rows tell nothing of what a layer reads; "" where they do."""
+    if not n_rows:
+        return "no calibration data reaches it"
+    return "" if torch.isfinite(mean).all() else "NaN or Inf among its inputs on the calibration data"
 
-    Raises ValueError when there is no batch or a value is not finite.
+
+def gram_matrix(
+    model: ir.Model, tensor: str, batches: Iterable[Feeds], device: torch.device | None = None
+) -> tuple[Tensor, int]:
+    """Return (X^T X / n, n) over the rows of a tensor [..., in] of all batches, padding left out; float32 [in, in].
+
+    Raises ValueError when there is no batch.
     """
     session = open_session(tap(model, [tensor]))
     gram: Gram | None = None
@@ -86,7 +95,4 @@ def gram_matrix(model: ir.Model, tensor: str, batches: Iterable[Feeds], device: 
         gram.add(rows)
     if gram is None:
         raise ValueError("there is no calibration data")
-    mean, _ = gram.mean()
-    if not torch.isfinite(mean).all():
-        raise ValueError(f"tensor {tensor!r}: NaN or Inf on the calibration data")
-    return mean
+    return gram.mean()

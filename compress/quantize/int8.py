@@ -75,10 +75,28 @@ def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Obse
     return observe(state.model, axes, batches)
 
 
+def leave_unseen(state: GraphState, seen: Mapping[str, Observer]) -> tuple[GraphState, dict[str, str]]:
+    """Return the state without the integer layers that read or give a tensor of which no range is known, and why.
+
+    Other tensors without a range (sums, pools) are not rounded: `find_rounded_tensors` leaves them out.
+    """
+    state, why = replace(state, weights=dict(state.weights), biases=dict(state.biases)), dict[str, str]()
+    for layer in integer_layers(state):
+        for value in (layer.data_input, after_activation(layer.output)):
+            observer = seen.get(value.name or "")
+            if observer is not None and observer.trouble:
+                why.setdefault(layer.name, f"tensor {value.name!r} has {observer.trouble}")
+    for name in why:
+        state.to_float(name)
+    return state, why
+
+
 def choose_ranges(seen: Mapping[str, Observer], setting: Callable[[str], Setting]) -> dict[str, Range]:
-    """Choose a range for each observed tensor; `setting` gives its method and percentile."""
+    """Choose a range for each observed tensor that has one; `setting` gives its method and percentile."""
     ranges = {}
     for name, observer in seen.items():
+        if observer.trouble:
+            continue
         method, percentile = setting(name)
         low, high = choose_range(observer, method, percentile)
         peak = choose_range(observer, method, percentile, symmetric=True)[1]

@@ -62,10 +62,14 @@ class LayerCall:
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
+    def places(self) -> int:
+        """Return how many pixels of an image, or rows of a batch, it reads."""
+        return int(np.prod(self.input[2:]) if self.op == "Conv" else np.prod(self.input[:-1]))
+
+    @property
     def macs(self) -> int:
         """Return about how much it multiplies: exact but for strides, which are not looked at."""
-        places = np.prod(self.input[2:]) if self.op == "Conv" else np.prod(self.input[:-1])
-        return int(np.prod(self.weight) * places)
+        return int(np.prod(self.weight)) * self.places
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,15 @@ class StateTimer:
     """Times states of a graph as files that the target gets.
 
     `write`: gives the file of a state; `feeds`: the batches that the result will be timed on; `call`: what a time
-    depends on beside graph, machine and backend, as JSON values (batch size, length of a text).
+    depends on beside graph, machine and backend, as JSON values (batch size, length of a text); `target`: whose files
+    are timed.
     """
 
     clock: Clock
     write: Callable[[GraphState], ir.Model]
     feeds: Sequence[Feeds]
     call: Sequence[object] = ()
+    target: str = ""
 
     def time(self, states: Sequence[GraphState], budget_s: float) -> list[float]:
         """Return the milliseconds of a call of each state, as `Clock.time`."""

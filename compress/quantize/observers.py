@@ -36,16 +36,19 @@ class Observer:
     n_values: int = 0
     n_rows: int = 0
     """Values seen for each channel."""
+    finite: bool = True
+    """Whether all that came was; of an array with NaN or Inf nothing else is taken in."""
     channel_sum: np.ndarray | None = None
     channel_peak: np.ndarray | None = None
 
     def update(self, values: np.ndarray) -> None:
-        """Take in one float array of any shape. Raises ValueError when it is empty or holds NaN or Inf."""
+        """Take in one float array of any shape, none of an empty one or of one that holds NaN or Inf."""
         if not values.size:
-            raise ValueError("no values")
+            return
         low, high = float(values.min()), float(values.max())
         if not (np.isfinite(low) and np.isfinite(high)):
-            raise ValueError("NaN or Inf among the values")
+            self.finite = False
+            return
         self.low, self.high = min(self.low, low), max(self.high, high)
         self.widen(max(abs(low), abs(high)))
         if self.bound:
@@ -74,6 +77,13 @@ class Observer:
             self.counts = np.concatenate([np.zeros(HALF_BINS // 2), merged, np.zeros(HALF_BINS // 2)])
             self.bound *= 2
         self.bound = bound
+
+    @property
+    def trouble(self) -> str:
+        """Return why there is no range of what was seen; "" where there is one."""
+        if not self.finite:
+            return "NaN or Inf on the calibration data"
+        return "" if self.low <= self.high else "no values on the calibration data"
 
     @property
     def channel_mean(self) -> np.ndarray:
@@ -173,7 +183,7 @@ def observe(
 
     Padding does not count.
 
-    Returns one Observer for each. Raises ValueError, naming the tensor, when one holds NaN or Inf, or when there is no
+    Returns one Observer for each, whose `trouble` says where no range can be chosen. Raises ValueError when there is no
     batch.
     """
     seen = {name: Observer(axis) for name, axis in axes.items()}
@@ -184,11 +194,7 @@ def observe(
     for outputs in run_tokens(session, cut_batches(session, batches)):
         n_batches += 1
         for name, values in take_each(outputs):
-            name = name.removesuffix(TAPPED)
-            try:
-                seen[name].update(values)
-            except ValueError as error:
-                raise ValueError(f"tensor {name!r}: {error} on calibration batch {n_batches}") from error
+            seen[name.removesuffix(TAPPED)].update(values)
     if n_batches == 0:
         raise ValueError("there is no calibration data")
     return seen

@@ -132,13 +132,16 @@ def find_rounded_tensors(
 ) -> Iterator[tuple[ir.Value, str, list[Use]]]:
     """Yield (tensor of `model`, tensor whose range it is rounded with, who is to read it rounded) for each rounded one.
 
-    Readers are asked for as the iterator goes on, so `model` may be changed on the way.
+    Those of which calibration saw no range stay float. Readers are asked for as the iterator goes on, so `model` may be
+    changed on the way.
     """
     placement = place(model, layers, state.placement, state.attention, state.leave_out)
     values = values_by_name(model)
     for name, uses in placement.consumers.items():
         if flavour == "s8s8" and placement.only_added(name):
             continue  # TensorRT fuses the layer, the Add and the requantization after it
+        if placement.source(name) not in state.ranges:
+            continue
         readers = uses if name not in placement.writers else uses_of(values[name])
         yield values[name], placement.source(name), readers
 

@@ -5,7 +5,7 @@ Passes decide, exporters write: one state gives every flavour, and a layer goes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -53,7 +53,8 @@ class GraphState:
     every tensor the placement quantizes (static int8 only). `biases`: layer -> corrected bias. `leave_out`: operators
     whose outputs stay float. `half`: the float type that the rest is computed in; `half_kept`: the nodes kept in
     float32. `kv_cache`: how a decoder keeps keys and values, with `kv_scales`: attention module -> (scale of its keys,
-    of its values).
+    of its values). `timed_for`: the target by whose times layers are unpacked and `placement` is chosen, "" for none;
+    without them it would be `untimed_placement`.
     """
 
     model: ir.Model
@@ -72,6 +73,8 @@ class GraphState:
     half_kept: list[str] = field(default_factory=list)
     kv_cache: KvScheme | None = None
     kv_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
+    timed_for: str = ""
+    untimed_placement: Kind = "inputs"
 
     def facts(self) -> tuple[LayerFacts, ...]:
         """Return the graph's layers as the plan knows them, the decided ones in the bits they are stored in."""
@@ -81,6 +84,19 @@ class GraphState:
     def in_float8(self) -> bool:
         """Return whether the layers computed in eight bits are so in float8; a graph has one of the two."""
         return any(self.weights[name].values.dtype == FLOAT8 for name in self.integer)
+
+    def for_target(self, name: str) -> GraphState:
+        """Return what a target's file is written from: without what was chosen by the times of another target."""
+        if self.timed_for in ("", name):
+            return self
+        return replace(
+            self,
+            integer=[*self.integer, *self.unpacked],
+            weight_only=[layer for layer in self.weight_only if layer not in self.unpacked],
+            unpacked=[],
+            placement=self.untimed_placement,
+            timed_for="",
+        )
 
     def to_float(self, layer: str) -> None:
         """Return one layer to float."""
@@ -127,6 +143,8 @@ _JSON_FIELDS = (
     "half",
     "half_kept",
     "kv_cache",
+    "timed_for",
+    "untimed_placement",
 )
 """Fields that are JSON values as they are."""
 

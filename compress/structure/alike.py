@@ -69,7 +69,8 @@ class CutChain:
                 readers=self._continue(residual.readers),
                 norms=self._continue_norms(residual.norms),
             )
-        return replace(structure, blocks=tuple(blocks), residual=residual)
+        routers = self._continue(structure.routers)
+        return replace(structure, blocks=tuple(blocks), residual=residual, routers=routers)
 
     def _find_number(self, name: str) -> int | None:
         """Return the number of the block that a module lies in; None outside of all."""

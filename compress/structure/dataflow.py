@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compress.blocks.materialise import plain
+from compress.blocks.untouched import leave_untouched
 
 OPAQUE = "opaque"
 """The operator of a tensor that was seen after its memory had been written to through another view."""
@@ -148,6 +149,7 @@ def _empty_unless(
     with torch.no_grad(), _disable_fused_layers(), contextlib.ExitStack() as stack:
         state: dict[str, Tensor] = {}
         if not compute:
+            stack.enter_context(leave_untouched(module))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             state = {name: _make_empty(tensor) for name, tensor in _iterate_state(module)}
             feeds = {name: _make_empty(tensor) for name, tensor in feeds.items()}

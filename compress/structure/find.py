@@ -15,6 +15,12 @@ from compress.structure.dataflow import DataFlow, ModuleCall, record, within
 from compress.structure.residual import find_residual
 from compress.structure.sources import Sources, is_matrix, n_inputs, n_outputs
 
+KEEPS_SCORES = (
+    *("_softmax", "softmax", "_log_softmax", "sigmoid", "softplus", "sqrt", "add", "mul", "div", "sub", "tanh"),
+    *("_to_copy", "view", "_unsafe_view", "reshape", "clone", "alias", "detach", "slice", "select", "unsqueeze"),
+    *("squeeze", "masked_fill", "clamp", "where", "t", "transpose"),
+)
+"""Operators between a router's scores and the top-k of them."""
 N_TOKENS = 8
 """Enough for a text model's structure, whatever `max_length` is."""
 
@@ -58,7 +64,29 @@ def structure_of(flow: DataFlow) -> Structure:
     blocks = tuple(
         BlockFacts(name, parts.by_block.get(name, ()), _list_experts(flow, name, mixtures)) for name in chain or ("",)
     )
-    return Structure(blocks, parts.before, parts.after, residual, tuple(notes + more))
+    return Structure(blocks, parts.before, parts.after, residual, tuple(notes + more), _find_routers(flow))
+
+
+def _find_routers(flow: DataFlow) -> tuple[str, ...]:
+    """Return the layers that a top-k reads, through what keeps each of their outputs apart: scores of experts."""
+    given = {
+        call.outputs[0]: name
+        for name, calls in flow.calls.items()
+        if is_matrix(flow.modules[name])
+        for call in calls
+        if call.outputs
+    }
+    routers = dict[str, None]()
+    values = [op.inputs[0] for op in flow.ops if op.name == "topk" and op.inputs]
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if value in given:
+            routers[given[value]] = None
+        elif value not in seen and (op := flow.producers.get(value)) is not None and op.name in KEEPS_SCORES:
+            values += op.inputs
+        seen.add(value)
+    return tuple(routers)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from compress.work.block_layers import (
     InputRanges,
     block_layers,
     find_shared,
+    leave_unscaled,
     matrix,
     nearest,
     put_layer,
@@ -36,9 +37,9 @@ def apply_autoround(knobs: AutoRound, model: StreamedModel, context: PassContext
     tables = knobs.takes_tables and knobs.start == "nearest"
     stream = Stream(model, context, float_too=True, tables=tables)
     for block in stream:
-        start, schemes = _choose_start(knobs, model, block, context.target)
+        start, schemes, input_scales = _choose_start(knobs, model, block, context.target)
         if start:
-            _learn(knobs, block, start, schemes, _find_input_scales(knobs, block, schemes), context)
+            _learn(knobs, block, start, schemes, input_scales, context)
     result = stream.result()
     if not any(decision.action == "learned" for decision in result.decisions):
         raise PassError("autoround: no layer is left to round; check targets and ignore")
@@ -80,18 +81,6 @@ def _learn(
     _record(knobs, block, start, weights, schemes, log)
 
 
-def _find_input_scales(knobs: AutoRound, block: BlockWork, schemes: Mapping[str, Scheme]) -> dict[str, float | None]:
-    """Return the scales that layers' inputs are stored with, where the schemes have any and no earlier pass did."""
-    inputs = InputRanges.of(dict(schemes))
-    if knobs.start == "given" or not inputs.schemes:
-        return {}
-    try:
-        block.collect(lambda reading, rows: inputs.see(reading.layers, rows))
-        return {layer: inputs.scale(layer) for layer in schemes}
-    except ValueError as error:
-        raise PassError(f"autoround: {block.name}: {error}") from error
-
-
 def _record(
     knobs: AutoRound,
     block: BlockWork,
@@ -117,16 +106,23 @@ def _record(
 
 def _choose_start(
     knobs: AutoRound, model: StreamedModel, block: BlockWork, target: Target
-) -> tuple[dict[str, QuantizedWeight], dict[str, Scheme]]:
-    """Return the integers to go on from, and their schemes: the nearest, or those that are there."""
+) -> tuple[dict[str, QuantizedWeight], dict[str, Scheme], dict[str, float | None]]:
+    """Return the integers to go on from, the nearest or those that are there; their schemes, and scales of inputs.
+
+    Of those that are there an earlier pass has stored the scales. Layers whose inputs have none stay float.
+    """
     if knobs.start == "given":
         start = {
             layer: weight
             for layer, weight in block.quantized.items()
             if not block.tables.holds(layer) and is_selected(knobs, layer, type(block.layers[layer]).__name__)
         }
-        return start, {layer: model.schemes[layer] for layer in start}
+        return start, {layer: model.schemes[layer] for layer in start}, {}
     layers = block_layers(knobs, block, target)
+    inputs = InputRanges.of(layers.schemes)
+    if inputs.schemes:
+        block.collect(lambda reading, rows: inputs.see(reading.layers, rows))
+        leave_unscaled(knobs, block, layers, inputs, list(layers.schemes))
     round_tables(knobs, block, layers, target)
     for layer in layers.sharers:
         if layer not in layers.tables:  # learned as a product's weight it would drift from what is looked up
@@ -135,10 +131,11 @@ def _choose_start(
     nearest_ones = [facts for layer, facts in layers.facts.items() if layer not in learned]
     block.say(decisions=[*(knobs.decision(facts, target) for facts in nearest_ones), *layers.kept])
     shared = find_shared(knobs, block, learned)
-    return {
+    start = {
         layer: _round_to_nearest(knobs, block, layer, scheme, target, shared.get(layer))
         for layer, scheme in learned.items()
-    }, learned
+    }
+    return start, learned, {layer: inputs.scale(layer) for layer in learned}
 
 
 def _round_to_nearest(

@@ -21,7 +21,7 @@ from compress.formats.targets import Target
 from compress.passes.awq import Awq
 from compress.quantize.activations import round_inputs
 from compress.quantize.awq import RoundedInputs, Scaling, search_scales
-from compress.quantize.gram import Compute, Gram
+from compress.quantize.gram import Compute, Gram, explain_no_gram
 from compress.work.block_layers import (
     BlockLayers,
     block_layers,
@@ -61,7 +61,7 @@ class _Seen:
     def add(self, rows: Tensor) -> None:
         self.gram.add(rows)
         self.magnitude += rows.abs().sum(0, dtype=torch.float64)
-        if self.n_added % self.stride == 0:
+        if self.n_added % self.stride == 0 and len(rows):
             self.parts.append(rows[:: -(-len(rows) // ROWS_OF_PART)].float().clone())
         if len(self.parts) > MOST_PARTS:
             self.parts, self.stride = self.parts[::2], 2 * self.stride
@@ -110,9 +110,8 @@ class _BlockScaling:
         seen = self.seen.pop(reading, None) or _Seen(width, self.knobs.compute, self.block.part.device)
         gram, n_rows = seen.gram.mean(sum_over_processes)
         magnitude = sum_over_processes(seen.magnitude).float() / max(n_rows, 1)
-        if not torch.isfinite(gram).all():
-            raise PassError(f"awq: {', '.join(names)}: NaN or Inf among its inputs on the calibration data")
-        obstacle = self._find_obstacle(reading, n_rows)
+        trouble = explain_no_gram(gram, n_rows)
+        obstacle = f"not scaled: {trouble}" if trouble else self._find_obstacle(reading)
         if obstacle is None:
             scaling = self._search(reading, names, gram, magnitude, self._find_rounding(names, seen))
             how = "left alone: no scale lowers the error"
@@ -123,15 +122,13 @@ class _BlockScaling:
             errors = {"error_before": scaling.error_before, "error_after": scaling.error_after}
             self.block.say(measured=dict.fromkeys(names, errors))
         self.how |= dict.fromkeys(names, obstacle or how)
-        if n_rows:
+        if not trouble:
             if any(name in self.layers.sharers for name in names):
                 gram = weigh_both_uses(gram)
             self.importance |= dict.fromkeys(names, gram.diagonal() + 1e-3 * gram.diagonal().mean().clamp_min(1e-30))
 
-    def _find_obstacle(self, reading: Reading, n_rows: int) -> str | None:
+    def _find_obstacle(self, reading: Reading) -> str | None:
         """Return why no scale is searched for; None where one is."""
-        if not n_rows:
-            return "not scaled: no calibration data reaches it"
         if not reading.source:
             return "not scaled: no module before it can take a scale exactly"
         tables = self.block.tables
@@ -175,7 +172,9 @@ class _BlockScaling:
         knobs, target = self.knobs, self.target
         starved = [name for name in self.layers.schemes if name not in self.importance]
         verb = "rounded to the nearest, not scaled" if knobs.round else "not scaled"
-        texts = [f"awq: {name}: no calibration data reaches it; {verb}" for name in starved]
+        unread = "no calibration data reaches it"
+        why = {name: self.how.get(name, unread).removeprefix("not scaled: ") for name in starved}
+        texts = [f"awq: {name}: {why[name]}; {verb}" for name in starved]
         facts = self.layers.facts.values()
         remark(knobs, self.block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
         decisions = []

@@ -218,7 +218,7 @@ class InputRanges:
         return cls({name: inputs for name, inputs in activations.items() if inputs.has_stored_scale})
 
     def see(self, layers: Sequence[str], rows: Tensor) -> None:
-        """Observe `rows` [n, in], which all of `layers` read. ValueError on NaN or Inf."""
+        """Observe `rows` [n, in], which all of `layers` read."""
         wanted = [layer for layer in layers if layer in self.schemes]
         if wanted and rows.numel():
             first = self.seen.setdefault(wanted[0], Observer())
@@ -229,30 +229,52 @@ class InputRanges:
         """Return what one level of its inputs stands for, over all processes; None: scaled at run time alone.
 
         int8: the symmetric range of least squared error; floats, whose rounding is relative: all that was seen. Of
-        NVFP4 what a group's scale of 1 stands for. ValueError if nothing, or nothing but zeros, was seen.
+        NVFP4 what a group's scale of 1 stands for. Only of a layer for which `explain_no_scale` has nothing to say.
         """
         scheme = self.schemes.get(layer)
         if scheme is None:
             return None
-        seen = _merge_observers(
-            [observer for observer in gather_from_processes(self.seen.get(layer)) if observer is not None]
-        )
-        if seen is None or seen.low == seen.high == 0:
-            raise ValueError("its inputs were never other than zero on the calibration data: they have no scale")
         method: Method = "minmax" if scheme.kind == "float" else "mse"
-        high = choose_range(seen, method, symmetric=True)[1]
+        high = choose_range(self._gather(layer), method, symmetric=True)[1]
         return high / scheme.most
 
+    def explain_no_scale(self, layer: str) -> str:
+        """Return why no scale can be stored for the layer's inputs, over all processes; "" where none is asked for."""
+        if layer not in self.schemes:
+            return ""
+        seen = self._gather(layer)
+        trouble = seen.trouble or ("nothing but zeros on the calibration data" if seen.low == seen.high == 0 else "")
+        return trouble and f"its inputs, for which a scale would be stored, have {trouble}"
 
-def _merge_observers(observers: Sequence[Observer]) -> Observer | None:
-    """Merge observers into one that has seen what all of them have; None of none."""
-    if not observers:
-        return None
+    def _gather(self, layer: str) -> Observer:
+        seen = gather_from_processes(self.seen.get(layer))
+        return _merge_observers([observer for observer in seen if observer is not None] or [Observer()])
+
+
+def leave_unscaled(
+    knobs: WeightPass, block: BlockWork, layers: BlockLayers, inputs: InputRanges, names: Sequence[str]
+) -> list[str]:
+    """Return those of `names` that can be rounded; the others stay float, with a decision and a warning.
+
+    They leave `layers`: an input without a scale costs its layer, and not the run.
+    """
+    lost = {name: why for name in names if (why := inputs.explain_no_scale(name))}
+    for name, why in lost.items():
+        layers.schemes.pop(name)
+        sharing = [layers.facts.pop(member) for member in (name, *layers.sharers.get(name, ()))]
+        block.say(decisions=[LayerDecision(layer.name, layer.type, "kept", why) for layer in sharing])
+    remark(knobs, block, [f"{knobs.kind}: {name} stays float: {why}" for name, why in lost.items()])
+    return [name for name in names if name not in lost]
+
+
+def _merge_observers(observers: Sequence[Observer]) -> Observer:
+    """Merge observers into one that has seen what all of them have."""
     widest = max(observers, key=lambda observer: observer.bound)
     total = replace(widest, counts=np.zeros_like(widest.counts))
     for observer in observers:
         same = replace(observer, counts=observer.counts.copy())
         same.widen(widest.bound)
         total.counts += same.counts
+        total.finite = total.finite and observer.finite
         total.low, total.high = min(total.low, observer.low), max(total.high, observer.high)
     return total

@@ -29,6 +29,7 @@ from compress.quantize.int8 import (
     Setting,
     choose_ranges,
     correct_biases,
+    leave_unseen,
     observe_state,
     tensors_of,
     with_integer_layers,
@@ -65,18 +66,24 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
         seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
     except ValueError as error:
         raise PassError(f"{knobs.kind}: {error}") from error
+    state, unseen = leave_unseen(state, seen)
+    if unseen and not state.integer:
+        raise PassError(f"{knobs.kind}: no layer is left: {next(iter(unseen.values()))}; look at data.calibration")
     if not state.dynamic:
         state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(knobs, state))})
-    state, choice = take_fastest(knobs, state, taken, context)
     if knobs.bias_correction:
         state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
+    state, choice = take_fastest(knobs, state, taken, context)
     sample = list(islice(context.batches, MEASURE_BATCHES))
     state, notes = _heal_collapse(knobs, state, seen, sample, context)
     restored = _restore(knobs, state, context)
     state = restored.state
     measured = _measure(state, seen, restored.sensitivity, sample, context)
-    decisions = [_decide(knobs, layer.name, layer.type, state, choice, restored.reason) for layer in taken]
-    told = [*_tell_choice(knobs, choice), *notes, *restored.notes]
+    decisions = [
+        _decide(knobs, layer.name, layer.type, state, choice, unseen.get(layer.name, restored.reason))
+        for layer in taken
+    ]
+    told = [*_tell_unseen(knobs, unseen), *_tell_choice(knobs, choice, state.timed_for), *notes, *restored.notes]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
 
 
@@ -105,6 +112,7 @@ def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, con
         state, taken, _ = place_layers(knobs, state, round_roughly)
         if context.timing is not None and not state.dynamic:
             seen = observe_state(state, context.timing.feeds)
+            state, _ = leave_unseen(state, seen)
             state = replace(state, ranges={**state.ranges, **choose_ranges(seen, lambda name: ("minmax", 100.0))})
     except ValueError as error:
         raise PassError(f"{knobs.kind}: {error}") from error
@@ -144,7 +152,8 @@ def take_fastest(
     choice = PlacementChoice.from_record(kept["choice"])
     names = [name for name in state.integer if name not in choice.in_float]
     measured = None if given is not None else PlacementTimes(**kept["times"])
-    return keep_integer(state, names, choice.kind), Chosen(choice, key, measured)
+    chosen = replace(keep_integer(state, names, choice.kind), timed_for=timer.target, untimed_placement=state.placement)
+    return chosen, Chosen(choice, key, measured)
 
 
 def _record(chosen: Chosen | None) -> dict[str, Any]:
@@ -152,12 +161,20 @@ def _record(chosen: Chosen | None) -> dict[str, Any]:
     return {} if chosen is None else {"key": name_given("placement", chosen.key), **asdict(chosen.choice)}
 
 
-def _tell_choice(knobs: EightBit, chosen: Chosen | None) -> list[Note]:
+def _tell_unseen(knobs: EightBit, unseen: Mapping[str, str]) -> list[Note]:
+    """Return a note for each reason for which layers stay float, with their names."""
+    return [
+        Note("warning", f"{knobs.kind}: in float: {', '.join(name for name in unseen if unseen[name] == why)}: {why}")
+        for why in dict.fromkeys(unseen.values())
+    ]
+
+
+def _tell_choice(knobs: EightBit, chosen: Chosen | None, target: str) -> list[Note]:
     if chosen is None or not chosen.choice.in_float:
         return []
     text = (
-        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float, their weights stored in int8, "
-        "because int8 or its borders are slower there (placement: auto computes them in int8)"
+        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float on {target}, their weights stored "
+        "in int8, because int8 or its borders are slower there (placement: auto computes them in int8)"
     )
     notes = [Note("info", text)]
     if chosen.times is not None:
@@ -408,12 +425,12 @@ def _measure(
 
 
 def _decide(
-    knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, restored: str
+    knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, why_float: str
 ) -> LayerDecision:
     if chosen is not None and name in state.unpacked:
-        return LayerDecision(name, kind, knobs.number, "W8, computed in float: faster so in this graph")
+        return LayerDecision(name, kind, knobs.number, f"W8, computed in float: faster so on {state.timed_for}")
     if name in state.weight_only:
         return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
     if name in state.integer:
         return LayerDecision(name, kind, knobs.number, knobs.scheme)
-    return LayerDecision(name, kind, "float32", restored)
+    return LayerDecision(name, kind, "float32", why_float)

@@ -38,9 +38,13 @@ def apply_equalize(config: Equalize, state: GraphState, context: GraphContext) -
         for layer in taken
     }
     for pair in pairs:
-        peak = seen[pair.tensor].channel_peak
+        name, observer = pair.second.name, seen[pair.tensor]
+        if observer.trouble:
+            why = f"tensor {pair.tensor!r} has {observer.trouble}"
+            decisions[name] = LayerDecision(name, pair.second.type, "kept", why)
+            continue
+        peak = observer.channel_peak
         assert peak is not None
         equalize_pair(graph, pair, smoothing_scales(peak, input_channel_peak(pair.second), config.alpha))
-        name = pair.second.name
         decisions[name] = LayerDecision(name, pair.second.type, "equalized", f"with {pair.first.name}")
     return PassResult(replace(state, model=graph), (*decisions.values(), *kept))

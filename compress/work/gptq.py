@@ -28,7 +28,7 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.gptq import Gptq
 from compress.quantize.gptq import Hessian, RoundedWeight, Rules, invert_hessian
-from compress.quantize.gram import Gram, gram_matrix
+from compress.quantize.gram import Gram, explain_no_gram, gram_matrix
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.quantize.smooth import input_groups
 from compress.quantize.state import GraphState
@@ -38,6 +38,7 @@ from compress.work.block_layers import (
     InputRanges,
     block_layers,
     find_shared,
+    leave_unscaled,
     matrix,
     may_be_negative,
     name_errors,
@@ -68,26 +69,32 @@ def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassRe
     notes: list[Note] = []
     for tensor in context.progress(list(groups), "gptq: rounding"):
         source = working if knobs.sequential else state.model
-        try:
-            gram = gram_matrix(source, tensor, context.batches, torch.device(context.device))
-            hessian = invert_hessian(gram, knobs.damp_percent, knobs.actorder)
-        except ValueError as error:
-            raise PassError(f"gptq: {groups[tensor][0].name}: {error}") from error
-        notes += _make_notes(knobs, groups[tensor], hessian)
+        with name_errors("gptq", [layer.name for layer in groups[tensor]]):
+            gram, n_rows = gram_matrix(source, tensor, context.batches, torch.device(context.device))
+            trouble = explain_no_gram(gram, n_rows)
+            hessian = None if trouble else invert_hessian(gram, knobs.damp_percent, knobs.actorder)
+        notes += _make_notes(knobs, groups[tensor], hessian, trouble)
         for layer in groups[tensor]:
             rounded = _round(knobs, layer, facts[layer.name], hessian, context)
-            weights[layer.name] = rounded.weight
-            measured[layer.name] = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
-            _put_back(working, layer, rounded.weight)
+            if isinstance(rounded, RoundedWeight):
+                measured[layer.name] = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
+                rounded = rounded.weight
+            weights[layer.name] = rounded
+            _put_back(working, layer, rounded)
     state = replace(state, weight_only=[*state.weight_only, *weights], weights={**state.weights, **weights})
     decisions = [knobs.decision(layer, context.target) for layer in taken]
     return PassResult(state, (*decisions, *kept), tuple(notes), measured)
 
 
-def _round(knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian, context: PassContext) -> RoundedWeight:
+def _round(
+    knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian | None, context: PassContext
+) -> RoundedWeight | QuantizedWeight:
+    """Round a layer's weight; without a Hessian to the nearest."""
     scheme = knobs.setting(facts, context.target)
     weight = torch.from_numpy(layer.matrix().copy()).to(context.device)
     try:
+        if hessian is None:
+            return nearest(weight, scheme, context.target)
         return gptq_round_weights([weight], hessian, scheme.weights, _gptq_rules(knobs, scheme, context.target))[0]
     except ValueError as problem:
         raise PassError(f"gptq: {layer.name}: {problem}") from problem
@@ -100,8 +107,11 @@ def _put_back(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> No
     layer.node.replace_input_with(layer.weight_input, initializer(model, f"{layer.name}/rounded", values))
 
 
-def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian) -> list[Note]:
-    remarks = _hessian_remarks([layer.name for layer in group], hessian, knobs.damp_percent)
+def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian | None, trouble: str) -> list[Note]:
+    names = [layer.name for layer in group]
+    remarks = [f"gptq: {name}: {trouble}; rounded to the nearest" for name in names if hessian is None]
+    if hessian is not None:
+        remarks = _hessian_remarks(names, hessian, knobs.damp_percent)
     if remarks and knobs.strict:
         raise PassError(remarks)
     return [Note("warning", text) for text in remarks]
@@ -164,7 +174,7 @@ class _BlockRounding:
         self.knobs, self.block, self.layers, self.target = knobs, block, layers, target
         self.grams: dict[Reading, Gram] = {}
         self.inputs = InputRanges.of(layers.schemes)
-        self.left = list(layers.schemes)
+        self.left = dict.fromkeys(layers.schemes, "no calibration data reaches it")
 
     def visit(self, reading: Reading, rows: Tensor) -> None:
         names = self.layers.of(reading.layers)
@@ -172,20 +182,21 @@ class _BlockRounding:
             if reading not in self.grams:
                 self.grams[reading] = Gram(rows.shape[1], self.knobs.compute, rows.device)
             self.grams[reading].add(rows)
-            with name_errors("gptq", names):
-                self.inputs.see(names, rows)
+            self.inputs.see(names, rows)
 
     def act(self, reading: Reading) -> None:
         """Round the reading's layers, those of one scheme together."""
         names = self.layers.of(reading.layers)
         if not names:
             return
-        shared = [name for name in names if name in self.layers.sharers]
         width = self.layers.facts[names[0]].shape[1]
         seen = self.grams.pop(reading, None) or Gram(width, self.knobs.compute, self.block.part.device)
         gram, n_rows = seen.mean(sum_over_processes)
-        if not n_rows:
-            return  # `finish` rounds them to the nearest
+        if trouble := explain_no_gram(gram, n_rows):
+            self.left |= dict.fromkeys(names, trouble)  # `finish` rounds them to the nearest
+            return
+        names = leave_unscaled(self.knobs, self.block, self.layers, self.inputs, names)
+        shared = [name for name in names if name in self.layers.sharers]
         self._round_alike([name for name in names if name not in shared], gram)
         self._round_alike(shared, weigh_both_uses(gram))
 
@@ -211,24 +222,21 @@ class _BlockRounding:
         with name_errors("gptq", names):
             all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, all_rounded, strict=True):
-            with name_errors("gptq", [name]):
-                scale = self.inputs.scale(name)
-            put_layer(self.block, self.layers, name, rounded.weight, scale)
+            put_layer(self.block, self.layers, name, rounded.weight, self.inputs.scale(name))
             errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
             self.block.say(measured={name: errors})
-            self.left.remove(name)
+            del self.left[name]
 
     def finish(self) -> None:
-        """Round layers that no calibration row reached (an expert that no token chose) to the nearest."""
+        """Round layers of whose inputs nothing is known (an expert that no token chose) to the nearest."""
         knobs, block, target = self.knobs, self.block, self.target
-        texts = [f"gptq: {name}: no calibration data reaches it; rounded to the nearest" for name in self.left]
+        left = leave_unscaled(knobs, block, self.layers, self.inputs, self.layers.of(list(self.left)))
+        texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left]
         facts = self.layers.facts.values()
         remark(knobs, block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
-        shared = find_shared(knobs, block, {name: self.layers.schemes[name] for name in self.left})
-        for name in self.left:
+        shared = find_shared(knobs, block, {name: self.layers.schemes[name] for name in left})
+        for name in left:
             scheme = self.layers.schemes[name]
-            with name_errors("gptq", [name]):
-                scale = self.inputs.scale(name)
             weight = nearest(matrix(knobs, block, name), scheme, target, shared=shared.get(name))
-            put_layer(block, self.layers, name, weight, scale)
+            put_layer(block, self.layers, name, weight, self.inputs.scale(name))
         block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])

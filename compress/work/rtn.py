@@ -27,6 +27,7 @@ from compress.work.block_layers import (
     InputRanges,
     block_layers,
     find_shared,
+    leave_unscaled,
     matrix,
     nearest,
     put_layer,
@@ -77,10 +78,10 @@ class _Importance:
 
 
 def _weigh_inputs(squares: Tensor) -> Tensor | None:
-    """Return the weight of each input [in] by its squares; None where all are zero."""
+    """Return the weight of each input [in] by its squares; None where all are zero, or one is not finite."""
     mean = squares.mean()
     # what was always zero here counts a little, because serving may use it
-    return (squares / mean + SMALL).float() if mean > 0 else None
+    return (squares / mean + SMALL).float() if 0 < mean < torch.inf else None
 
 
 def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
@@ -99,9 +100,13 @@ def _round_layers(knobs: Rtn, model: StreamedModel, context: PassContext) -> Pas
                 block.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
             if seen is not None:
                 block.collect(seen.see, [reading for reading in block.readings if layers.of(reading.layers)])
+            leave_unscaled(knobs, block, layers, inputs, list(layers.schemes))
             shared = find_shared(knobs, block, layers.schemes)
             for layer, scheme in layers.schemes.items():
                 values, weighting = matrix(knobs, block, layer), None if seen is None else seen.of(layer)
+                if seen is not None and weighting is None:
+                    why = "no finite calibration data other than zeros reaches it"
+                    remark(knobs, block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
         except ValueError as error:

@@ -64,6 +64,12 @@ def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -
         seen = observe(model, dict.fromkeys(groups, -1), context.progress(context.batches, "smoothquant: observing"))
     except ValueError as error:
         raise PassError(f"smoothquant: {error}") from error
+    unseen = {name: groups.pop(name) for name, observer in seen.items() if observer.trouble}
+    kept += [
+        LayerDecision(layer.name, layer.type, "kept", f"tensor {name!r} has {seen[name].trouble}")
+        for name, group in unseen.items()
+        for layer in group
+    ]
     rows = collect_rows(model, groups, context.batches, knobs.rows, context.seed)
     alphas = ALPHAS if knobs.alpha is None else (knobs.alpha,)
     decisions, measured = [], {}
@@ -173,6 +179,8 @@ class _BlockSmoothing:
             return False, "left alone: no calibration data reaches it"
         rows = torch.cat([part for sample in samples for part in sample.rows]).numpy()
         peak = torch.stack([sample.peak for sample in samples]).amax(0).numpy()
+        if not np.isfinite(peak).all():
+            return False, "left alone: NaN or Inf among its inputs on the calibration data"
         smoothing = self._search(reading, rows, peak)
         errors = {"error_before": smoothing.error_before, "error_after": smoothing.error_after}
         self.block.say(measured=dict.fromkeys(reading.layers, errors))
@@ -182,10 +190,6 @@ class _BlockSmoothing:
         return True, f"alpha {smoothing.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
 
     def _search(self, reading: Reading, rows: np.ndarray, peak: np.ndarray) -> Smoothing:
-        if not np.isfinite(peak).all():
-            raise PassError(
-                f"smoothquant: {', '.join(reading.layers)}: NaN or Inf among its inputs on the calibration data"
-            )
         knobs = self.knobs
         alphas, gain = (ALPHAS, FREE) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
         weights = [self.block.matrix(name).cpu().numpy() for name in reading.layers]

@@ -26,7 +26,7 @@ from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_input
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
 from compress.quantize.gptq import Hessian, invert_hessian
-from compress.quantize.gram import Gram
+from compress.quantize.gram import Gram, explain_no_gram
 from compress.work.block_layers import block_facts
 
 JUDGED_ROWS = 128
@@ -79,7 +79,7 @@ class _BlockSparsifying:
         self.scope: Scope = "row" if knobs.within == "row" else "layer"
         self.facts = {layer.name: layer for layer in taken}
         self.grams: dict[Reading, list[Gram]] = {}
-        self.left = list(self.facts)
+        self.left = dict.fromkeys(self.facts, "no calibration data reaches it")
 
     def visit(self, reading: Reading, rows: Tensor) -> None:
         """Add `rows` [groups, n, in] to the reading's Gram matrices."""
@@ -95,18 +95,19 @@ class _BlockSparsifying:
         if not names:
             return
         means = [gram.mean(sum_over_processes) for gram in self.grams.pop(reading, None) or self._make_grams(names[0])]
-        if not means[0][1]:
-            return  # `finish` takes them by magnitude
         grams = torch.stack([gram for gram, _ in means])  # [groups, in, in]
+        if trouble := explain_no_gram(grams, means[0][1]):
+            self.left |= dict.fromkeys(names, trouble)  # `finish` takes them by magnitude
+            return
         hessians = self._invert_grams(names, grams) if self.knobs.method == "sparsegpt" else []
         for name in names:
             self._sparsify(name, grams, hessians)
-            self.left.remove(name)
+            del self.left[name]
 
     def finish(self) -> None:
-        """Prune by magnitude: all layers with that method, else those that no calibration row reached."""
+        """Prune by magnitude: all layers with that method, else those of whose inputs nothing is known."""
         if self.knobs.needs_calibration:
-            self._remark([f"{name}: no calibration data reaches it; by magnitude" for name in self.left])
+            self._remark([f"{name}: {why}; by magnitude" for name, why in self.left.items()])
         for name in self.left:
             weight = self._matrices(name)
             self._replace(name, self._prune_by_magnitude(name, weight))
@@ -131,9 +132,7 @@ class _BlockSparsifying:
             damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
             sparse = refit(weight, sparse, damped, self.knobs.refit)
         else:
-            sparse = weight.masked_fill(
-                choose_zeros(self._score_by_wanda(name, weight, grams), amount, self.scope), 0.0
-            )
+            sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, self.scope), 0.0)
         self._replace(name, sparse)
         self._measure(name, weight, sparse, grams)
 
@@ -144,12 +143,6 @@ class _BlockSparsifying:
         energy, error, other = (_energy(change[:, ::stride], grams) for change in changes)
         energy = max(energy, 1e-30)
         self.block.say(measured={name: {"output_error": error / energy, "output_error_magnitude": other / energy}})
-
-    def _score_by_wanda(self, name: str, weight: Tensor, grams: Tensor) -> Tensor:
-        scores = wanda_scores(weight, grams)
-        if not torch.isfinite(scores).all():
-            raise PassError(f"sparsify: {name}: NaN or Inf among its inputs on the calibration data")
-        return scores
 
     def _prune_by_magnitude(self, name: str, weight: Tensor) -> Tensor:
         return weight.masked_fill(choose_zeros(weight.abs(), self.amounts[name], self.scope), 0.0)

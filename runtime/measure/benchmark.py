@@ -325,15 +325,19 @@ def _describe_model(root: Path, variant: Variant, number: int) -> TimedModel:
 def count_processes(judgement: Judgement) -> int:
     """Return how many fresh processes measure: as many as have an interval, and more where a gate is about speed.
 
-    With more, an odd one on either side does not widen the interval. Load time and memory are of half of them each.
+    With more, an odd one on either side does not widen the interval.
     """
+    least, gated = count_least_processes(judgement), {gate.metric for gate in judgement.gates}
     if judgement.benchmark.processes is not None:
         return judgement.benchmark.processes
-    gated = {gate.metric for gate in judgement.gates}
-    least = fresh_processes_needed(judgement.confidence)
-    if gated & MEMORY:
-        return 2 * least
-    return fresh_processes_needed(judgement.confidence, odd=1) if gated & MEASURED.keys() - SIZES else least
+    usual = fresh_processes_needed(judgement.confidence, odd=1) if gated & MEASURED.keys() - SIZES else least
+    return max(least, usual)
+
+
+def count_least_processes(judgement: Judgement) -> int:
+    """Return how many fresh processes have an interval: twice as many of load time and memory, told by half of them."""
+    half = {gate.metric for gate in judgement.gates} & MEMORY
+    return fresh_processes_needed(judgement.confidence) * (2 if half else 1)
 
 
 def _run_processes(order: Order, judgement: Judgement, name: str) -> list[Answer]:

@@ -236,8 +236,7 @@ class _Process:
             calls = []
             for number, session in enumerate(judged):
                 batch = self._read_batches(number, session, "large")[0]
-                rows = {name: np.resize(values, (size, *values.shape[1:])) for name, values in batch.items()}
-                calls.append(make_call(session, [rows]))
+                calls.append(make_call(session, [_resize_feeds(batch, size)]))
             seconds = self._time(f"limited {size}", calls, self.settings.iterations // 4, self.order.seconds.limited)
             times = seconds.reshape(len(calls), -1)
             in_time = np.percentile(times, self.settings.latency_percentile, axis=1) <= limit_s
@@ -325,9 +324,11 @@ class _Process:
 
 def _resize(batch: Prompts, size: int) -> Prompts:
     """Return a batch of another size, its rows in turn."""
-    if isinstance(batch, dict):
-        return {name: np.resize(values, (size, *values.shape[1:])) for name, values in batch.items()}
-    return [batch[row % len(batch)] for row in range(size)]
+    return _resize_feeds(batch, size) if isinstance(batch, dict) else [batch[row % len(batch)] for row in range(size)]
+
+
+def _resize_feeds(batch: Feeds, size: int) -> Feeds:
+    return {name: np.resize(values, (size, *values.shape[1:])) for name, values in batch.items()}
 
 
 def time_on_device(judged: Sequence[Session], calls: Sequence[Call]) -> Array | None:

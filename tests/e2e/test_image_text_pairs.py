@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import apply, plan, text_folder
 from shortcuts import quick_export, quick_judge
 
@@ -127,6 +128,8 @@ def test_images_find_their_texts(clip: tuple[Path, dict[str, Any]], cache: Path,
     assert np.mean(similar.argmax(axis=1) == wanted) >= 0.9
     served = {each["name"]: each["data"] for each in json.loads(answer.header)["outputs"]}
     np.testing.assert_allclose(served["image_embeds"], outputs["image_embeds"][0], atol=1e-5)
+    copy_baseline(tmp_path / "out", tmp_path / "whole")
+    assert_no_exchange_passes(tmp_path / "whole", tmp_path)
 
 
 def test_the_folder_says_how_both_are_read(clip: tuple[Path, dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from child_processes import run_python
+from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import BLOCKED, QUICK, apply, changed, plan
 from small_answers import train_turner, write_speech_model, write_texts, write_tokenizer
 
@@ -107,6 +108,8 @@ def test_a_trained_model(turner: Path, cache: Path, tmp_path: Path, passes: list
     assert main([str(tmp_path / "out") if word == "DIR" else word for word in command[1:]]) == 0
     if passes[0]["kind"] == "int8":
         _answer_without_torch(tmp_path / "out")
+        copy_baseline(tmp_path / "out", tmp_path / "whole")
+        assert_no_exchange_passes(tmp_path / "whole", tmp_path)
 
 
 def _answer_without_torch(bundle: Path) -> None:
@@ -151,6 +154,8 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
         assert ours and theirs.startswith(ours)
     with open_bundle(tmp_path / "out") as bundle:
         assert bundle.generate(tmp_path / rows[0]).text
+    copy_baseline(tmp_path / "out", tmp_path / "whole")
+    assert_no_exchange_passes(tmp_path / "whole", tmp_path)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import apply, plan, serve
 from shortcuts import quick_export, quick_judge
 from small_audio import RATE, TONES, draw_tone, train_spectrogram_model, write_tones, write_wave, write_waveform_model
@@ -78,6 +79,8 @@ def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Pat
         assert [each["name"] for each in served_model.metadata()["inputs"]] == ["audio", "rate"]
         label = json.loads(served_model.infer(json.dumps(request).encode()).header)["outputs"][0]
         assert (label["name"], label["data"]) == ("label", ["middle"])
+    copy_baseline(tmp_path / "out", tmp_path / "whole")
+    assert_no_exchange_passes(tmp_path / "whole", tmp_path)
 
 
 def test_waveforms_of_several_lengths_with_a_mask(tones: Path, cache: Path, tmp_path: Path) -> None:

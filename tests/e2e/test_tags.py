@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from exchanges import assert_no_exchange_passes, copy_baseline
 from golden import RECORDS
 from makers import serve
 from trained_models import write_tagger
@@ -38,6 +39,11 @@ def test_a_model_that_tags_words(tags_bundle: Path, tmp_path: Path) -> None:
     with open_bundle(tags_bundle) as bundle:
         found = bundle.predict([["w1", "w2", "w40"], ["w20", "w3"]])["prediction"]
     assert [[word["label"] for word in text] for text in found] == [["B-PER", "I-PER", "O"], ["B-LOC", "B-PER"]]
+
+
+def test_no_bundle_of_which_a_part_was_exchanged_passes(tags_bundle: Path, tmp_path: Path) -> None:
+    copy_baseline(tags_bundle, tmp_path / "whole")
+    assert_no_exchange_passes(tmp_path / "whole", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "no gates; the verdict will be unjudged" in notes("validate.gates=[]")
     assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
     assert "tensorrt does not run here: quality is judged in onnxruntime-cpu" in notes("target=tensorrt")
+    gate, few = "validate.gates=[{metric: latency_p50, min_speedup: 1.2}]", "validate.benchmark.processes=5"
+    assert "processes: 5 of them cannot decide the gate on latency_p50; give at least 6" in notes(gate, few)
+    assert "cannot decide" not in notes(gate, "validate.benchmark.processes=6") + notes(few)
+    memory = "validate.gates=[{metric: load_time, max: 1000}]"
+    assert "the gate on load_time; give at least 12" in notes(memory, "validate.benchmark.processes=11")
 
 
 def test_a_classifier_of_one_class_is_refused_with_the_tasks_that_fit() -> None:

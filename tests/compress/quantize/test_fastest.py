@@ -15,6 +15,8 @@ import pytest
 from onnx import helper
 
 from compress.commands.reproduce import repeat_choices
+from compress.export.onnx import finish
+from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.passes import Int8
 from compress.quantize.fastest import (
@@ -36,7 +38,7 @@ from compress.quantize.latency import (
     round_roughly,
 )
 from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState, Range
+from compress.quantize.state import GraphState, Range, restore_state
 from compress.timing.clock import Clock
 from compress.timing.kept import Kept
 from compress.work import apply_pass
@@ -60,8 +62,11 @@ class Priced(Clock):
         return [exact(self.price(graphs[0]) / self.price(state)) for state in graphs]
 
 
-def mobile(norms: bool = True) -> ir.Model:
-    """x [N, 8, 8, 8] -> two depthwise-separable blocks, each convolution with its own unfused batch norm -> y."""
+def mobile(norms: bool = True, stride: int = 1) -> ir.Model:
+    """x [N, 8, 8, 8] -> two depthwise-separable blocks, each convolution with its own unfused batch norm -> y.
+
+    `stride`: of the second block's depthwise layer.
+    """
     rng, nodes, constants, x = np.random.default_rng(0), list[Any](), dict[str, np.ndarray](), "x"
     for name, shape, group in (
         ("dw1", (8, 1, 3, 3), 8),
@@ -70,8 +75,10 @@ def mobile(norms: bool = True) -> ir.Model:
         ("pw2", (8, 8, 1, 1), 1),
     ):
         constants[f"{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-        pads = [shape[-1] // 2] * 4
-        nodes.append(helper.make_node("Conv", [x, f"{name}.weight"], [f"{name}_out"], pads=pads, group=group))
+        how = {"pads": [shape[-1] // 2] * 4, "group": group} | (
+            {"strides": [2, 2]} if (name, stride) == ("dw2", 2) else {}
+        )
+        nodes.append(helper.make_node("Conv", [x, f"{name}.weight"], [f"{name}_out"], **how))
         x = f"{name}_out"
         if norms:
             ones = {part: np.ones(8, np.float32) for part in ("gamma", "beta", "mean", "var")}
@@ -90,16 +97,18 @@ FEEDS = [{"x": np.random.default_rng(0).standard_normal((1, 8, 8, 8)).astype(np.
 def timer(price: Price, root: Path | None = None) -> StateTimer:
     """A machine of such prices that keeps what it measured under `root`; files are the states themselves."""
     clock = Priced("onnxruntime-cpu", kept=Kept(root), price=price)
-    return StateTimer(clock, lambda state: state, FEEDS, ["onnxruntime-cpu", 1, 1, None])  # type: ignore[arg-type, return-value]
+    call = ["onnxruntime-cpu", 1, 1, None]
+    return StateTimer(clock, lambda state: state, FEEDS, call, "onnxruntime-cpu")  # type: ignore[arg-type, return-value]
 
 
 def context(price: Price, root: Path) -> GraphContext:
     return replace(graphs.context(FEEDS * 4), timing=timer(price, root))
 
 
-def integer_state() -> GraphState:
-    names = [layer.name for layer in find_layers(mobile())]
-    return with_integer_layers(GraphState(mobile()), names, "all", False, False, round_roughly)
+def integer_state(stride: int = 1) -> GraphState:
+    model = mobile(stride=stride)
+    names = [layer.name for layer in find_layers(model)]
+    return with_integer_layers(GraphState(model), names, "all", False, False, round_roughly)
 
 
 def n_depthwise(state: GraphState) -> int:
@@ -115,6 +124,24 @@ def test_depthwise_layers_that_int8_slows_down_stay_float() -> None:
     choice, times = choose_fastest(integer_state(), timer(price_slow_depthwise))
     assert choice == PlacementChoice("all", ("dw1", "dw2"))
     assert times == PlacementTimes(everywhere=round(1 / 1.2, 4), chosen=round(1 / 0.6, 4))
+
+
+def test_layers_that_read_large_maps_are_chosen_together() -> None:
+    """Of each two neighbours in float and in int8 the border costs more than either form gains."""
+
+    def price(state: GraphState) -> float:
+        slow = [name in state.integer for name in ("dw1", "pw1", "dw2")]
+        return 1.0 + 0.2 * sum(slow) + 1.0 * (len(set(slow)) > 1)
+
+    choice, _ = choose_fastest(integer_state(stride=2), timer(price))
+    assert choice == PlacementChoice("all", ("dw1", "dw2", "pw1"))
+
+
+def test_of_steps_alike_the_one_with_most_in_int8_is_taken() -> None:
+    choice, _ = choose_fastest(
+        integer_state(), timer(lambda state: 1.0 + n_depthwise(state) + 0.01 * len(state.integer))
+    )
+    assert choice.in_float == ("dw1", "dw2")
 
 
 def test_where_nothing_gains_all_are_computed_in_float() -> None:
@@ -166,6 +193,21 @@ def test_the_pass_names_the_layers_that_it_lets_compute_in_float_and_times_are_o
     assert "2 layers are computed in float" in shared[0] and "1.67x instead of 0.83x" in here
     assert not re.search(r"[0-9]x", " ".join([*shared, *(d.reason for d in result.decisions)])), "what is hashed"
     assert result.choice.keys() == {"key", "kind", "in_float"}
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt", "tensorrt-rtx", "openvino"])
+def test_what_one_target_s_times_choose_is_in_no_other_s_file(target: str, tmp_path: Path) -> None:
+    def price_one_kept(state: GraphState) -> float:
+        return 1.0 + 0.2 * (len(state.integer) - 1) + 0.5 * (state.placement == "all")
+
+    state = apply_pass(Int8(), GraphState(mobile()), context(price_one_kept, tmp_path)).model
+    rule = apply_pass(Int8(placement="auto"), GraphState(mobile()), context(price_one_kept, tmp_path)).model
+    assert len(state.integer) < 4 and len(rule.integer) == 4
+    again = restore_state(state.model, state.record(), state.arrays())
+    written, expected = (
+        ir.to_proto(finish(each, TARGETS[target])[0]).SerializeToString(deterministic=True) for each in (again, rule)
+    )
+    assert (written == expected) == (target != "onnxruntime-cpu")
 
 
 def test_candidates_are_timed_with_the_ranges_that_are_written(tmp_path: Path) -> None:

@@ -91,11 +91,12 @@ def test_bins_hold_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        seen(np.array([0, value, 1], np.float32))
-    with pytest.raises(ValueError, match="no values"):
-        seen(np.zeros((0, 3), np.float32))
+def test_what_is_not_finite_or_empty_has_no_range_and_says_so(value: float) -> None:
+    assert seen(np.array([0, value, 1], np.float32)).trouble == "NaN or Inf on the calibration data"
+    assert seen(np.zeros((0, 3), np.float32)).trouble == "no values on the calibration data"
+    both = seen(np.array([0, 1], np.float32))
+    both.update(np.zeros((0, 3), np.float32))
+    assert not both.trouble
 
 
 @settings(max_examples=30)
@@ -185,11 +186,10 @@ def test_pieces_of_a_batch_give_what_the_batch_gives(monkeypatch: pytest.MonkeyP
         assert np.array_equal(pieces[name].counts, whole[name].counts)
 
 
-def test_bad_calibration_data_is_named() -> None:
+def test_bad_calibration_data_is_told_of_its_tensor_and_none_is_an_error() -> None:
     model, feeds = graphs.one_layer(6, 4), graphs.vectors(6)
     feeds[1]["x"][0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"tensor 'x': NaN or Inf among the values on calibration batch 2"):
-        observe(model, {"x": None}, feeds)
+    assert observe(model, {"x": None}, feeds)["x"].trouble
     with pytest.raises(ValueError, match="no calibration data"):
         observe(model, {"x": None}, [])
     assert observe(model, {}, feeds) == {}
@@ -226,5 +226,5 @@ def test_padding_counts_in_no_statistic() -> None:
         assert (found[name].low, found[name].high, found[name].n_values) == (want.low, want.high, want.n_values), name
         np.testing.assert_allclose(found[name].channel_mean, want.channel_mean, rtol=1e-6, err_msg=name)
     padded = [{"input_ids": ids, "attention_mask": mask}]
-    torch.testing.assert_close(gram_matrix(model, "out", padded), gram_matrix(model, "out", alone))
+    torch.testing.assert_close(gram_matrix(model, "out", padded)[0], gram_matrix(model, "out", alone)[0])
     assert collect_rows(model, ["out", "flat"], padded, 100, seed=0)["out"].max() < 1000

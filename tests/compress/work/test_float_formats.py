@@ -104,3 +104,38 @@ def test_a_start_that_is_given_is_learned_on_and_keeps_its_formats(tmp_path: Pat
     assert before is not None and after is not None
     np.testing.assert_array_equal(before.stored["global_scale"], after.stored["global_scale"])
     assert second.activation_scales == first.activation_scales
+
+
+def idle(net: Any) -> str:
+    """Give it a layer that nothing calls."""
+    net.get_submodule("model.layers.0.mlp").expert = torch.nn.Linear(32, 16)
+    return "model.layers.0.mlp.expert"
+
+
+def starved(net: Any) -> str:
+    """Let one of its layers read nothing but zeros."""
+    net.get_submodule("model.layers.1.mlp.up_proj").weight.data.zero_()
+    return "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("spoil", [idle, starved])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gptq(scheme="W8A8_STATIC"),
+        Gptq(scheme="FP8", sequential=False),
+        Rtn(scheme="FP8"),
+        AutoRound(scheme="FP8", steps=2),
+    ],
+    ids=lambda config: f"{config.kind}-{config.scheme}",
+)
+def test_a_layer_whose_inputs_get_no_scale_stays_float_and_is_named(config: Any, spoil: Any) -> None:
+    net = llama(layers=2)
+    name = spoil(net)
+    result = apply_pass(config, streamed(net), context(texts()))
+    rounded = result.model.quantized_layers()
+    assert name not in rounded and len(rounded) >= 13
+    assert set(result.model.activation_scales) == set(rounded)
+    decided = {decision.layer: decision for decision in result.decisions}
+    assert decided[name].action == "kept" and "for which a scale would be stored" in decided[name].reason
+    assert [note.text for note in result.notes if name in note.text and "stays float" in note.text]

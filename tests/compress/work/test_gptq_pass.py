@@ -176,7 +176,7 @@ def test_a_gram_matrix_is_that_of_all_rows(compute: Any) -> None:
 def test_a_graph_s_gram_matrix_is_that_of_its_tensor() -> None:
     feeds = graphs.vectors()
     rows = np.concatenate([batch["x"] for batch in feeds])
-    np.testing.assert_allclose(gram_matrix(graphs.one_layer(), "x", feeds), rows.T @ rows / len(rows), atol=1e-5)
+    np.testing.assert_allclose(gram_matrix(graphs.one_layer(), "x", feeds)[0], rows.T @ rows / len(rows), atol=1e-5)
     with pytest.raises(ValueError, match="no calibration data"):
         gram_matrix(graphs.one_layer(), "x", [])
 
@@ -237,11 +237,17 @@ def test_a_channel_that_never_speaks_is_named_and_strict_refuses_it() -> None:
         apply_pass(Gptq(strict=True), GraphState(graphs.one_layer()), context(feeds))
 
 
-def test_a_value_that_is_not_finite_stops_it_and_is_named() -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_costs_its_layer_and_is_named(value: float) -> None:
     feeds = graphs.vectors()
-    feeds[1]["x"][0, 0] = np.nan
-    with pytest.raises(PassError, match="gptq: fc: tensor 'x': NaN or Inf on the calibration data"):
-        apply_pass(Gptq(), GraphState(graphs.one_layer()), context(feeds))
+    feeds[1]["x"][0, 0] = value
+    result = apply_pass(Gptq(), GraphState(graphs.one_layer()), context(feeds))
+    text = "gptq: fc: NaN or Inf among its inputs on the calibration data; rounded to the nearest"
+    assert [note.text for note in result.notes] == [text]
+    nearest = apply_pass(Rtn(), GraphState(graphs.one_layer()), context(feeds)).model.weights["fc"]
+    np.testing.assert_array_equal(result.model.weights["fc"].values, nearest.values)
+    with pytest.raises(PassError, match=text):
+        apply_pass(Gptq(strict=True), GraphState(graphs.one_layer()), context(feeds))
 
 
 def test_a_group_that_does_not_divide_is_refused_by_the_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from graphs import context, facts_of, operators, written
+from onnx import helper
 from pydantic import ValidationError
 
 from compress.context import PassResult
@@ -185,7 +187,7 @@ def test_a_collapse_that_no_operator_explains_is_reported_too(monkeypatch: pytes
 def test_bad_values_are_named(value: float) -> None:
     model, feeds = graphs.residual_cnn(), graphs.images()
     feeds[0]["x"][0, 0, 0, 0] = value
-    with pytest.raises(PassError, match="int8: tensor 'x': NaN or Inf among the values on calibration batch 1"):
+    with pytest.raises(PassError, match="int8: no layer is left: tensor 'x' has NaN or Inf on the calibration data"):
         apply(model, feeds)
     weight = constant(find_layers(model)[1].weight).copy()
     weight[0, 0, 0, 0] = value
@@ -194,6 +196,50 @@ def test_bad_values_are_named(value: float) -> None:
         apply(model, graphs.images())
     with pytest.raises(PassError, match="int8: there is no calibration data"):
         apply(graphs.residual_cnn(), [])
+
+
+def branches(parts: Sequence[str] = ("x", "bad")) -> ir.Model:
+    """Each part [N, P, 16] -> a layer of its own, a Relu and a second layer, then a sum over P; all added -> y."""
+    rng, nodes, constants = np.random.default_rng(0), list[Any](), {"rows": np.array([1])}
+    for part in parts:
+        for name, width in ((f"{part}.one", 16), (f"{part}.two", 8)):
+            constants[f"{name}.weight"] = rng.normal(size=(width, 8)).astype(np.float32)
+        nodes += [
+            helper.make_node("MatMul", [part, f"{part}.one.weight"], [f"{part}_a"]),
+            helper.make_node("Relu", [f"{part}_a"], [f"{part}_b"]),
+            helper.make_node("MatMul", [f"{part}_b", f"{part}.two.weight"], [f"{part}_c"]),
+            helper.make_node("ReduceSum", [f"{part}_c", "rows"], [f"{part}_sum"], keepdims=0),
+        ]
+    nodes.append(helper.make_node("Sum", [f"{part}_sum" for part in parts], ["y"]))
+    return graphs.build(nodes, constants, {part: ("n", f"p_{part}", 16) for part in parts}, {"y": ("n", 8)})
+
+
+@pytest.mark.parametrize("placement", ["all", "inputs", "auto"])
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (np.zeros((4, 0, 16), np.float32), "no values on the calibration data"),
+        (np.full((4, 2, 16), np.nan, np.float32), "NaN or Inf on the calibration data"),
+    ],
+    ids=["empty", "nan"],
+)
+def test_a_tensor_without_a_range_costs_the_layers_that_touch_it(
+    placement: Any, mode: Any, bad: np.ndarray, why: str
+) -> None:
+    if (mode, placement) == ("dynamic", "all"):
+        pytest.skip("no such placement")
+    rng = np.random.default_rng(1)
+    feeds = [{"x": rng.normal(size=(4, 3, 16)).astype(np.float32), "bad": bad} for _ in range(3)]
+    result = apply(branches(), feeds, placement=placement, mode=mode)
+    assert result.model.integer == ["x.one", "x.two"]
+    decided = {decision.layer: decision for decision in result.decisions}
+    assert decided["bad.one"].action == "float32" and why in decided["bad.one"].reason
+    told = " ".join(note.text for note in result.notes)
+    assert "bad.one" in told and "bad.two" in told and why in told and "x.one" not in told
+    fed = [{**batch, "bad": rng.normal(size=(4, 2, 16)).astype(np.float32)} for batch in feeds]
+    exact, got = graphs.run(branches(), fed), graphs.run(write_state(result.model, "u8s8"), fed)
+    assert output_cosine(exact, got) > 0.999
 
 
 def test_a_second_pass_may_not_change_the_mode() -> None:
