@@ -18,7 +18,7 @@ from safetensors.torch import save_model
 from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.context import PassResult
-from compress.errors import ExportError, OutputError
+from compress.errors import ExportError, OutputError, SourceError
 from compress.execution.peak_memory import PeakMemory
 from compress.execution.quality import run_graph
 from compress.export.decoder import export_decoder
@@ -222,11 +222,11 @@ def run_baseline(
 
 
 def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:
-    """Raise ExportError for a float model that gives NaN or infinity, before any pass works on it."""
+    """Raise SourceError for a float model that gives NaN or infinity, before any pass works on it."""
     try:
         check_finite(outputs)
     except NonFiniteOutputs as error:
-        raise ExportError(f"the float model's outputs on the evaluation set are broken: {error}") from error
+        raise SourceError(f"the float model's outputs on the evaluation set are broken: {error}") from error
 
 
 def _write_result(folder: Path, result: PassResult[GraphState]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame, temporary_folder
-from compress.store.output import keep_log, publish, reserve_output
+from compress.store.output import keep_log, publish, reserve_output, resolve_output
 from compress.store.run_log import Journal
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
@@ -89,7 +89,7 @@ def apply_recipe(
     was there stays. The log is `<out>/compress.log`; that of a run that failed at its work is kept as
     `<out>.compress.log`, or `<out>.2.compress.log` where that name is taken. Raises CompressError and runtime failures.
     """
-    out, root = Path(out).resolve(), cache or default_root()
+    out, root = resolve_output(Path(out)), cache or default_root()
     if earlier is not None:
         _check_earlier(earlier, recipe, out)
     if not main_process():
@@ -108,7 +108,7 @@ def build_recipe(
     They are for the report: `runtime.judge.validate.validate(out, notes=...)` writes it. For whoever builds in many
     processes and measures in one after another. `timed`: whether its plan forecasts speed, which times an ONNX file.
     """
-    out, root = Path(out).resolve(), cache or default_root()
+    out, root = resolve_output(Path(out)), cache or default_root()
     with _building(recipe, out, root, quiet, verify=False, timed=timed) as built:
         return tuple(note.text for note in built.notes)
 

@@ -119,18 +119,43 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
         if opset >= wanted:
             break
         copy = model.clone()
+        enlarged = _find_enlarged(copy) if opset < 11 else {}
         with _listen("onnxscript.version_converter") as why:
             try:
                 ConvertVersionPass(target_version=wanted, fallback=True)(copy)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
                 why.append(str(error))
         if copy.graph.opset_imports.get("") == wanted:
+            _keep_places(copy, enlarged)
             model.graph = copy.graph
             report.add(f"opset {opset} raised to {wanted}", 1)
             name_nodes(model)
             break
         reason = " ".join(" ".join(why).split())[:300] or "the converter does not say why"
         report.problems.append(f"opset {opset} cannot be raised to {wanted}: {reason}")
+
+
+def _find_enlarged(model: ir.Model) -> dict[str, bool]:
+    """Return the outputs of the graph's Upsample and Resize -> whether their known scales make something smaller."""
+    nodes = [
+        node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in ("Upsample", "Resize")
+    ]
+    return {
+        node.outputs[0].name or "": len(node.inputs) > 1
+        and is_constant(node.inputs[1])
+        and bool((constant(node.inputs[1]) < 1).any())
+        for node in nodes
+    }
+
+
+def _keep_places(model: ir.Model, enlarged: Mapping[str, bool]) -> None:
+    """Let each Resize that was an operator before opset 11 read the places that it read then, in place."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        name = node.outputs[0].name or ""
+        if node.op_type == "Resize" and name in enlarged:  # the converters leave the default of 11, half_pixel
+            places = {"coordinate_transformation_mode": "asymmetric"}
+            places |= {"nearest_mode": "ceil" if enlarged[name] else "floor"}
+            node.attributes.update({key: ir.AttrString(key, value) for key, value in places.items()})
 
 
 @contextmanager
@@ -238,7 +263,7 @@ def _has_rows(bias: np.ndarray) -> bool:
 
 
 def _widen_halves(model: ir.Model, report: CleanUp) -> None:
-    """Let what computes in half precision compute in float32; inputs and outputs keep their types, by casts.
+    """Let what computes in half precision compute in float32; float16 inputs and outputs keep their types, by casts.
 
     Every half is a float32. Integer kernels read float32, and CPUs have few kernels for halves.
     """
@@ -248,7 +273,7 @@ def _widen_halves(model: ir.Model, report: CleanUp) -> None:
         return
     n_weights = 0
     ends = [*model.graph.inputs, *model.graph.outputs]
-    types = {value: value.dtype for value in ends if value.dtype in HALF}
+    types = {value: value.dtype for value in ends if value.dtype is ir.DataType.FLOAT16}  # numpy has no bfloat16
     for graph in graphs:
         for value in graph.initializers.values():
             if value.const_value is not None and value.const_value.dtype in HALF:

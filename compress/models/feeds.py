@@ -52,7 +52,9 @@ def feeds_shapes(
     say the size of an input.
     """
     if not isinstance(preprocess, Seq2SeqPreprocess):
-        return _shapes_of(spec, root, preprocess, samples, names)
+        dtypes = _declared_dtypes(spec, root)
+        shapes = _shapes_of(spec, root, preprocess, samples, names)
+        return {name: (shape, dtypes.get(name, dtype)) for name, (shape, dtype) in shapes.items()}
     read = [name for name in names if name != DECODER_IDS]
     source = _shapes_of(spec, root, preprocess.source or TensorPreprocess(), samples, read)
     return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
@@ -66,7 +68,7 @@ def _shapes_of(
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, ImagePreprocess):
         shape = _image_shape(preprocess, samples)
-        return {name: (shape, _image_dtype(spec, root)) for name in names}
+        return dict.fromkeys(names, (shape, "float32"))
     if isinstance(preprocess, ImageTextPreprocess):
         text, image = (preprocess.text.max_length,), _image_shape(preprocess.image, samples)
         return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}
@@ -202,9 +204,12 @@ def _audio_shapes(
     return feeds
 
 
-def _image_dtype(spec: ModelSpec, root: Path) -> str:
+def _declared_dtypes(spec: ModelSpec, root: Path) -> dict[str, str]:
+    """Return the dtypes of an ONNX file's inputs, which its samples are encoded in; {} of another source."""
     source = locate(spec, root)
-    return onnx_io(read_onnx(source.onnx), spec.task)[0][0].dtype if source.onnx is not None else "float32"
+    if source.onnx is None:
+        return {}
+    return {value.name: value.dtype for value in onnx_io(read_onnx(source.onnx), spec.task)[0]}
 
 
 def _tensor_dtype(dtype: str) -> str:

@@ -33,51 +33,65 @@ _TEXTS = 8
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 
 
-def check_onnx(path: Path) -> None:
-    """Raise SourceError unless the file is a whole and consistent ONNX model, weights of the right size included."""
+def check_onnx(path: Path) -> dict[str, list[int | str | None] | None]:
+    """Return the outputs' shapes as ONNX infers them: None where it cannot, or in place of a size that it cannot tell.
+
+    SourceError unless the file is a whole and consistent ONNX model, weights of the right size included.
+    """
     stat = path.stat()
-    problem = _examine_apart(path, stat.st_size, stat.st_mtime_ns)
-    if problem:
-        raise SourceError(f"{path}: is no valid ONNX model: {problem}")
+    found = _examine_apart(path, stat.st_size, stat.st_mtime_ns)
+    if isinstance(found, str):
+        raise SourceError(f"{path}: is no valid ONNX model: {found}")
+    return found
+
+
+def run_apart(code: str, *arguments: str, what: str) -> Any:
+    """Run `code`, which prints JSON, in a process of its own; return that, or a text: how `what` came to its end."""
+    try:
+        done = start_python(code, *arguments, str(SECONDS), seconds=10 * SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{what} did not end within {10 * SECONDS} s"
+    if done.returncode == -signal.SIGXCPU:
+        return f"{what} takes more than {SECONDS} s"
+    if done.returncode < 0:
+        return f"{what} crashes ({signal.Signals(-done.returncode).name})"
+    if done.returncode:
+        return f"{what} fails: {last_line(done.stderr)[:300]}"
+    return json.loads(done.stdout)
 
 
 @functools.lru_cache(maxsize=64)
-def _examine_apart(path: Path, n_bytes: int, changed: int) -> str:
-    """Run `examine` on the file in a process of its own; return what it says, or why that process failed."""
+def _examine_apart(path: Path, n_bytes: int, changed: int) -> Any:
+    """Return what `examine` says of the file in a process of its own, or why that process failed."""
     code = "import sys; from compress.models.onnx_check import main; main(sys.argv[1], int(sys.argv[2]))"
-    try:
-        done = start_python(code, os.fspath(path.absolute()), str(SECONDS), seconds=10 * SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"ONNX's checks of it did not end within {10 * SECONDS} s"
-    if done.returncode == -signal.SIGXCPU:
-        return f"ONNX's checks of it take more than {SECONDS} s"
-    if done.returncode < 0:
-        return f"ONNX's checks of it crash ({signal.Signals(-done.returncode).name})"
-    if done.returncode:
-        return f"ONNX's checks of it fail: {last_line(done.stderr)[:300]}"
-    problem: str = json.loads(done.stdout)
-    return problem
+    return run_apart(code, os.fspath(path.absolute()), what="checking it")
 
 
 def main(path: str, seconds: int) -> None:
     """Examine a file in this process and print what is wrong as JSON; the process takes no more than it may."""
+    file = Path(path)
+    most = bound_process(SPARE_BYTES + COPIES * file.stat().st_size, seconds)
+    try:
+        found = examine(file)
+    except MemoryError:
+        found = f"checking it takes more than {most >> 20} MiB of memory"
+    print(json.dumps(found))
+
+
+def bound_process(most: int, seconds: int) -> int:
+    """Let this process have no more than `most` bytes of address space, and so many seconds; return the bytes."""
     import resource
 
-    file = Path(path)
-    most = SPARE_BYTES + COPIES * file.stat().st_size
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    try:
-        problem = examine(file)
-    except MemoryError:
-        problem = f"ONNX's checks of it take more than {most >> 20} MiB of memory"
-    print(json.dumps(problem))
+    return most
 
 
-def examine(path: Path) -> str:
-    """Return what is wrong with an ONNX file; "" where tensors have the bytes of their shapes and ONNX finds no fault.
+def examine(path: Path) -> str | dict[str, list[int | str | None] | None]:
+    """Return what is wrong with an ONNX file, else what `check_onnx` returns.
 
-    ONNX: its checker, and its strict shape inference.
+    Tensors have the bytes of their shapes, and ONNX's checker and strict shape inference find no fault. Shapes that the
+    file stores of inner tensors and outputs are no fault of the model: they are inferred anew.
     """
     import onnx
     from google.protobuf.message import DecodeError
@@ -90,13 +104,49 @@ def examine(path: Path) -> str:
                 return f"it holds a name that is not UTF-8: {name[:60]!r}"
             if isinstance(message, onnx.TensorProto) and (problem := _find_tensor_problem(message, path.parent)):
                 return f"tensor '{message.name}' {problem}"
-        onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
-        onnx.shape_inference.infer_shapes(
-            _drop_weights(model, path.parent), check_type=True, strict_mode=True, data_prop=True
-        )
+        if (problem := _find_end_problem(model)) is not None:
+            return problem
+        if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
+            onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
+        forget_shapes(model)
+        light = _drop_weights(model, path.parent)
+        inferred = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
     except (*refusals, ValueError, RuntimeError) as error:
         return " ".join(str(error).split())[:500] or type(error).__name__
-    return ""
+    return {value.name: _list_sizes(value.type.tensor_type) for value in inferred.graph.output}
+
+
+def forget_shapes(model: Any) -> None:
+    """Forget, in place, what a file says that shape inference says anew, and write a size of -1 as a free one."""
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    for value in model.graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value == -1:
+                dim.dim_param = f"{value.name}_{axis}"
+
+
+def _find_end_problem(model: Any) -> str | None:
+    """Return which input has a size that no sample has, or which output is a constant; None where there is none."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    fixed = [value.name for value in model.graph.output if value.name in constants]
+    if fixed:
+        return f"output '{fixed[0]}' is a constant, and no sample's; take it out of the outputs"
+    for value in model.graph.input:
+        sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
+        if value.name not in constants and any(size < 1 and size != -1 for size in sizes):
+            return (
+                f"input '{value.name}' has a dimension of {min(sizes)}; export it with one of 1 or more, or a free one"
+            )
+    return None
+
+
+def _list_sizes(tensor: Any) -> list[int | str | None] | None:
+    """Return a tensor's sizes: numbers, names, or None where they are not told; None for all of them."""
+    if not tensor.HasField("shape"):
+        return None
+    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor.shape.dim]
 
 
 def _iter_messages(message: Any) -> Iterator[Any]:

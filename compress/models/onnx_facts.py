@@ -14,7 +14,7 @@ from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
 from compress.graph.layers import GraphLayer, find_layers, is_constant
 from compress.graph.run import clone, weight_bytes
-from compress.models.onnx_graph import SHORT, open_onnx
+from compress.models.onnx_graph import SHORT, check_runs, open_onnx
 from compress.models.source import read_onnx
 from compress.tasks import find_torch_task
 from runtime.bundle.tensors import TensorSpec
@@ -24,7 +24,7 @@ DTYPES = {
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.DOUBLE: "float64",
     onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.BFLOAT16: "float32",  # numpy has no bfloat16: the cleaned graph reads and gives float32
     onnx.TensorProto.INT64: "int64",
     onnx.TensorProto.INT32: "int32",
     onnx.TensorProto.UINT8: "uint8",
@@ -45,6 +45,7 @@ def onnx_facts(path: Path, task: str, feeds: SampleShapes) -> ModelFacts:
     inputs, outputs = onnx_io(proto, task)
     _check_feeds(path, inputs, feeds)
     _check_outputs(path, task, outputs)
+    check_runs(path, {spec.name: feeds[spec.name] for spec in inputs}, _read_fixed_batch(proto))
     opened = open_onnx(path)
     model = opened.model
     light = _without_weights(model)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +14,20 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from compress.errors import SourceError
+from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp, clean_graph
-from compress.graph.layers import constant, find_layers
-from compress.models.source import read_onnx
+from compress.graph.layers import GraphLayer, constant, find_layers
+from compress.graph.run import open_session, run_batches
+from compress.models.onnx_check import COPIES, bound_process, run_apart
+from compress.models.source import onnx_external_files, read_onnx
+from runtime.backends.onnxruntime_cpu import failures
 
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
 """Of operators that ONNX Runtime has."""
 SHORT = 1024
 """Elements of a constant up to which it may say shapes or axes."""
+RUNNING_BYTES = 2**34
+"""Address space of the process that runs one sample, beside copies of the weights: libraries and stacks take some."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,10 @@ def open_onnx(path: Path) -> OpenedGraph:
 
     Raises SourceError: no valid ONNX model, or one of operators that nothing here runs.
     """
-    read_onnx(path)  # refuses what is damaged, before anything trusts it
+    proto = read_onnx(path)  # refuses what is damaged, before anything trusts it
     try:
-        model = ir.load(path)
+        model = ir.from_proto(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
         _load_short_constants(model.graph)
         clean_up = clean_graph(model)
         ShapeInferencePass()(model)
@@ -63,13 +74,80 @@ def _refuse_unknown_operators(model: ir.Model, path: Path) -> None:
         )
 
 
+def check_runs(path: Path, feeds: SampleShapes, batch: int) -> None:
+    """Raise SourceError unless the cleaned graph opens in ONNX Runtime, its weights are finite, and a sample passes.
+
+    In a process of its own, bounded in time and memory: a graph may loop for ever. `feeds`: of one sample, by input.
+    """
+    shapes = {name: ((batch, *shape), dtype) for name, (shape, dtype) in feeds.items()}
+    marks = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in (path, *onnx_external_files(path)))
+    if problem := _run_apart(path, json.dumps(shapes), marks):
+        raise SourceError(problem)
+
+
+@functools.lru_cache(maxsize=64)
+def _run_apart(path: Path, shapes: str, marks: tuple[tuple[Path, int, int], ...]) -> str:
+    most = RUNNING_BYTES + 2 * COPIES * sum(size for _, size, _ in marks)
+    code = "import sys; from compress.models.onnx_graph import main; main(*sys.argv[1:])"
+    found = run_apart(code, os.fspath(path.absolute()), shapes, str(most), what=f"{path}: one sample of it")
+    return str(found)
+
+
+def main(path: str, shapes: str, most: str, seconds: str) -> None:
+    """Run a file on a sample in this process and print what is wrong as JSON; the process takes no more than it may."""
+    bound_process(int(most), int(seconds))
+    try:
+        found = _find_run_problem(Path(path), json.loads(shapes))
+    except MemoryError:
+        found = f"{path}: one sample of it takes more than {int(most) >> 20} MiB of memory"
+    print(json.dumps(found))
+
+
+def _find_run_problem(path: Path, shapes: SampleShapes) -> str:
+    """Return why the graph cannot be computed for inputs of such shapes, batch included; "" where it can."""
+    try:
+        model = open_onnx(path).model
+        ir.external_data.load_to_model(model)
+        check_finite_onnx(model, path)
+    except SourceError as error:
+        return str(error)
+    try:
+        session = open_session(model, threads=1)
+    except failures() as error:
+        return (
+            f"{path}: ONNX Runtime cannot load it: {_tell(error)}; export it for this version, or upgrade onnxruntime"
+        )
+    why = ""
+    for whole in (1, 0):  # of whole numbers: ids, places, or sizes, not every one of which is any number
+        feeds = {name: _draw(shape, np.dtype(dtype), whole) for name, (shape, dtype) in shapes.items()}
+        try:
+            next(run_batches(session, [feeds]))
+            return ""
+        except failures() as error:
+            why = why or _tell(error)
+    shown = ", ".join(f"'{name}' {list(shape)}" for name, (shape, _) in shapes.items())
+    return f"{path}: ONNX Runtime cannot run it on one sample, {shown}: {why}; check the sizes, or export it anew"
+
+
+def _draw(shape: tuple[int, ...], dtype: np.dtype, whole: int) -> np.ndarray:
+    """Return normal numbers; of another kind than floats the number `whole`."""
+    drawn = np.random.default_rng(0).standard_normal(shape) if dtype.kind == "f" else np.full(shape, whole)
+    return drawn.astype(dtype)
+
+
+def _tell(error: Exception) -> str:
+    """Return a library's error as one line, without its number and its own code's places."""
+    text = " ".join(str(error).rpartition("[ONNXRuntimeError] : ")[2].split())
+    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ .*?\) (?=[A-Z'\"])", "", text)[:300]
+
+
 def check_finite_onnx(model: ir.Model, path: Path) -> None:
-    """Raise SourceError for a constant that cannot be read or holds NaN, and for infinity in a layer's weight.
+    """Raise SourceError for a constant that cannot be read or holds NaN, and for infinity in a layer's weight or bias.
 
     Infinity elsewhere is common: what hides tokens from attention is one.
     """
     bad = []
-    weights = {layer.weight.name for layer in find_layers(model)}
+    weights = {value.name for layer in find_layers(model) for value in (layer.weight, _find_bias(layer)) if value}
     for name, value in model.graph.initializers.items():
         try:
             array = constant(value)
@@ -79,3 +157,8 @@ def check_finite_onnx(model: ir.Model, path: Path) -> None:
             bad.append(name)
     if bad:
         raise SourceError(f"{path}: NaN or infinity in {', '.join(bad)}; the weights are not usable")
+
+
+def _find_bias(layer: GraphLayer) -> ir.Value | None:
+    """Return a layer's bias, or what its node adds as the third input."""
+    return layer.bias if layer.bias is not None else next(iter(layer.node.inputs[2:3]), None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.errors import SourceError
-from compress.models.onnx_check import check_onnx
+from compress.models.onnx_check import check_onnx, forget_shapes
 from compress.specs import ModelSpec
 from compress.store.digests import DigestOf
 from compress.store.paths import resolve_path
@@ -133,10 +133,33 @@ def _list_external_names(path: Path, mtime_ns: int, size: int) -> tuple[str, ...
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """Read the graph without its external weights; SourceError unless the file is a whole, consistent ONNX model."""
+    """Read the graph without its external weights; SourceError unless the file is a whole, consistent ONNX model.
+
+    The shapes that it stores of inner tensors are left out, and outputs have those that ONNX infers: what a file says
+    of them may be missing, or wrong, and it runs all the same.
+    """
     onnx_external_files(path)
-    check_onnx(path)
-    return _parse_onnx(path)
+    inferred = check_onnx(path)
+    model = _parse_onnx(path)
+    declared = {value.name: value.type.tensor_type.shape.dim[:] for value in model.graph.output}
+    forget_shapes(model)
+    for value in model.graph.output:
+        sizes, stated = inferred.get(value.name), declared[value.name]
+        if sizes is None:
+            sizes = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in stated]
+            if not stated:
+                continue
+        value.type.tensor_type.shape.SetInParent()
+        for axis, size in enumerate(sizes):
+            dim = value.type.tensor_type.shape.dim.add()
+            if isinstance(size, int):
+                dim.dim_value = size
+            else:  # the file's own name or number of a size that cannot be inferred
+                same = len(stated) == len(sizes) and stated[axis].dim_value != -1
+                dim.CopyFrom(stated[axis]) if same and stated[axis].WhichOneof("value") else None
+                if not dim.WhichOneof("value"):
+                    dim.dim_param = size or f"{value.name}_{axis}"
+    return model
 
 
 def _parse_onnx(path: Path) -> onnx.ModelProto:

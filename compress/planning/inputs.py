@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.materialise import plain
+from compress.blocks.trace import is_layer
 from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
@@ -31,7 +33,8 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.huggingface import reads_samples_apart
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
-from compress.models.meta import open_on_meta
+from compress.models.meta import OpenedModel, open_on_meta
+from compress.models.packed import quantization_of
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
@@ -118,6 +121,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
     opened = open_on_meta(spec, root)
+    unpacked = _note_unpacked(opened)
     names = model_inputs(opened)
     class_names = find_class_names(spec, root)
     data, problems, chats = {}, [], _make_chat_encoder(recipe)
@@ -145,7 +149,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     detections = read_detections(spec, root, facts.outputs)
-    notes = [*notes, *_note_masks(recipe, data, folder)]
+    notes = [*notes, *unpacked, *_note_masks(recipe, data, folder)]
     if spec.encodes and folder is not None:
         notes += describe_not_followed(folder)
     apart = any(declared.packing for declared in recipe.data.declared.values()) and reads_samples_apart(opened.module)
@@ -170,6 +174,30 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         chats,
         tuple(_list_weight_files(recipe)),
     )
+
+
+def _note_unpacked(opened: OpenedModel) -> list[str]:
+    """Return a note where the weights of a folder are quantized already, and are read as floats.
+
+    SourceError where they stay packed: there is nothing that a pass could round.
+    """
+    record = quantization_of(opened.source.folder) if opened.source.kind == "huggingface" else {}
+    if not record or opened.module is None:
+        return []
+    what = (
+        f"{opened.spec.source}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
+    )
+    packed = [name for name, layer in opened.module.named_modules() if is_layer(layer) and not _has_floats(layer)]
+    if packed:
+        more = f" and {len(packed) - 1} layers more" if len(packed) > 1 else ""
+        raise SourceError(f"{what}, and {plain(packed[0])}{more} stay packed; give the float model that it was made of")
+    return [f"{what}; they are read as floats, and a pass would round them a second time: better give the float model"]
+
+
+def _has_floats(layer: torch.nn.Module) -> bool:
+    """Return whether a layer holds its weight as floats that can be computed with, not as codes of 8 bits or fewer."""
+    weight = getattr(layer, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
 
 def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:

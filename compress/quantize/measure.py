@@ -54,11 +54,11 @@ def _compute_cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.where(equal, 1.0, np.where(finite[:, 0], cosines, -1.0))
 
 
-def relative_difference(expected: np.ndarray, got: np.ndarray) -> float:
-    """Return max |expected - got| / max |expected|; infinity where either is not finite and they differ."""
+def relative_difference(expected: np.ndarray, got: np.ndarray, smallest: float = 1e-12) -> float:
+    """Return max |expected - got| / max(|expected|, smallest); infinity where either is not finite and they differ."""
     if not (np.isfinite(got).all() and np.isfinite(expected).all()):
         return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
-    scale = max(float(np.abs(expected).max(initial=0.0)), 1e-12)
+    scale = max(float(np.abs(expected).max(initial=0.0)), smallest)
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
 
 

@@ -28,6 +28,14 @@ ROOM = 320
 Survey = dict[str, tuple[int, int, int] | None]
 
 
+def resolve_output(out: Path) -> Path:
+    """Return an output folder's absolute path. PlaceError where links lead to each other."""
+    try:
+        return out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise PlaceError(f"{out}: is no place to write to: {error}; give another --out") from error
+
+
 @contextmanager
 def reserve_output(out: Path) -> Iterator[Path]:
     """Hold `out` (absolute) for this run and yield an empty staging folder beside it.

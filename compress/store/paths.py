@@ -15,6 +15,9 @@ def resolve_path(root: Path, text: str) -> Path:
     path = Path(text).expanduser()
     looked = list(dict.fromkeys((Path.cwd() / path, root.absolute() / path)))  # an absolute path stays itself
     for candidate in looked:
-        if candidate.exists():
-            return candidate.resolve()
+        try:
+            if candidate.exists():
+                return candidate.resolve()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other
+            raise SourceError(f"{text}: cannot be looked at: {error}; give another path") from error
     raise SourceError(f"{text}: no such file or folder; looked for {' and '.join(map(str, looked))}")

@@ -232,7 +232,7 @@ def test_a_float_model_whose_outputs_are_not_finite() -> None:
     linear(np.eye(16), op="Log")
     write_x(-np.ones((20, 16)))
     done = run("apply", GENERIC)
-    assert done.exit_code == 1 and "the float model's outputs on the evaluation set are broken" in done.stderr
+    assert done.exit_code == 2 and "the float model's outputs on the evaluation set are broken" in done.stderr
 
 
 def test_a_cut_safetensors_file(net: Net) -> None:

@@ -11,7 +11,7 @@ import pytest
 from graphs import one_layer
 
 from compress.context import PassResult
-from compress.errors import ExportError, OutputError
+from compress.errors import OutputError, SourceError
 from compress.execution.cached import _refuse_broken, _save_arrays, run_graph_pass
 from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
@@ -73,7 +73,7 @@ def test_a_pass_is_done_once_and_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_float_model_that_gives_nan_is_refused() -> None:
     _refuse_broken({"y": np.zeros((2, 3), np.float32)})
-    with pytest.raises(ExportError, match=r"the float model's outputs on the evaluation set are broken: .*y"):
+    with pytest.raises(SourceError, match=r"the float model's outputs on the evaluation set are broken: .*y"):
         _refuse_broken({"y": np.array([[0.0], [np.nan]], np.float32)})
 
 
