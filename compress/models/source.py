@@ -156,7 +156,8 @@ def read_onnx(path: Path) -> onnx.ModelProto:
                 dim.dim_value = size
             else:  # the file's own name or number of a size that cannot be inferred
                 same = len(stated) == len(sizes) and stated[axis].dim_value != -1
-                dim.CopyFrom(stated[axis]) if same and stated[axis].WhichOneof("value") else None
+                if same and stated[axis].WhichOneof("value"):
+                    dim.CopyFrom(stated[axis])
                 if not dim.WhichOneof("value"):
                     dim.dim_param = size or f"{value.name}_{axis}"
     return model
