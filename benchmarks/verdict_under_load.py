@@ -182,7 +182,9 @@ def measure_all(call: Call) -> Measured:
         bundles[name] = root, make_bundle(root, pair)
     processes = QUICK_PROCESSES if call.quick else IDLE_PROCESSES
     truths = {
-        name: remember(f"truth of {processes}, {name}", lambda given=given: find_truth(*given, processes))["value"]
+        name: remember(f"truth of {processes}, {name}", lambda given=given: find_truth(given[0], given[1], processes))[
+            "value"
+        ]
         for name, given in bundles.items()
     }
     rows: list[Row] = []
