@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +182,10 @@ def measure_all(call: Call) -> Measured:
         root = call.out / str(number)
         bundles[name] = root, make_bundle(root, pair)
     processes = QUICK_PROCESSES if call.quick else IDLE_PROCESSES
-    truths = {
-        name: remember(f"truth of {processes}, {name}", lambda given=given: find_truth(given[0], given[1], processes))[
-            "value"
-        ]
-        for name, given in bundles.items()
-    }
+    truths = {}
+    for name, (root, manifest) in bundles.items():
+        key, work = f"truth of {processes}, {name}", partial(find_truth, root, manifest, processes)
+        truths[name] = remember(key, work)["value"]
     rows: list[Row] = []
     for number in range(QUICK_VERDICTS if call.quick else VERDICTS):
         for around, code in SURROUNDINGS.items():
