@@ -159,7 +159,8 @@ def _match_usual_names(
     columns: dict[str, str] = {}
     for role in (*task_roles, "label"):
         usual = USUAL_NAMES.get(role, (role,)) + further.get(role, ())
-        names = [name for name in usual if name in table.lengths and name not in input_names]
+        taken = input_names if role == LABEL else ()
+        names = [name for name in usual if name in table.lengths and name not in taken]
         if names:
             columns[role] = names[0]
     if MESSAGES in columns:  # a text beside them is mostly one that somebody has rendered of them
