@@ -119,14 +119,14 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
         if opset >= wanted:
             break
         copy = model.clone()
-        enlarged = _find_enlarged(copy) if opset < 11 else {}
+        shrinking = _find_shrinking(copy) if opset < 11 else {}
         with _listen("onnxscript.version_converter") as why:
             try:
                 ConvertVersionPass(target_version=wanted, fallback=True)(copy)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
                 why.append(str(error))
         if copy.graph.opset_imports.get("") == wanted:
-            _keep_places(copy, enlarged)
+            _keep_places(copy, shrinking)
             model.graph = copy.graph
             report.add(f"opset {opset} raised to {wanted}", 1)
             name_nodes(model)
@@ -135,7 +135,7 @@ def raise_opset(model: ir.Model, report: CleanUp) -> None:
         report.problems.append(f"opset {opset} cannot be raised to {wanted}: {reason}")
 
 
-def _find_enlarged(model: ir.Model) -> dict[str, bool]:
+def _find_shrinking(model: ir.Model) -> dict[str, bool]:
     """Return the outputs of the graph's Upsample and Resize -> whether their known scales make something smaller."""
     nodes = [
         node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in ("Upsample", "Resize")
@@ -148,13 +148,13 @@ def _find_enlarged(model: ir.Model) -> dict[str, bool]:
     }
 
 
-def _keep_places(model: ir.Model, enlarged: Mapping[str, bool]) -> None:
+def _keep_places(model: ir.Model, shrinking: Mapping[str, bool]) -> None:
     """Let each Resize that was an operator before opset 11 read the places that it read then, in place."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         name = node.outputs[0].name or ""
-        if node.op_type == "Resize" and name in enlarged:  # the converters leave the default of 11, half_pixel
+        if node.op_type == "Resize" and name in shrinking:  # the converters leave the default of 11, half_pixel
             places = {"coordinate_transformation_mode": "asymmetric"}
-            places |= {"nearest_mode": "ceil" if enlarged[name] else "floor"}
+            places |= {"nearest_mode": "ceil" if shrinking[name] else "floor"}
             node.attributes.update({key: ir.AttrString(key, value) for key, value in places.items()})
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,23 +144,26 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     declared = {value.name: value.type.tensor_type.shape.dim[:] for value in model.graph.output}
     forget_shapes(model)
     for value in model.graph.output:
-        sizes, stated = inferred.get(value.name), declared[value.name]
-        if sizes is None:
-            sizes = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in stated]
-            if not stated:
-                continue
-        value.type.tensor_type.shape.SetInParent()
-        for axis, size in enumerate(sizes):
-            dim = value.type.tensor_type.shape.dim.add()
-            if isinstance(size, int):
-                dim.dim_value = size
-            else:  # the file's own name or number of a size that cannot be inferred
-                same = len(stated) == len(sizes) and stated[axis].dim_value != -1
-                if same and stated[axis].WhichOneof("value"):
-                    dim.CopyFrom(stated[axis])
-                if not dim.WhichOneof("value"):
-                    dim.dim_param = size or f"{value.name}_{axis}"
+        _write_shape(value, inferred.get(value.name), declared[value.name])
     return model
+
+
+def _write_shape(value: onnx.ValueInfoProto, sizes: list[int | str | None] | None, stated: Sequence[Any]) -> None:
+    """Give an output the `sizes` that ONNX infers, in place; where it cannot, those that the file has `stated`."""
+    if sizes is None:
+        if not stated:
+            return
+        sizes = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in stated]
+    value.type.tensor_type.shape.SetInParent()
+    for axis, size in enumerate(sizes):
+        dim = value.type.tensor_type.shape.dim.add()
+        own = stated[axis] if len(stated) == len(sizes) else None
+        if isinstance(size, int):
+            dim.dim_value = size
+        elif own is not None and own.dim_value != -1 and own.WhichOneof("value"):
+            dim.CopyFrom(own)  # the file's own name or number of a size that cannot be inferred
+        else:
+            dim.dim_param = size or f"{value.name}_{axis}"
 
 
 def _parse_onnx(path: Path) -> onnx.ModelProto:

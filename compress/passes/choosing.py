@@ -52,25 +52,22 @@ def tell_float_share(
     Tables are not among them: whether they are rounded is the recipe's choice.
     """
     names = {decision.layer for decision in kept}
-    by_reason: dict[str, list[LayerFacts]] = {}
+    by_reason: dict[str, dict[str, int]] = {}
     for layer in facts.distinct_layers():
         able = layer.type == "Embedding" or layer.bits < 16 or layer.name not in names
         if not able and (why := unfit(layer)):
-            by_reason.setdefault(why, []).append(layer)
-    notes = []
-    for why, layers in by_reason.items():
-        share = sum(layer.n_bytes for layer in layers) / max(facts.n_bytes, 1)
-        if share >= WORTH_NAMING:
-            some = ", ".join(layer.name for layer in layers[:MOST_NAMED]) + (
-                ", ..." if len(layers) > MOST_NAMED else ""
-            )
-            notes.append(Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})"))
+            by_reason.setdefault(why, {})[layer.name] = layer.n_bytes
+    worth = WORTH_NAMING * max(facts.n_bytes, 1)
+    told = {why: sizes for why, sizes in by_reason.items() if sum(sizes.values()) >= worth}
     if facts.outside:
-        share = sum(facts.outside.values()) / max(facts.n_bytes, 1)
-        some = ", ".join(list(facts.outside)[:MOST_NAMED])
-        why = "no matrix product, convolution or table of its own"
-        notes.append(Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})"))
-    return notes
+        told["no matrix product, convolution or table of its own"] = dict(facts.outside)
+    return [_tell_share(kind, facts, sizes, why) for why, sizes in told.items()]
+
+
+def _tell_share(kind: str, facts: ModelFacts, sizes: Mapping[str, int], why: str) -> Note:
+    share, names = sum(sizes.values()) / max(facts.n_bytes, 1), list(sizes)
+    some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})")
 
 
 def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[str, Sequence[str]]) -> list[str]:

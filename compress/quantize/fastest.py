@@ -94,8 +94,8 @@ def choose_fastest(
         wider = {tuple(sorted({*chosen.in_float, *group})): None for group in groups}
         steps += [replace(chosen, in_float=names) for names in wider if names != chosen.in_float]
         _, *gains = (each.value for each in timer.compare([write(chosen), *map(write, steps)], STEP_BUDGET_S))
-        least = max(1 + WORTH, max(gains, default=0.0) / (1 + WORTH))
-        good = [step for step, gain in zip(steps, gains, strict=True) if gain >= least]
+        worth = max(1 + WORTH, max(gains, default=0.0) / (1 + WORTH))
+        good = [step for step, gain in zip(steps, gains, strict=True) if gain >= worth]
         if not good:
             break
         chosen, steps = min(good, key=lambda step: len(step.in_float)), []

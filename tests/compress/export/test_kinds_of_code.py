@@ -65,12 +65,14 @@ class Counting(nn.Module):
         return self.fc(x) + self.query.repeat(len(x), 1)
 
 
-class Checking(nn.Module):
-    """Whether all, or some, of the values are positive."""
-
+class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(WIDTH, WIDTH)
+
+
+class Checking(OneLayer):
+    """Whether all, or some, of the values are positive."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc(x)
@@ -78,23 +80,15 @@ class Checking(nn.Module):
         return y + every.float() + 2 * some.float()
 
 
-class Fixing(nn.Module):
+class Fixing(OneLayer):
     """Code that takes the batch for a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x) + torch.tensor(np.ones(int(x.shape[0]), np.float32))[:, None]
 
 
-class Choosing(nn.Module):
+class Choosing(OneLayer):
     """Code that branches on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc(x)

@@ -224,6 +224,7 @@ def test_bundle_predicts_what_users_have(
             np.testing.assert_array_equal(out["logits"], expected["logits"])
         best = expected["logits"].argmax(axis=1)
         assert [p["label"] for p in expected.predictions] == ["abcde"[c] for c in best]
+        assert expected["prediction"] is expected.predictions and list(expected) == ["logits"]
         for wrong in ("one.png", tmp_path / "one.png"):
             with pytest.raises(UsageError, match=r"give a list of samples; for a single one: \[sample\]"):
                 bundle.predict(wrong)
