@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runtime.measure.benchmark import BenchmarkResult
     from runtime.report.report import Report
 
-__all__ = ["Bundle", "Outputs", "open_bundle"]
+__all__ = ["Bundle", "open_bundle"]
 
 
 class Outputs(dict[str, Any]):
