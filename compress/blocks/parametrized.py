@@ -62,6 +62,8 @@ def _fold_parametrization(part: nn.Module, key: str) -> None:
     # what it is computed from may be another layer's, too, and the removal writes the value into it
     for name, original in list(computed.named_parameters(recurse=False)):
         computed.register_parameter(name, nn.Parameter(original.detach().clone()))
+    kind = type(part)  # a copy has its class in common with the original, and the removal takes the tensor out of it
+    part.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
     parametrize.remove_parametrizations(part, key)
     delattr(part, key)  # of several tensors the removal makes a buffer
     part.register_parameter(key, nn.Parameter(value))

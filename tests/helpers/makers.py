@@ -166,6 +166,7 @@ import runtime
 with runtime.open_bundle(sys.argv[1]) as bundle:
     outputs = bundle.predict({samples})
     shapes = {{name: list(np.shape(v)) if isinstance(v, np.ndarray) else [len(v)] for name, v in outputs.items()}}
+    shapes |= {{"prediction": [len(outputs.predictions)]}} if outputs.predictions else {{}}
     finite = all(np.isfinite(v).all() for v in outputs.values() if isinstance(v, np.ndarray) and v.dtype != object)
     print(json.dumps({{"shapes": shapes, "finite": bool(finite), "metrics": bundle.evaluate()}}))
 """

@@ -253,6 +253,7 @@ def test_a_graph_holds_such_a_weight_itself(name: str) -> None:
     graph = export_float(model, batch(3), 20)
     assert [layer.shape for layer in find_layers(graph)] == [(WIDTH, WIDTH), (4, WIDTH)]
     assert list_computed(model.module), "the module is as it was"
+    assert model.module(torch.randn(3, WIDTH)).shape == (3, 4), "and runs"
 
 
 NORMED = """

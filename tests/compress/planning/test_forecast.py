@@ -105,7 +105,7 @@ def test_the_terms() -> None:
     export = room.TRACED_A_LAYER * 1e-4 + 4 * 4 * MIB / 1e9
     judging = judging_seconds(RECIPE.validate_.benchmark, SAMPLES["evaluation"], calls)
     found = expect()
-    choosing = choose([1e-3] * 6, calls)
+    choosing = choose([1e-3] * 11, calls)
     assert found.seconds == pytest.approx(10 + export + 1.0 + 1.6 + choosing + judging)
     assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + room.ARENA * 2 * 32 * MIB
     assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
@@ -130,14 +130,14 @@ def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
     about, calls = (RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32)), Calls(4e-3, 2e-3, 0.5)
     stages = {s.name: s for s in forecast(*about, rates=GivenRates(), latency=latency).stages}  # type: ignore[arg-type]
     assert stages[room.EXPORT].seconds == pytest.approx(3.0 + 4 * 4 * MIB / 1e9)
-    assert stages["int8"].seconds == pytest.approx(choose([4e-3, *[2e-3] * 5], calls) + 1.6 * 4.0)
+    assert stages["int8"].seconds == pytest.approx(choose([4e-3, *[2e-3] * 10], calls) + 1.6 * 4.0)
     assert stages["judging"].seconds == pytest.approx(judging_seconds(RECIPE.validate_.benchmark, 1000, calls))
     assert stages["judging"].memory_bytes == 2**30 + room.ARENA * 2 * 32 * MIB
 
 
 def choose(timed: Sequence[float], calls: Calls) -> float:
-    """Seconds of choosing a placement: two steps, and fresh processes that confirm it."""
-    steps = room.STEPS * turns_seconds(timed, CALLS, 2, STEP_BUDGET_S)
+    """Seconds of choosing a placement: two steps, and what confirms it, all in fresh processes."""
+    steps = room.STEPS * (turns_seconds(timed, CALLS, 2, STEP_BUDGET_S) + PROCESSES * calls.process_s)
     return steps + PROCESSES * calls.process_s + PROOF_BUDGET_S
 
 
