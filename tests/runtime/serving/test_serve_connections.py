@@ -335,21 +335,6 @@ def test_a_model_that_does_not_answer_in_time(image_bundle: Path, held: Any) -> 
             assert read_answer(connection)[0] == 200
 
 
-def _listens(server: HttpServer) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", server.port)) == 0
-
-
-def test_a_request_in_the_last_instant_is_told_of_the_end(image_bundle: Path) -> None:
-    with running(image_bundle) as server, connected(server, whole(pixels())) as connection:
-        assert read_answer(connection)[0] == 200
-        server.stop()
-        while _listens(server):
-            pass
-        connection.sendall(whole(pixels()))
-        assert read_answer(connection) == (503, {"error": "the server is ending"})
-
-
 def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on, calls = held
     told: list[str] = []
