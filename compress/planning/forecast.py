@@ -33,7 +33,7 @@ from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.planning.pruning_time import PruningTime
 from compress.planning.rates import SIDE, Rates, time_call
-from compress.quantize.fastest import PROOF_BUDGET_S, STEP_BUDGET_S
+from compress.quantize.fastest import GRAPH_BUDGET_S, SCREEN_BUDGET_S
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from compress.timing.clock import CALLS, PROCESSES
@@ -336,8 +336,9 @@ class _Run:
             return 0.0
         calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
         timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
-        step = turns_seconds(timed, CALLS, 2, STEP_BUDGET_S)
-        return STEPS * step + (STEPS + 1) * PROCESSES * calls.process_s + PROOF_BUDGET_S
+        again = GRAPH_BUDGET_S * (1 + PLACEMENTS // 2)  # about half of them are close to the best
+        step = turns_seconds(timed, CALLS, 2, SCREEN_BUDGET_S) + again + 2 * PROCESSES * calls.process_s
+        return STEPS * step + PROCESSES * calls.process_s + 3 * GRAPH_BUDGET_S
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""

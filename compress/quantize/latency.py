@@ -104,9 +104,14 @@ class StateTimer:
         """Return the milliseconds of a call of each state, as `Clock.time`."""
         return self.clock.time([self.write(state) for state in states], self.feeds, budget_s)
 
-    def compare(self, states: Sequence[GraphState], budget_s: float) -> list[Estimate]:
+    def compare(
+        self,
+        states: Sequence[GraphState],
+        budget_s: float,
+        is_clear: Callable[[Sequence[Estimate]], bool] = lambda estimates: True,
+    ) -> list[Estimate]:
         """Return how many times as fast as the first each state is, as `Clock.compare`."""
-        return self.clock.compare([self.write(state) for state in states], self.feeds, budget_s)
+        return self.clock.compare([self.write(state) for state in states], self.feeds, budget_s, is_clear)
 
     def time_layers(
         self, calls: Iterable[LayerCall], dynamic: bool = False, log: Callable[[str], None] = print

@@ -27,7 +27,7 @@ from compress.planning.forecast import (
 from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, turns_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.rates import Columns, Rates
-from compress.quantize.fastest import PROOF_BUDGET_S, STEP_BUDGET_S
+from compress.quantize.fastest import GRAPH_BUDGET_S, SCREEN_BUDGET_S
 from compress.quantize.gptq import Rules
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
@@ -136,9 +136,9 @@ def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
 
 
 def choose(timed: Sequence[float], calls: Calls) -> float:
-    """Seconds of choosing a placement: two steps, and what confirms it, all in fresh processes."""
-    steps = room.STEPS * (turns_seconds(timed, CALLS, 2, STEP_BUDGET_S) + PROCESSES * calls.process_s)
-    return steps + PROCESSES * calls.process_s + PROOF_BUDGET_S
+    """Seconds of choosing a placement: two steps of two looks each, and what confirms it, in fresh processes."""
+    looks = turns_seconds(timed, CALLS, 2, SCREEN_BUDGET_S) + 6 * GRAPH_BUDGET_S + 2 * PROCESSES * calls.process_s
+    return room.STEPS * looks + PROCESSES * calls.process_s + 3 * GRAPH_BUDGET_S
 
 
 def test_judging_takes_its_calls_and_no_more_than_its_budgets() -> None:

@@ -58,7 +58,7 @@ class Priced(Clock):
     def time(self, graphs: Any, feeds: Any, budget_s: float, backends: Sequence[str] = ()) -> list[float]:
         return [self.price(state) for state in graphs]
 
-    def compare(self, graphs: Any, feeds: Any, budget_s: float) -> list[Estimate]:
+    def compare(self, graphs: Any, feeds: Any, budget_s: float, is_clear: Any = None) -> list[Estimate]:
         return [exact(self.price(graphs[0]) / self.price(state)) for state in graphs]
 
 
@@ -156,16 +156,52 @@ def test_a_gain_that_is_not_worth_having_leaves_the_rule(gain: float) -> None:
     assert choice == PlacementChoice("all", ())
 
 
+class Doubtful(Priced):
+    """A machine whose intervals are `ends` of the values."""
+
+    ends = (0.5, 2.0)
+
+    def compare(self, graphs: Any, feeds: Any, budget_s: float, is_clear: Any = None) -> list[Estimate]:
+        low, high = self.ends
+        times = super().compare(graphs, feeds, budget_s)
+        return [times[0], *(replace(each, low=low * each.value, high=high * each.value) for each in times[1:])]
+
+
 def test_what_fresh_processes_do_not_confirm_is_not_taken() -> None:
-    given = timer(price_slow_depthwise)
-
-    class Doubtful(Priced):
-        def compare(self, graphs: Any, feeds: Any, budget_s: float) -> list[Estimate]:
-            return [replace(each, low=0.5, high=2.0) for each in super().compare(graphs, feeds, budget_s)]
-
-    doubtful = replace(given, clock=Doubtful("onnxruntime-cpu", price=price_slow_depthwise))
+    doubtful = replace(timer(price_slow_depthwise), clock=Doubtful("onnxruntime-cpu", price=price_slow_depthwise))
     choice, times = choose_fastest(integer_state(), doubtful)
     assert choice == PlacementChoice("all", ()) and times.chosen == times.everywhere
+
+
+def test_a_rule_that_is_surely_slower_than_float_is_not_fallen_back_to() -> None:
+    """Doubt is about the choice: computed in float from int8 weights it is as fast as it came."""
+
+    class Slower(Doubtful):
+        ends = (0.5, 1.01)
+
+    slower = replace(timer(price_slow_depthwise), clock=Slower("onnxruntime-cpu", price=price_slow_depthwise))
+    choice, times = choose_fastest(integer_state(), slower)
+    assert set(choice.in_float) == {"dw1", "pw1", "dw2", "pw2"}
+    assert times == PlacementTimes(everywhere=round(1 / 1.2, 4), chosen=1.0)
+
+
+def test_steps_near_a_border_are_timed_until_they_are_clear() -> None:
+    """A first look is off by as much as a border is away; the second asks on until the intervals are on one side."""
+    clear = []
+
+    class Hasty(Priced):
+        def compare(self, graphs: Any, feeds: Any, budget_s: float, is_clear: Any = None) -> list[Estimate]:
+            times = super().compare(graphs, feeds, budget_s)
+            clear.append([is_clear([replace(t, low=t.value * (1 - off), high=t.value * (1 + off)) for t in times])
+                          for off in (0.1, 0.01)])  # fmt: skip
+            return times
+
+    def price(state: GraphState) -> float:
+        return 1.0 + WORTH * n_depthwise(state)
+
+    choice, _ = choose_fastest(integer_state(), replace(timer(price), clock=Hasty("onnxruntime-cpu", price=price)))
+    assert choice.in_float == ("dw1", "dw2")
+    assert clear[:2] == [[True, True], [False, True]]
 
 
 def test_layers_of_one_form_are_chosen_alike() -> None:
