@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+
 from compress.formats.schemes import Scheme
 from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import TensorSpec
@@ -22,6 +24,11 @@ WORTH_NAMING = 0.05
 """Of a model's bytes: a part of them that a name is given for where it stays float."""
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
+
+
+def sample_bytes(shapes: SampleShapes) -> int:
+    """Return the bytes of one sample; texts count for none."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes.values() if dtype != "text")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from compress.blocks.stream_memory import (
     stream_memory,
 )
 from compress.export.loading_back import HEADROOM
-from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts
+from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts, sample_bytes
 from compress.graph.run import OUTPUT_BYTES
 from compress.passes.base import TrainingCost
 from compress.planning.block_time import BlockTime, Tokens
@@ -68,8 +67,7 @@ REDUCED_COPIES = 7
 """Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
 ARENA = 2
 """Times the activations that ONNX Runtime holds, whose arena doubles as it grows. Set on one model, 12 convolutions of
-8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all). On
-another, ultraface-slim, it does not suffice: 675 MiB of 1225."""
+8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all)."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
 
@@ -122,7 +120,8 @@ class Volumes:
 
     `samples`: set name -> number; `batch`: samples in the graph together; `tokens`: of a language model's calibration
     set, `scored`: of its evaluation set, `longest`: of a text of that; `filled`: how long a text of the training set
-    is, as a part of the longest; `unread_bytes`: of weight files whose digest is not known.
+    is, as a part of the longest; `unread_bytes`: of weight files whose digest is not known; `sample_bytes`: of all sets
+    as they are loaded.
     """
 
     samples: Mapping[str, int]
@@ -132,6 +131,7 @@ class Volumes:
     longest: int = 0
     filled: float = 1.0
     unread_bytes: int = 0
+    sample_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     n_samples = fixed_batch(inputs.facts.inputs) or getattr(speed, key)
     longest = getattr(inputs.preprocess, "max_length", None)
     filled = speed.sequence_length / longest if speed.sequence_length and longest else text_fill(inputs, "evaluation")
-    sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in inputs.feeds.values())
+    sample = sample_bytes(inputs.feeds)
     on_cpu = choose_backend(recipe.target, None, recipe.model.generates)[0] in ON_CPU
     activations = inputs.facts.peak_activation_bytes if on_cpu else 0
     return TimedBatch(key, n_samples, int(n_samples * sample * filled), int(n_samples * activations * filled))
@@ -225,9 +225,14 @@ class _Run:
         return [StageForecast("start", self.base_bytes, self.start_seconds), *stages]
 
     @property
-    def base_bytes(self) -> int:
-        """Return what the process holds beside the work: the libraries, as they lie in this one."""
+    def library_bytes(self) -> int:
+        """Return what the libraries take, as they lie in this process."""
         return max(LIBRARIES_BYTES, measure_held_bytes())
+
+    @property
+    def base_bytes(self) -> int:
+        """Return what the process holds beside the work: the libraries, and the samples of all sets."""
+        return self.library_bytes + self.volumes.sample_bytes
 
     @property
     def in_files(self) -> bool:
@@ -293,7 +298,8 @@ class _Run:
     def graph_bytes(self) -> int:
         """Return the memory of a process that has made the float graph and run it: as the plan's own, or by copies."""
         if self.latency is not None and self.latency.held_bytes:
-            return max(self.base_bytes, self.latency.held_bytes) + self.between * self.before.n_bytes
+            held = max(self.library_bytes, self.latency.held_bytes) + self.volumes.sample_bytes
+            return held + self.between * self.before.n_bytes
         return self.base_bytes + ONNX_BYTES + max(COPIES, 2 + self.between) * self.before.n_bytes
 
     def evaluation_seconds(self, runs: float) -> float:
@@ -441,7 +447,8 @@ class _Run:
         if self.in_files:
             alone = 2 * self.after.n_bytes + self.largest_bytes
             return (
-                2 * self.base_bytes  # what torch has left behind counts, too
+                self.base_bytes
+                + self.library_bytes  # what torch has left behind counts, too
                 + ONNX_BYTES
                 + LOGITS_BYTES
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
@@ -486,7 +493,7 @@ class _Run:
 
     def loads_whole(self) -> bool:
         """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""
-        return self.before.n_bytes * HEADROOM <= allowed_bytes(self.recipe, 2 * self.base_bytes)
+        return self.before.n_bytes * HEADROOM <= allowed_bytes(self.recipe, self.base_bytes + self.library_bytes)
 
     def writing_seconds(self) -> float:
         """Return the seconds of writing checkpoints and of loading each back in a process of its own."""
@@ -498,7 +505,7 @@ class _Run:
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
         loaded = LOADED_COPIES * self.before.n_bytes if self.loads_whole() else 0
-        return int(2 * self.base_bytes + loaded)
+        return int(self.base_bytes + self.library_bytes + loaded)
 
     def disk_bytes(self) -> tuple[int, int]:
         """Return the bytes on the disk, and the bundle's part of them."""

@@ -16,7 +16,7 @@ from compress.data.training import n_rows
 from compress.errors import ExportError, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
 from compress.export.gguf import describe_gguf
-from compress.facts import ModelFacts, Note, SampleShapes
+from compress.facts import ModelFacts, Note, SampleShapes, sample_bytes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.graph.cleanup import describe_clean_up
@@ -115,7 +115,8 @@ def make_plan(
     (tokens, _), (scored, longest) = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
     n_unread = sum(path.stat().st_size for path in inputs.unread)
-    volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread)
+    held = sum(found.n_samples * sample_bytes(found.shapes) for found in inputs.data.values())
+    volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread, held)
     rates = find_rates(find_inner_width(before))
     about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), rates)
     expected = forecast(*about)

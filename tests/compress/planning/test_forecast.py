@@ -124,6 +124,14 @@ def test_more_work_takes_more() -> None:
     assert expect(batch=640).memory_bytes > expect(batch=320).memory_bytes > base.memory_bytes
 
 
+def test_samples_lie_in_memory_from_the_start() -> None:
+    """Images of 640 x 480 of a face detector's recipe were 177 of the 923 MiB that it took."""
+    held = forecast(RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32, sample_bytes=100 * MIB), rates=GivenRates())  # type: ignore[arg-type]
+    bare = forecast(RECIPE, FACTS, FACTS, Volumes(SAMPLES, 32), rates=GivenRates())  # type: ignore[arg-type]
+    grown = [more.memory_bytes - less.memory_bytes for more, less in zip(held.stages, bare.stages, strict=True)]
+    assert set(grown) == {100 * MIB}
+
+
 def test_what_was_measured_of_models_made_like_it_stands_for_counts() -> None:
     """Milliseconds of a call, the seconds of exporting, and the memory that they took."""
     latency = LatencyForecast("latency_p50", "onnxruntime-cpu", 4.0, 2.0, export_s=3.0, held_bytes=2**30)
