@@ -12,7 +12,14 @@ from matplotlib.axes import Axes
 from compress.pages.charts import MUTED, SERIES, clean_text, draw_chart, tip
 from compress.pages.page import render_page
 from runtime.judge.comparison import Comparison, Difference, SliceDifference
-from runtime.report.differences import SLICE_HEADS, describe_change, format_change, format_value, slice_cells
+from runtime.report.differences import (
+    SLICE_HEADS,
+    describe_change,
+    difference_cells,
+    format_value,
+    label_of,
+    slice_cells,
+)
 
 BETTER, WORSE = SERIES[2], SERIES[1]
 COLORS = {"better": BETTER, "worse": WORSE, "within noise": MUTED}
@@ -37,7 +44,7 @@ class ComparisonPart:
     @property
     def slice_rows(self) -> list[tuple[str | Markup, ...]]:
         """Return a row of the table for each slice."""
-        return [(*slice_cells(found), _mark_verdict(found.difference)) for found in self.slices]
+        return [(*slice_cells(found), _mark(found.difference, found.difference.verdict)) for found in self.slices]
 
     @property
     def verdict(self) -> str:
@@ -45,7 +52,7 @@ class ComparisonPart:
         return "fail" if self.measured.find("worse") else "pass" if self.measured.find("better") else "unjudged"
 
     @property
-    def rows(self) -> list[tuple[str, str, str, str, Markup]]:
+    def rows(self) -> list[tuple[str | Markup, ...]]:
         """Return a row of the table for each difference, those beyond noise first."""
         return [_make_row(found) for found in sort_differences(self.measured)]
 
@@ -58,7 +65,25 @@ class ComparisonPart:
 
 def render_comparison(parts: Sequence[ComparisonPart]) -> str:
     """Return the page, UTF-8 text."""
-    return render_page("comparison.html", parts=parts, against=parts[0].measured.before, slice_heads=SLICE_HEADS)
+    return render_page(
+        "comparison.html",
+        parts=parts,
+        against=parts[0].measured.before,
+        glance=lay_side_by_side([part.measured for part in parts]),
+        slice_heads=SLICE_HEADS,
+    )
+
+
+def lay_side_by_side(compared: Sequence[Comparison]) -> list[list[str | Markup]]:
+    """Return a row for each metric with a column for each bundle, the first being what all are compared with."""
+    labels = {label_of(found): None for measured in compared for found in measured.differences}
+    rows: list[list[str | Markup]] = []
+    for label in labels:
+        found = [next((d for d in each.differences if label_of(d) == label), None) for each in compared]
+        first = next(difference for difference in found if difference is not None)
+        marked = ["-" if d is None else _mark(d, format_value(d, d.after)) for d in found]
+        rows.append([label, format_value(first, first.before), *marked])
+    return rows
 
 
 def sort_differences(measured: Comparison) -> list[Difference]:
@@ -67,15 +92,14 @@ def sort_differences(measured: Comparison) -> list[Difference]:
     return sorted(measured.differences, key=lambda found: order.index(found.verdict))
 
 
-def _make_row(found: Difference) -> tuple[str, str, str, str, Markup]:
-    label = f"{found.metric}, speed-up" if found.scale == "ratio" else found.metric
-    values = format_value(found, found.before), format_value(found, found.after)
-    return label, *values, format_change(found), _mark_verdict(found)
+def _make_row(found: Difference) -> tuple[str | Markup, ...]:
+    return *difference_cells(found)[:4], _mark(found, found.verdict)
 
 
-def _mark_verdict(found: Difference) -> Markup:
-    kind = found.verdict if found.verdict in ("better", "worse") else "muted"
-    return Markup('<span class="{}">{}</span>').format(kind, found.verdict)
+def _mark(found: Difference, text: str) -> Markup:
+    """Return the text in the colour of the verdict."""
+    kind = found.verdict if found.verdict in ("better", "worse") else "muted" if text == found.verdict else ""
+    return Markup('<span class="{}">{}</span>').format(kind, text)
 
 
 def is_drawn(found: Difference) -> bool:

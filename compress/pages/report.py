@@ -48,7 +48,8 @@ from runtime.judge.confusion import Confusion
 from runtime.judge.findings import Findings
 from runtime.judge.gates import GateResult
 from runtime.judge.why import Explanation
-from runtime.metrics import MEASURED
+from runtime.metrics import MEASURED, METRICS
+from runtime.metrics.base import Metric
 from runtime.report.curves import find_curves
 from runtime.report.pass_table import choose_metrics
 from runtime.report.passes import LATENCY, PassTable, pass_cells, pass_heads, pass_notes
@@ -56,6 +57,7 @@ from runtime.report.report import (
     BACKEND_HEADS,
     PAGE,
     STAGE_HEADS,
+    Row,
     backend_cells,
     stage_cells,
     table_rows,
@@ -116,10 +118,7 @@ def render_report(bundle: Path, report: Findings, frontier: Frontier | None = No
         summary=summary if report.verdict != "unjudged" else verdict_line(report),
         headlines=make_headlines(report),
         gates=[show_gate(gate) for gate in report.gates],
-        measurements=[
-            [row.name, _dim_interval(row.before), _dim_interval(row.after), _dim_interval(row.change)]
-            for row in table_rows(report)
-        ],
+        measurements=list_measurements(report),
         backends=(BACKEND_HEADS, [backend_cells(row) for row in report.backends]),
         times=[draw_times(name, report) for name in TIMES if report.distributions.get(name)],
         percentiles=list_percentiles(report),
@@ -208,8 +207,73 @@ def _quality_headline(report: Findings, name: str) -> Headline:
     if change is None or name not in report.baseline.metrics:
         figure, _, ends = figure_text(after, report.candidate.intervals.get(name)).partition(" ")
         return Headline(figure, name, "", ends)
-    figure, _, ends = figure_text(change["value"], change["interval"], "+z").partition(" ")
-    return Headline(figure, name, f"{figure_text(report.baseline.metrics[name])} to {figure_text(after)}", ends)
+    of, ends = METRICS.get(name), change["interval"]
+    if not is_share(of):
+        figure, _, ends = figure_text(change["value"], ends, "+z").partition(" ")
+        return Headline(figure, name, f"{figure_text(report.baseline.metrics[name])} to {figure_text(after)}", ends)
+    was = f"was {share_text(report.baseline.metrics[name])}"
+    return Headline(share_text(after), name, was, share_text(change["value"], ends, " points"))
+
+
+def is_share(metric: Metric | None) -> bool:
+    """Return whether a metric is a share of something, from 0 to 1, which people read as a percentage."""
+    return metric is not None and metric.range == (0.0, 1.0)
+
+
+def share_text(value: float, ends: tuple[float, float] | None = None, unit: str = " %") -> str:
+    """Format a share, or a change of one in points, with its interval: "99.37 % [98.54, 99.80]"."""
+    sign = "" if unit == " %" else "+z"
+    return f"{100 * value:{sign}.2f}{unit} {interval_brackets(scale_ends(ends, 100), f'{sign}.2f')}".rstrip()
+
+
+def scale_ends(ends: tuple[float, float] | None, by: float) -> tuple[float, float] | None:
+    """Return the ends of an interval in another unit."""
+    return None if ends is None else (ends[0] * by, ends[1] * by)
+
+
+Cells = list[str | Markup]
+
+
+def list_measurements(report: Findings) -> tuple[list[Cells], list[Cells]]:
+    """Return the rows before, after and change: those that gates are about first; the other quality metrics apart."""
+    gated = {gate.metric.removesuffix("_ratio") for gate in report.gates}
+    named = gated | set(choose_metrics(report))
+    rows = sorted(table_rows(report), key=lambda row: row.metric not in named)
+    apart = [row for row in rows if row.metric in METRICS and row.metric not in named]
+    shown = [row for row in rows if row not in apart]
+    return [_show_row(report, row) for row in shown], [_show_row(report, row) for row in apart]
+
+
+def _show_row(report: Findings, row: Row) -> Cells:
+    before, after, change = row.before, row.after, row.change
+    if is_share(METRICS.get(row.metric)):
+        sides = (report.baseline, report.candidate)
+        before, after = (
+            share_text(side.metrics[row.metric], side.intervals.get(row.metric)) if row.metric in side.metrics else "-"
+            for side in sides
+        )
+        if found := report.differences.get(row.metric):
+            change = share_text(found["value"], found["interval"], " points")
+    cells = [_dim_interval(before), _dim_interval(after), _dim_interval(change)]
+    if (word := _find_direction(report, row.metric)) and cells[-1]:
+        cells[-1] = Markup('<span class="{}">{}</span>').format(word, cells[-1])
+    return [row.name, *cells]
+
+
+def _find_direction(report: Findings, name: str) -> str:
+    """Return "better" or "worse" where the change is certain, by its whole interval; else "".
+
+    Nearness to the float model only ever falls: that is no news, and has no colour.
+    """
+    metric, change = METRICS.get(name), report.differences.get(name)
+    if metric is not None:
+        if change is None or metric.against == "baseline":
+            return ""
+        low, high = sorted(end if metric.higher_is_better else -end for end in change["interval"])
+        return "better" if low > 0 else "worse" if high < 0 else ""
+    ratio = report.ratios.get(name)
+    low, high = report.ratio_intervals.get(name) or ((ratio, ratio) if name == "size" and ratio else (0.0, math.inf))
+    return "better" if low > 1 else "worse" if high < 1 else ""
 
 
 @dataclass(frozen=True)
@@ -235,7 +299,9 @@ def show_gate(gate: GateResult) -> ShownGate:
 
 
 def _gate_unit(metric: str, rule: str) -> str:
-    """Return the unit of what a rule bounds: "x" for ratios, "B" for bytes, "ms", or nothing."""
+    """Return the unit of what a rule bounds: "x" for ratios, "%" and points for shares, "B", "ms", or nothing."""
+    if is_share(METRICS.get(metric)):
+        return {"min": " %", "max": " %", "max_drop": " points"}.get(rule, "")
     if rule in ("min_speedup",) or metric == "size_ratio":
         return "x"
     known = MEASURED.get(metric)
@@ -245,6 +311,8 @@ def _gate_unit(metric: str, rule: str) -> str:
 
 
 def _format_number(number: float, unit: str) -> str:
+    if unit in (" %", " points"):
+        return f"{100 * number:.4g}{unit}"
     return size_text(number) if unit == "B" else f"{number:.4g}{unit}"
 
 
@@ -289,7 +357,7 @@ def _dim_interval(text: str) -> str | Markup:
     value, bracket, rest = text.partition(" [")
     if not bracket:
         return "" if text == "-" else text
-    return Markup('{} <span class="interval">[{}</span>').format(value, rest)
+    return Markup('<span class="figure">{}</span> <span class="interval">[{}</span>').format(value, rest)
 
 
 def draw_times(name: str, report: Findings) -> Markup:

@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-from reference import generate  # noqa: E402
+from reference import PASSES, find_kind, generate, write_pass  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 MIRRORED = {
@@ -34,8 +34,23 @@ FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 LOADED = re.compile(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=[\"']?(?:https?:)?//[^>]+>")
 
 
+def on_config(config: Any) -> Any:
+    """Put a page for each pass below the one that lists them."""
+    reference = next(part["Reference"] for part in config.nav if isinstance(part, dict) and "Reference" in part)
+    passes = next(entry for entry in reference if "Passes" in entry)
+    passes["Passes"] = [passes["Passes"], *({kind: page} for kind, page in pass_pages().items())]
+    return config
+
+
+def pass_pages() -> dict[str, str]:
+    """Return kind of pass -> its page."""
+    return {find_kind(pass_): f"reference/passes/{find_kind(pass_)}.md" for pass_ in PASSES}
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are files of the repository outside of docs/."""
+    """Add the pages that are made from the code, and those that are files of the repository outside of docs/."""
+    for pass_, page in zip(PASSES, pass_pages().values(), strict=True):
+        files.append(File.generated(config, page, content=write_pass(pass_)))
     for path, page in MIRRORED.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     return files

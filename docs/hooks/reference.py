@@ -35,7 +35,6 @@ MODELS = {
 def generate(name: str, root: Path) -> str:
     """Return the Markdown that stands for `<!-- generate: name -->`; `root` is the repository."""
     write = {
-        "passes": write_passes,
         "schemes": write_schemes,
         "recipe": write_recipe,
         "compress": write_compress,
@@ -47,16 +46,19 @@ def generate(name: str, root: Path) -> str:
     return "\n".join(write[name]()) + "\n"
 
 
-def write_passes() -> list[str]:
-    """Return for each pass what it does, on what, and its options."""
-    lines: list[str] = []
-    for pass_ in PASSES:
-        kind = pass_.model_fields["kind"].default
-        lines += ["", f"## {kind} {{#{kind}}}", "", inspect.getdoc(pass_) or "", "", describe_pass(pass_), ""]
-        lines += write_options(definitions()[pass_.__name__])
-    for name in reachable([pass_.__name__ for pass_ in PASSES]):
+def write_pass(pass_: type[Pass]) -> str:
+    """Return the page of one pass: what it does, on what, and its options."""
+    record = definitions()[pass_.__name__]
+    lines = [f"# {find_kind(pass_)}", "", inspect.getdoc(pass_) or "", "", describe_pass(pass_), ""]
+    lines += write_options(record)
+    for name in reachable([pass_.__name__]):
         lines += ["", *write_record(name)]
-    return lines
+    return "\n".join(lines) + "\n"
+
+
+def find_kind(pass_: type[Pass]) -> str:
+    """Return the `kind` by which recipes call a pass."""
+    return str(pass_.model_fields["kind"].default)
 
 
 def describe_pass(pass_: type[Pass]) -> str:
@@ -138,7 +140,7 @@ def describe_value(schema: Schema) -> str:
     """Return in words what a key takes, with a link where that is a record of its own."""
     names = list(references(schema))
     if any(set(PRESETS) <= set(option.get("enum", ())) for option in options_of(schema)):
-        return "a [scheme](#schemes)"
+        return "a [scheme](../passes.md#schemes)"
     if not names:
         words = describe([option for option in options_of(schema) if option.get("type") != "null"])
         return cell(words)

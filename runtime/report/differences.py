@@ -12,14 +12,18 @@ SLICE_HEADS = ("slice", "samples", "before", "after", "change", "verdict")
 
 def difference_cells(found: Difference) -> tuple[str, str, str, str, str]:
     """Return a row: metric, both values, the change with its interval, the verdict."""
-    label = f"{found.metric}, speed-up" if found.scale == "ratio" else found.metric
     return (
-        label,
+        label_of(found),
         format_value(found, found.before),
         format_value(found, found.after),
         format_change(found),
         found.verdict,
     )
+
+
+def label_of(found: Difference) -> str:
+    """Return the metric's name, and of speed what the values are."""
+    return f"{found.metric}, speed-up" if found.scale == "ratio" else found.metric
 
 
 def format_value(found: Difference, value: float) -> str:

@@ -111,28 +111,29 @@ def render_json(report: Findings) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: before is the baseline, after the candidate; `change` is a ratio or a difference."""
+    """One line of the table: before is the baseline, after the candidate; `change` is a ratio or a difference.
+
+    `metric`: the metric or the ratio that the change is of.
+    """
 
     name: str
     before: str
     after: str
     change: str
+    metric: str = ""
 
 
 def table_rows(report: Findings) -> list[Row]:
     """Return what the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
     before, after = report.baseline, report.candidate
-    rows = [Row("size", size_text(before.size_bytes), size_text(after.size_bytes), _format_ratio(report, "size"))]
+    rows = [
+        Row("size", size_text(before.size_bytes), size_text(after.size_bytes), _format_ratio(report, "size"), "size")
+    ]
     rows += [_make_metric_row(report, name) for name in order_metrics(after.metrics)]
     rows += [_make_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
     for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens
-        row = Row(
-            f"latency {p}",
-            ms_text(before.latency_ms.get(p)),
-            ms_text(after.latency_ms.get(p)),
-            _format_ratio(report, f"latency_{p}"),
-        )
-        rows.append(row)
+        times = ms_text(before.latency_ms.get(p)), ms_text(after.latency_ms.get(p))
+        rows.append(_make_ratio_row(report, f"latency {p}", *times, f"latency_{p}"))
     if on_device := report.benchmark.get("device_p50_ms"):
         first, second = on_device["baseline"], on_device["candidate"]
         rows.append(Row("on the GPU alone", ms_text(first), ms_text(second), f"{first / second:.2f}x"))
@@ -146,23 +147,27 @@ def table_rows(report: Findings) -> list[Row]:
         label = f"throughput, {_limit_percentile(report)} within {limit:g} ms"
         rows.append(_make_rate_row(report, label, "throughput_under_latency"))
     memory = size_text(before.peak_memory_bytes), size_text(after.peak_memory_bytes)
-    rows.append(Row("peak memory", *memory, _format_ratio(report, "peak_memory")))
-    rows.append(Row("load time", ms_text(before.load_ms), ms_text(after.load_ms), _format_ratio(report, "load_time")))
+    rows.append(_make_ratio_row(report, "peak memory", *memory, "peak_memory"))
+    rows.append(_make_ratio_row(report, "load time", ms_text(before.load_ms), ms_text(after.load_ms), "load_time"))
     return [row for row in rows if (row.before, row.after) != ("-", "-")]
+
+
+def _make_ratio_row(report: Findings, label: str, before: str, after: str, name: str) -> Row:
+    return Row(label, before, after, _format_ratio(report, name), name)
 
 
 def _make_metric_row(report: Findings, name: str) -> Row:
     change = report.differences.get(name)
     text = figure_text(change["value"], change["interval"], "+z") if change else ""
     label = f"{name} ({AT_BUILD})" if name in report.recorded else name
-    return Row(label, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text)
+    return Row(label, _format_quality(report.baseline, name), _format_quality(report.candidate, name), text, name)
 
 
 def _make_decoder_row(report: Findings, name: str) -> Row:
     unit = {"1/s": "/s", "price": ""}.get(MEASURED[name].unit, f" {MEASURED[name].unit}")
     before, after = report.baseline.generation.get(name), report.candidate.generation.get(name)
     cells = ["-" if value is None else f"{value:.4g}{unit}" for value in (before, after)]
-    return Row(_label_metric(report, name), cells[0], cells[1], _format_ratio(report, name))
+    return _make_ratio_row(report, _label_metric(report, name), cells[0], cells[1], name)
 
 
 def _is_shown(report: Findings, name: str) -> bool:
@@ -175,7 +180,7 @@ def _make_further_row(report: Findings, name: str) -> Row:
     unit = {"price": ""}.get(MEASURED[name].unit, f" {MEASURED[name].unit}")
     cells = ["-" if value is None else f"{value:.4g}{unit}" for value in (before, after)]
     label = f"latency {_limit_percentile(report)}" if name == "latency_percentile" else _LABELS[name]
-    return Row(label, cells[0], cells[1], _format_ratio(report, name))
+    return _make_ratio_row(report, label, cells[0], cells[1], name)
 
 
 def _label_metric(report: Findings, name: str) -> str:
@@ -212,7 +217,7 @@ def _format_quality(of: Side, name: str) -> str:
 
 def _make_rate_row(report: Findings, label: str, name: str) -> Row:
     before, after = (getattr(s, MEASURED_FIELDS[name]) for s in (report.baseline, report.candidate))
-    return Row(label, _format_rate(before), _format_rate(after), _format_ratio(report, name))
+    return _make_ratio_row(report, label, _format_rate(before), _format_rate(after), name)
 
 
 def _format_ratio(report: Findings, name: str) -> str:
