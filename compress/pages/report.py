@@ -85,6 +85,8 @@ TIMES = {
 }
 """`Findings.distributions`, in the order of the page."""
 PERCENTILES = (50, 90, 95, 99)
+SHARES = (" %", " points")
+"""Units of shares and of their changes."""
 
 
 def write_report_page(bundle: Path, report: Findings, folder: Path, frontier: Frontier | None = None) -> Path:
@@ -204,11 +206,14 @@ def _invert(number: float) -> float:
 
 def _quality_headline(report: Findings, name: str) -> Headline:
     after, change = report.candidate.metrics[name], report.differences.get(name)
+    share = is_share(METRICS.get(name))
     if change is None or name not in report.baseline.metrics:
-        figure, _, ends = figure_text(after, report.candidate.intervals.get(name)).partition(" ")
-        return Headline(figure, name, "", ends)
-    of, ends = METRICS.get(name), change["interval"]
-    if not is_share(of):
+        of_after = report.candidate.intervals.get(name)
+        text = share_text(after, of_after) if share else figure_text(after, of_after)
+        figure, bracket, ends = text.partition(" [")
+        return Headline(figure, name, "", bracket.strip() + ends)
+    ends = change["interval"]
+    if not share:
         figure, _, ends = figure_text(change["value"], ends, "+z").partition(" ")
         return Headline(figure, name, f"{figure_text(report.baseline.metrics[name])} to {figure_text(after)}", ends)
     was = f"was {share_text(report.baseline.metrics[name])}"
@@ -294,7 +299,10 @@ def show_gate(gate: GateResult) -> ShownGate:
     unit = _gate_unit(gate.metric, rule)
     value = "not measured" if gate.value is None or math.isnan(gate.value) else _format_number(gate.value, unit)
     known = gate.interval is not None and gate.interval[0] != gate.interval[1]
-    interval = f"[{', '.join(_format_end(end, unit) for end in gate.interval)}]" if known and gate.interval else ""
+    ends = [_format_end(end, unit) for end in gate.interval or ()]
+    if unit in SHARES:  # the unit stands behind the value
+        ends = [end.removesuffix(unit) for end in ends]
+    interval = f"[{', '.join(ends)}]" if known else ""
     return ShownGate(gate, word, value, interval, draw_gate(gate))
 
 
@@ -311,7 +319,7 @@ def _gate_unit(metric: str, rule: str) -> str:
 
 
 def _format_number(number: float, unit: str) -> str:
-    if unit in (" %", " points"):
+    if unit in SHARES:
         return f"{100 * number:.4g}{unit}"
     return size_text(number) if unit == "B" else f"{number:.4g}{unit}"
 

@@ -228,7 +228,7 @@ def _format_ratio(report: Findings, name: str) -> str:
 
 
 def _format_rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}/s"
+    return "-" if value is None else f"{value:,.0f}/s" if value >= 1000 else f"{value:.4g}/s"
 
 
 def verdict_line(report: Findings) -> str:
