@@ -25,11 +25,12 @@ from compress.execution.in_files import float_model_in_files
 from compress.execution.quality import graph_runner, score_finder, shortfall_finder
 from compress.execution.weight_trials import make_weight_trials
 from compress.export.onnx import export_float, float_graph, save_graph, with_integers, with_rounded_layers
-from compress.export.parity import TOLERANCE, check_parity
+from compress.export.parity import check_parity
 from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import input_specs
+from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage

@@ -65,7 +65,7 @@ def model_facts(
     opened = opened or open_on_meta(spec, root, config)
     source, module, notes = opened.source, opened.module, opened.notes
     if source.onnx is not None:
-        return onnx_facts(source.onnx, spec.task, feeds_shapes)
+        return onnx_facts(source.onnx, spec.task, feeds_shapes, spec.inputs, spec.state)
     assert module is not None
     parts = expert_parts(module)
     unstack_experts(module)
@@ -121,7 +121,7 @@ def rebuilt_facts(
     source = locate(spec, root)
     assert source.onnx is not None
     try:
-        rebuilt = rebuild_onnx(open_onnx(source.onnx).model, facts.inputs, feeds_shapes)
+        rebuilt = rebuild_onnx(open_onnx(source.onnx, spec.inputs).model, facts.inputs, feeds_shapes)
     except SourceError as error:
         return replace(facts, not_rebuilt="; ".join(error.problems))
     notes = facts.notes

@@ -216,7 +216,7 @@ def make_twins(
     if made is not None:
         before = after = made
     elif source.onnx is not None:
-        before = after = GraphState(open_onnx(source.onnx).model)
+        before = after = GraphState(open_onnx(source.onnx, recipe.model.inputs).model)
         if inputs.facts.rebuilt:
             loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
     else:

@@ -1,0 +1,133 @@
+"""Which axis a model takes its samples along: two samples are run together and alone, and their answers compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compress.quantize.measure import relative_difference
+
+Arrays = dict[str, np.ndarray]
+Run = Callable[[Arrays], Arrays]
+TOLERANCE, SMALLEST, MOST_CHOICES = 1e-4, 1e-2, 0.01
+"""Of an output's largest magnitude, or of SMALLEST where all of it is less; of whole numbers the share that may differ.
+Exports are held to the same: kernels that sum in another order stay ten times below."""
+
+
+@dataclass(frozen=True)
+class BatchAxis:
+    """`together`: samples may share a call; else each is run by itself. `problem`: why neither can be; a way out."""
+
+    together: bool
+    problem: str = ""
+
+
+def find_batch_axis(
+    run: Run,
+    samples: Sequence[Arrays],
+    fixed: int | None,
+    failures: tuple[type[Exception], ...],
+    close: float = TOLERANCE,
+) -> BatchAxis:
+    """Find out whether a model's answer for a sample is the same beside others, along the first axis.
+
+    `run`: feeds with their batch -> outputs, raising one of `failures` for sizes that it does not take. `samples`: two,
+    without a batch, that differ. `fixed`: samples of a call, where the model takes no other number.
+    """
+    one, other = samples
+    if fixed is not None:
+        alone, beside = run(_stack([one] * fixed, 0)), run(_stack([one] + [other] * (fixed - 1), 0))
+        if problem := _explain_rows(alone, fixed):
+            return BatchAxis(False, problem)
+        if all(is_close(alone[name][:1], beside[name][:1], close) for name in alone):
+            return BatchAxis(False)
+        return BatchAxis(
+            False,
+            f"its answer for a sample is another beside other samples, and it takes {fixed} at once; export it with a "
+            "batch of 1, or of any size",
+        )
+
+    def find_axes(axis: int) -> dict[str, list[int]] | None:
+        """Return the axes of each output along which two samples' answers lie; None where they cannot be run so."""
+        try:
+            alone = [run(_stack([sample], axis)) for sample in samples]
+            together = run(_stack(samples, axis))
+        except failures:
+            return None
+        return {name: _find_joined(values, [part[name] for part in alone], close) for name, values in together.items()}
+
+    alone = run(_stack([one], 0))
+    found = find_axes(0) or {}
+    if found and all(0 in axes for axes in found.values()) and not _explain_rows(alone, 1):
+        return BatchAxis(True)
+    if not found or not all(found.values()):
+        most = max(values.ndim for values in one.values())
+        axis = next((k for k in range(1, most + 1) if (axes := find_axes(k)) and all(axes.values())), None)
+        if axis is not None:
+            name = next(name for name, values in one.items() if values.ndim >= axis)
+            shape: list[int | str] = list(one[name].shape)
+            shape.insert(axis, "batch")
+            shown = ", ".join(map(str, shape))
+            return BatchAxis(
+                False,
+                f"its answers depend on other samples along axis 0, and do not along axis {axis}: it takes '{name}' as "
+                f"[{shown}]; export it batch-first (of torch's recurrent layers: batch_first=True), or put a Transpose "
+                "behind each input and before each output",
+            )
+    moved = next((name for name, axes in found.items() if axes and 0 not in axes), None)
+    if moved is not None:
+        return BatchAxis(
+            False,
+            f"output '{moved}' has its samples along axis {found[moved][0]}; put a Transpose before it, or leave it "
+            "out of the outputs",
+        )
+    return BatchAxis(False, _explain_rows(alone, 1))
+
+
+def is_close(expected: np.ndarray, got: np.ndarray, close: float = TOLERANCE) -> bool:
+    """Return whether two arrays are the same but for rounding; of whole numbers one in a hundred may differ."""
+    if expected.shape != got.shape:
+        return False
+    if expected.dtype.kind not in "fc":
+        return not expected.size or float(np.mean(expected != got)) <= MOST_CHOICES
+    return relative_difference(expected, got, SMALLEST) <= close
+
+
+def _stack(samples: Sequence[Arrays], axis: int) -> Arrays:
+    """Return one call's feeds; an input with fewer axes has its samples along its last."""
+    return {
+        name: np.stack([sample[name] for sample in samples], min(axis, values.ndim))
+        for name, values in samples[0].items()
+    }
+
+
+def _find_joined(together: np.ndarray, alone: Sequence[np.ndarray], close: float) -> list[int]:
+    """Return the axes along which the answers given alone lie, one behind the other, in that given together."""
+    return [
+        axis
+        for axis in range(together.ndim)
+        if all(part.ndim == together.ndim for part in alone)
+        and _shapes_join([part.shape for part in alone], axis)
+        and is_close(np.concatenate(alone, axis), together, close)
+    ]
+
+
+def _shapes_join(shapes: Sequence[tuple[int, ...]], axis: int) -> bool:
+    return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
+
+
+def _explain_rows(outputs: Arrays, n: int) -> str:
+    """Return which output of a call of `n` samples has not as many rows, and what can be done; "" where all have."""
+    for name, values in outputs.items():
+        if not values.ndim:
+            return (
+                f"output '{name}' is one number for all samples of a call; leave it out of the outputs, or give it for "
+                "each sample, [batch]"
+            )
+        if len(values) != n:
+            of = "one sample" if n == 1 else f"{n} samples"
+            way_out = "leave it out of the outputs, or put a Reshape or Transpose before it"
+            return f"output '{name}' has {len(values)} rows for {of}, and not one for each; {way_out}: [batch, ...]"
+    return ""
