@@ -51,7 +51,7 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
 from runtime.measure.benchmark import choose_backend
-from runtime.measure.workload import make_feeds
+from runtime.measure.workload import MAX_FEEDS, make_feeds
 from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
@@ -307,6 +307,8 @@ def _make_timed_feeds(run: RunContext, specs: tuple[TensorSpec, ...]) -> list[Fe
     inputs, recipe = run.plan.inputs, run.plan.recipe
     speed = recipe.validate_.benchmark
     preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
+    if inputs.facts.states:
+        return Batches(run.sets["evaluation"], inputs, specs)[:MAX_FEEDS]
     view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
     return make_feeds(preprocessor, view, fixed_batch(specs) or speed.batch_size, recipe.seed, speed.sequence_length)
 

@@ -65,7 +65,7 @@ def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Seque
 def _check_clean_up(loaded: OnnxModel, model: ir.Model, batches: Sequence[Feeds]) -> float | None:
     """Compare an ONNX file as it is with its cleaned graph, in ONNX Runtime; None where it does not run the file."""
     try:
-        expected = list(run_batches(open_session(loaded.path), batches))
+        expected = list(run_batches(open_session(loaded.path), ({**feeds, **loaded.shared} for feeds in batches)))
     except failures():  # bfloat16 has no kernels for CPUs; cleaned it computes in float32
         return None
     tolerance, worst = HALF_TOLERANCE if HALVES in loaded.clean_up.done else TOLERANCE, 0.0

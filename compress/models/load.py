@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from compress.models.feeds import check_feeds, input_specs, output_specs, parame
 from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import check_finite_onnx, open_onnx
 from compress.models.rebuilt import rebuild_onnx
-from compress.models.source import Source, locate
+from compress.models.source import Source, locate, read_shared
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
@@ -75,11 +76,15 @@ class TorchModel(SourceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxModel(SourceModel):
-    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it."""
+    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it.
+
+    `shared`: what the file reads beside `inputs`, the same for all samples, which the graph holds as constants.
+    """
 
     path: Path
     graph: ir.Model
     clean_up: CleanUp
+    shared: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
@@ -173,6 +178,7 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path, feeds_shapes: Sample
         path=path,
         graph=opened.model,
         clean_up=opened.clean_up,
+        shared=read_shared(path, spec.inputs),
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,

@@ -163,17 +163,22 @@ def _check_shared(path: Path, inputs: Sequence[TensorSpec], outputs: Sequence[Te
 
 def suggest_state(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> str:
     """Return what a recipe can say of an input that is none of a sample's."""
-    same = [out.name for out in outputs if (out.dtype, len(out.shape)) == (spec.dtype, len(spec.shape))]
-    near = next((name for name in same if _sizes_agree(spec, next(o for o in outputs if o.name == name))), "OUTPUT")
     return (
-        f"if the next call reads there what a call gives, say model.state: {{{near}: {spec.name}}}; if it is the same "
+        "if the next call reads there what a call gives, say model.state: "
+        f"{{{find_alike(spec, outputs) or 'OUTPUT'}: {spec.name}}}; if it is the same "
         f"for all samples, model.inputs: {{{spec.name}: VALUE}}"
     )
 
 
-def _sizes_agree(spec: TensorSpec, out: TensorSpec) -> bool:
-    pairs = zip(spec.shape, out.shape, strict=True)
-    return all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs)
+def find_alike(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> str:
+    """Return the first output that has an input's type and shape, as far as they are known; "" where none has."""
+    for out in outputs:
+        pairs = list(zip(spec.shape, out.shape, strict=False))
+        if (out.dtype, len(out.shape)) == (spec.dtype, len(spec.shape)) and all(
+            a == b or isinstance(a, str) or isinstance(b, str) for a, b in pairs
+        ):
+            return out.name
+    return ""
 
 
 def _make_tensor_spec(value: Any, task: str) -> TensorSpec:

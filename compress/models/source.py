@@ -155,6 +155,14 @@ def read_onnx(path: Path, values: Mapping[str, Any] | None = None) -> onnx.Model
     return model
 
 
+def read_shared(path: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the values of inputs that are the same for all samples, as the file reads them."""
+    from onnx import numpy_helper
+
+    tensors = read_onnx(path, values).graph.initializer if values else ()
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors if tensor.name in values}
+
+
 def _bind_input(model: onnx.ModelProto, name: str, given: Any, path: Path) -> None:
     """Make an input a constant, in place. SourceError for one that there is not, and a value that does not fit it."""
     from onnx import helper, numpy_helper
