@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compress.facts import SampleShapes
 from compress.quantize.measure import relative_difference
 
 Arrays = dict[str, np.ndarray]
@@ -131,3 +132,14 @@ def _explain_rows(outputs: Arrays, n: int) -> str:
             way_out = "leave it out of the outputs, or put a Reshape or Transpose before it"
             return f"output '{name}' has {len(values)} rows for {of}, and not one for each; {way_out}: [batch, ...]"
     return ""
+
+
+def draw_sample(feeds: SampleShapes, number: int, seed: int) -> Arrays:
+    """Return normal numbers; of whole ones `number`, but for a 0 before the others in the second sample's."""
+    random, drawn = np.random.default_rng(seed), {}
+    for name, (shape, dtype) in feeds.items():
+        values = random.standard_normal(shape) if np.dtype(dtype).kind == "f" else np.full(shape, number)
+        if seed and np.dtype(dtype).kind != "f" and values.ndim and values.shape[-1] > 1:
+            values[..., 0] = 0
+        drawn[name] = values.astype(dtype)
+    return drawn

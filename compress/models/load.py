@@ -20,7 +20,7 @@ from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
 from compress.models.detections import read_detections
-from compress.models.facts import architecture, forward_failure, zeros
+from compress.models.facts import architecture, check_batch, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import check_finite_onnx, open_onnx
@@ -128,6 +128,8 @@ def _describe_model(
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
+    if source.kind == "python":
+        check_batch(spec, module, feeds)
     try:
         outputs = run(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:

@@ -63,12 +63,18 @@ def onnx_facts(
         other_bytes=max(0, weight_bytes(model) - in_layers),
         peak_activation_bytes=_count_peak_bytes(light, shapes, feeds) // batch,
         operators=tuple(sorted({node.op_type for node in model.graph})),
-        notes=(*opened.clean_up.problems, *ends.notes, *_list_notes(model, layers)),
+        notes=(*opened.clean_up.problems, *ends.notes, *_note_shared(values), *_list_notes(model, layers)),
         states=ends.states,
         opset=model.opset_imports.get(""),
         clean_up=opened.clean_up.done,
     )
     return facts.keep_worth_naming({name: tensor.nbytes for name, tensor in others.items() if tensor is not None})
+
+
+def _note_shared(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what becomes of inputs that are the same for all samples."""
+    for name, value in values.items():
+        yield f"input '{name}' is {value} for all samples: the result has it as a constant, and takes no such input"
 
 
 def _list_notes(model: ir.Model, layers: Sequence[LayerFacts]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from compress.facts import SampleShapes
 from compress.graph.cleanup import QUANTIZED, CleanUp, clean_graph
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import open_session, run_batches
-from compress.models.batch_axis import TOLERANCE, Arrays, BatchAxis, find_batch_axis
+from compress.models.batch_axis import TOLERANCE, Arrays, BatchAxis, draw_sample, find_batch_axis
 from compress.models.onnx_check import COPIES, bound_process, run_apart
 from compress.models.source import onnx_external_files, read_onnx
 from runtime.backends.onnxruntime_cpu import failures
@@ -154,7 +154,7 @@ def _run_samples(
     rounds = any(node.op_type in QUANTIZED for node in ir.traversal.RecursiveGraphIterator(model.graph))
     why = ""
     for number in (1, 0):  # of whole numbers: ids, places, or sizes, not every one of which is any number
-        samples = [_draw_sample(feeds, number, seed) for seed in range(2)]
+        samples = [draw_sample(feeds, number, seed) for seed in range(2)]
         try:
             outputs = run({name: np.stack([values] * (fixed or 1)) for name, values in samples[0].items()})
         except failures() as error:
@@ -177,17 +177,6 @@ def _find_lost_state(path: Path, outputs: Arrays, states: Arrays, state: Mapping
                 "check which output is which input's"
             )
     return ""
-
-
-def _draw_sample(feeds: SampleShapes, number: int, seed: int) -> Arrays:
-    """Return normal numbers; of whole ones `number`, but for a 0 before the others in the second sample's."""
-    random, drawn = np.random.default_rng(seed), {}
-    for name, (shape, dtype) in feeds.items():
-        values = random.standard_normal(shape) if np.dtype(dtype).kind == "f" else np.full(shape, number)
-        if seed and np.dtype(dtype).kind != "f" and values.ndim and values.shape[-1] > 1:
-            values[..., 0] = 0
-        drawn[name] = values.astype(dtype)
-    return drawn
 
 
 def _tell(error: Exception) -> str:
