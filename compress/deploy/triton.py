@@ -173,9 +173,9 @@ def _write_model(folder: Path, served: _Served) -> Path:
 
 
 def _call_specs(served: _Served, file: Path) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    """Return the inputs and outputs of a request: of a model with states those of one call, without the states."""
+    """Return the inputs and outputs of a request: without a batch those of the file itself, without the states."""
     artifact = served.artifact
-    if not artifact.states:
+    if served.batch or artifact.kind != "onnx":
         return artifact.inputs, artifact.outputs
     graph = ir.load(file)
     handed = {name for state in artifact.states for name in (state.input.name, state.output)}
@@ -312,7 +312,7 @@ def _describe_tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:
     With a batch its first size is left out, and what is one number a sample has the size 1 for Triton, which knows no
     other.
     """
-    if not batch or len(spec.shape) > 1:
+    if len(spec.shape) > bool(batch):
         return _describe_spec(replace(spec, shape=spec.shape[1:]) if batch else spec)
     return {**_describe_spec(replace(spec, shape=(1,))), "reshape": {"shape": []}}
 

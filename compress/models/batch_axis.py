@@ -23,6 +23,8 @@ class BatchAxis:
 
     together: bool
     problem: str = ""
+    rowless: tuple[str, ...] = ()
+    """Outputs that have no row for a sample that is run by itself: a number, or a row for each token or step."""
 
 
 def find_batch_axis(
@@ -40,10 +42,16 @@ def find_batch_axis(
     one, other = samples
     if fixed is not None:
         alone, beside = run(_stack([one] * fixed, 0)), run(_stack([one] + [other] * (fixed - 1), 0))
-        if problem := _explain_rows(alone, fixed):
-            return BatchAxis(False, problem)
-        if all(is_close(alone[name][:1], beside[name][:1], close) for name in alone):
-            return BatchAxis(False)
+        rowless = _list_rowless(alone, fixed)
+        if rowless and fixed > 1:
+            shape = list(alone[rowless[0]].shape)
+            return BatchAxis(
+                False,
+                f"output '{rowless[0]}' {shape} has no row for each of the {fixed} samples of a call; export it with a "
+                "batch of 1, or leave that output out",
+            )
+        if fixed == 1 or all(is_close(alone[name][:1], beside[name][:1], close) for name in alone):
+            return BatchAxis(False, rowless=rowless)
         return BatchAxis(
             False,
             f"its answer for a sample is another beside other samples, and it takes {fixed} at once; export it with a "
@@ -61,7 +69,7 @@ def find_batch_axis(
 
     alone = run(_stack([one], 0))
     found = find_axes(0) or {}
-    if found and all(0 in axes for axes in found.values()) and not _explain_rows(alone, 1):
+    if found and all(0 in axes for axes in found.values()) and not _list_rowless(alone):
         return BatchAxis(True)
     if not found or not all(found.values()):
         most = max(values.ndim for values in one.values())
@@ -77,14 +85,7 @@ def find_batch_axis(
                 f"[{shown}]; export it batch-first (of torch's recurrent layers: batch_first=True), or put a Transpose "
                 "behind each input and before each output",
             )
-    moved = next((name for name, axes in found.items() if axes and 0 not in axes), None)
-    if moved is not None:
-        return BatchAxis(
-            False,
-            f"output '{moved}' has its samples along axis {found[moved][0]}; put a Transpose before it, or leave it "
-            "out of the outputs",
-        )
-    return BatchAxis(False, _explain_rows(alone, 1))
+    return BatchAxis(False, rowless=_list_rowless(alone))
 
 
 def is_close(expected: np.ndarray, got: np.ndarray, close: float = TOLERANCE) -> bool:
@@ -119,19 +120,9 @@ def _shapes_join(shapes: Sequence[tuple[int, ...]], axis: int) -> bool:
     return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
 
 
-def _explain_rows(outputs: Arrays, n: int) -> str:
-    """Return which output of a call of `n` samples has not as many rows, and what can be done; "" where all have."""
-    for name, values in outputs.items():
-        if not values.ndim:
-            return (
-                f"output '{name}' is one number for all samples of a call; leave it out of the outputs, or give it for "
-                "each sample, [batch]"
-            )
-        if len(values) != n:
-            of = "one sample" if n == 1 else f"{n} samples"
-            way_out = "leave it out of the outputs, or put a Reshape or Transpose before it"
-            return f"output '{name}' has {len(values)} rows for {of}, and not one for each; {way_out}: [batch, ...]"
-    return ""
+def _list_rowless(outputs: Arrays, n: int = 1) -> tuple[str, ...]:
+    """Return the outputs of a call of `n` samples that have not as many rows."""
+    return tuple(name for name, values in outputs.items() if values.shape[:1] != (n,))
 
 
 def draw_sample(feeds: SampleShapes, number: int, seed: int) -> Arrays:

@@ -233,9 +233,13 @@ def check_batch(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> None
             break
     else:
         return
-    if axis.problem and find_task(spec.task).outputs != "boxes":
+    if axis.problem:
         raise SourceError(f"{spec.source}: {axis.problem}")
-    if not axis.together and not axis.problem:
+    if not axis.together and not (axis.rowless and find_task(spec.task).outputs == "boxes"):  # a row for each box
+        if axis.rowless:
+            raise SourceError(
+                f"{spec.source}: output '{axis.rowless[0]}' has no row for each sample; return it as [batch, ...]"
+            )
         raise SourceError(
             f"{spec.source}: its answer for a sample is another beside other samples; compute each sample by "
             "itself, or export the model with a batch of 1 and give that file (source: onnx:...)"

@@ -44,6 +44,8 @@ class OnnxEnds:
     states: tuple[State, ...] = ()
     alone: bool = False
     """A free batch that samples cannot share: each is run by itself."""
+    rowless: tuple[str, ...] = ()
+    """Outputs that have no axis for the one sample of a call; `outputs` have it in front."""
 
     def fix_batch(self, model: ir.Model) -> None:
         """Write into the graph, in place, that it takes one sample at a time, where it does."""
@@ -53,12 +55,21 @@ class OnnxEnds:
         for value in (*model.graph.inputs, *model.graph.outputs):
             if value.name in shapes:
                 value.shape = ir.Shape(shapes[value.name])
+            elif value.name in self.rowless:
+                pass  # its first axis is its own
             elif value.shape is not None and len(value.shape) and not isinstance(value.shape[0], int):
                 value.shape = ir.Shape([1, *value.shape[1:]])
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what the user should know of how samples are run."""
+        if self.rowless:
+            some = ", ".join(f"'{name}'" for name in self.rowless)
+            return (
+                f"output {some} has no row for each sample, so that samples are run one at a time, and it is read as "
+                "[1, ...]; to have samples share calls, put a Reshape or Transpose before it that gives [batch, ...], "
+                "or leave it out of the outputs",
+            )
         if not self.alone:
             return ()
         return (
@@ -88,12 +99,18 @@ def read_ends(
         axis = check_runs(path, calls, 1, values, begin, state)
     else:
         axis = check_runs(path, given, fixed_batch(ends.inputs), values)
-    if axis.problem and find_task(task).outputs != "boxes":  # detectors may give a row for each box
+    if axis.problem:
         raise SourceError(f"{path}: {axis.problem}")
-    if ends.states or axis.together or axis.problem or fixed_batch(ends.inputs) is not None:
+    if ends.states or axis.together or (axis.rowless and find_task(task).outputs == "boxes"):  # a row for each box
         return ends
-    one = [tuple(replace(spec, shape=(1, *spec.shape[1:])) for spec in specs) for specs in (ends.inputs, ends.outputs)]
-    return replace(ends, inputs=one[0], outputs=one[1], alone=True)
+    outputs = tuple(
+        replace(spec, shape=(1, *(spec.shape if spec.name in axis.rowless else spec.shape[1:])))
+        for spec in ends.outputs
+    )
+    if (fixed := fixed_batch(ends.inputs)) is not None:
+        return replace(ends, outputs=outputs if fixed == 1 else ends.outputs, rowless=axis.rowless)
+    inputs = tuple(replace(spec, shape=(1, *spec.shape[1:])) for spec in ends.inputs)
+    return replace(ends, inputs=inputs, outputs=outputs, alone=True, rowless=axis.rowless)
 
 
 def _declared_ends(proto: onnx.ModelProto, path: Path, task: str, state: Mapping[str, str]) -> OnnxEnds:
