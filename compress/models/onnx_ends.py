@@ -15,6 +15,7 @@ from compress.facts import SampleShapes
 from compress.models.onnx_graph import check_runs
 from compress.models.source import read_onnx
 from compress.specs import ModelSpec
+from compress.tasks import find_torch_task
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import State, TensorSpec, as_sequence
 from runtime.tasks import find_task
@@ -92,6 +93,7 @@ def read_ends(
     """
     ends = _declared_ends(read_onnx(path, values), path, task, state)
     _check_feeds(path, ends.inputs, feeds)
+    _check_outputs(path, task, ends.outputs)
     given = {spec.name: feeds[spec.name] for spec in ends.inputs}
     if ends.states:
         calls = {name: (shape[1:], dtype) for name, (shape, dtype) in given.items()}
@@ -234,3 +236,24 @@ def _check_feeds(path: Path, inputs: tuple[TensorSpec, ...], feeds: SampleShapes
             )
     if problems:
         raise SourceError(problems)
+
+
+def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
+    """Raise SourceError unless the outputs of a task that needs certain ones are there.
+
+    Of classes there is one output: that by its name, else the only one. Several are told by their names alone.
+    """
+    wanted = find_torch_task(task)
+    if wanted.any_outputs or (not wanted.chooses and len(wanted.outputs) < 2):
+        return
+    for name, axes in wanted.outputs.items():
+        rank = len(axes)
+        named = [out for out in outputs if out.name == name]
+        candidates = named or [out for out in outputs if len(out.shape) == rank and len(wanted.outputs) == 1]
+        if len(candidates) != 1 or len(candidates[0].shape) != rank:
+            shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
+            called = f"that output '{name}'" if len(wanted.outputs) == 1 else "them so"
+            raise SourceError(
+                f"{path}: task {task} needs {wanted.describe_outputs()}, but the graph gives {shown}; call {called}, "
+                "or use task: generic"
+            )

@@ -16,9 +16,7 @@ from compress.graph.layers import GraphLayer, find_layers, is_constant
 from compress.graph.run import clone, weight_bytes
 from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import EMPTY, SHORT, open_onnx
-from compress.tasks import find_torch_task
 from runtime.bundle.manifest import fixed_batch
-from runtime.bundle.tensors import TensorSpec
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
@@ -39,7 +37,6 @@ def onnx_facts(
     """
     ends = read_ends(path, task, feeds, values, state)
     inputs, outputs = ends.inputs, ends.outputs
-    _check_outputs(path, task, outputs)
     opened = open_onnx(path, values)
     model = opened.model
     ends.fix_batch(model)
@@ -105,27 +102,6 @@ def _without_weights(model: ir.Model) -> onnx.ModelProto:
             if not value.is_graph_input():
                 copy.graph.inputs.append(value)
     return ir.to_proto(copy)
-
-
-def _check_outputs(path: Path, task: str, outputs: tuple[TensorSpec, ...]) -> None:
-    """Raise SourceError unless the outputs of a task that needs certain ones are there.
-
-    Of classes there is one output: that by its name, else the only one. Several are told by their names alone.
-    """
-    wanted = find_torch_task(task)
-    if wanted.any_outputs or (not wanted.chooses and len(wanted.outputs) < 2):
-        return
-    for name, axes in wanted.outputs.items():
-        rank = len(axes)
-        named = [out for out in outputs if out.name == name]
-        candidates = named or [out for out in outputs if len(out.shape) == rank and len(wanted.outputs) == 1]
-        if len(candidates) != 1 or len(candidates[0].shape) != rank:
-            shown = ", ".join(f"'{out.name}' {list(out.shape)}" for out in outputs)
-            called = f"that output '{name}'" if len(wanted.outputs) == 1 else "them so"
-            raise SourceError(
-                f"{path}: task {task} needs {wanted.describe_outputs()}, but the graph gives {shown}; call {called}, "
-                "or use task: generic"
-            )
 
 
 def _describe_layer(layer: GraphLayer, shapes: Shapes, batch: int) -> LayerFacts:
