@@ -44,10 +44,10 @@ def find_batch_axis(
         alone, beside = run(_stack([one] * fixed, 0)), run(_stack([one] + [other] * (fixed - 1), 0))
         rowless = _list_rowless(alone, fixed)
         if rowless and fixed > 1:
-            shape = list(alone[rowless[0]].shape)
+            given = list(alone[rowless[0]].shape)
             return BatchAxis(
                 False,
-                f"output '{rowless[0]}' {shape} has no row for each of the {fixed} samples of a call; export it with a "
+                f"output '{rowless[0]}' {given} has no row for each of the {fixed} samples of a call; export it with a "
                 "batch of 1, or leave that output out",
             )
         if fixed == 1 or all(is_close(alone[name][:1], beside[name][:1], close) for name in alone):
