@@ -12,7 +12,7 @@ import numpy as np
 
 from compress.formats.schemes import Scheme
 from runtime.boxes.spec import Detections
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.tensors import State, TensorSpec
 
 LOWEST_OPSET = 17
 """Of the graphs that passes work on."""
@@ -213,6 +213,8 @@ class ModelFacts:
     """Layer -> why its outputs, or some of them, have to stay."""
     removable: tuple[Removable, ...] | None = None
     """Blocks of a torch model that can go, in order, where a pass asks for them (`Pass.uses_blocks`)."""
+    states: tuple[State, ...] = ()
+    """What a call hands on to the next: a sample is then a whole sequence of calls."""
     detections: Detections | None = None
     """Of a detector: what its outputs mean."""
     reads_apart: bool = False

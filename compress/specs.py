@@ -125,6 +125,12 @@ class ModelSpec(Record):
     """Of an hf: source: a branch, tag or commit."""
     trust_remote_code: bool = False
     """Run Python that comes with an hf: or dir: model."""
+    inputs: dict[str, Any] = {}
+    """Of an onnx: source: input -> its value, where it is the same for all samples, such as {sr: 16000}. The result has
+    the value in it, and takes no such input."""
+    state: dict[str, str] = {}
+    """Of an onnx: source: output -> the input by which the next call reads it, such as {hn: h}; zero at the start of
+    each sample. A sample is then a whole sequence, [calls, ...], of which each call reads one part."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, in the order of the model's outputs."""
     detections: Detections | None = None
@@ -134,6 +140,18 @@ class ModelSpec(Record):
     def _refuse_detections_of_others(self) -> ModelSpec:
         if self.detections is not None and find_task(self.task).outputs != "boxes":
             raise ValueError(f"detections: is for models that find boxes, and the task is {self.task}; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_ends_of_others(self) -> ModelSpec:
+        given = "inputs" if self.inputs else "state" if self.state else ""
+        if given and not self.source.startswith("onnx:"):
+            raise ValueError(
+                f"{given}: is for onnx: sources; give the parameter a default in forward, or export the model and give "
+                "the file"
+            )
+        if len(set(self.state.values())) < len(self.state):
+            raise ValueError("state: two outputs go into one input; give each its own")
         return self
 
     @property

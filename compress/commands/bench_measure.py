@@ -155,6 +155,8 @@ def time_finalists(bundles: Sequence[tuple[Path, str]]) -> list[float]:
             session = open_variant(stack, folder, variant, settings.threads)
             encoder = bundle_preprocessor(folder, case.manifest, session.inputs)
             given = encoding_views(case.manifest.task, case.columns)[0]
-            batches = make_feeds(encoder, given, settings.batch_size, 0, settings.sequence_length)
+            batches = make_feeds(
+                encoder, given, settings.batch_size, 0, settings.sequence_length, streams=case.manifest.streams
+            )
             calls.append(make_call(session, batches))
         return time_in_turns(calls, MOST_CALLS, budget_s=FINAL_S, one_thread=settings.threads == 1).typical_ms

@@ -20,11 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.errors import ExportError
+from compress.graph.specs import input_specs, output_specs
 from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
 from runtime.bundle.onnx_file import holds_float8
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.audio import AUDIO, RATE
 from runtime.encode.preprocess import ImageTextPreprocess, spec_from_dict
 from runtime.serving.model import IMAGE
@@ -150,20 +153,43 @@ def _write_model(folder: Path, served: _Served) -> Path:
     source = served.bundle / served.artifact.path
     for path in FILES_OF[served.artifact.kind](source):
         shutil.copyfile(path, version / (file if path == source else path.name))
+    inputs, outputs = _call_specs(served, source)
     config: dict[str, Any] = {
         "name": folder.name,
         "platform": platform,
         "max_batch_size": served.batch,
-        "input": [_describe_tensor(spec, served.batch) for spec in served.artifact.inputs],
-        "output": [_describe_tensor(spec, served.batch) for spec in served.artifact.outputs],
+        "input": [_describe_tensor(spec, served.batch) for spec in inputs],
+        "output": [_describe_tensor(spec, served.batch) for spec in outputs],
         "instance_group": [{"count": served.serving.instances, "kind": Word(_instance_kind(served))}],
     }
-    if served.batch > 1:
+    if served.artifact.states:
+        config["sequence_batching"] = {"state": [_describe_state(state) for state in served.artifact.states]}
+    elif served.batch > 1:
         config["dynamic_batching"] = {"max_queue_delay_microseconds": served.serving.queue_delay_us}
     if platform == "onnxruntime_onnx":
         threads = served.manifest.judgement.benchmark.threads
         config["parameters"] = [{"key": "intra_op_thread_count", "value": {"string_value": str(threads)}}]
     return _write_config(folder, config)
+
+
+def _call_specs(served: _Served, file: Path) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+    """Return the inputs and outputs of a request: without a batch those of the file itself, without the states."""
+    artifact = served.artifact
+    if served.batch or artifact.kind != "onnx":
+        return artifact.inputs, artifact.outputs
+    graph = ir.load(file)
+    handed = {name for state in artifact.states for name in (state.input.name, state.output)}
+    inputs, outputs = (
+        [spec for spec in specs if spec.name not in handed] for specs in (input_specs(graph), output_specs(graph))
+    )
+    return inputs, outputs
+
+
+def _describe_state(state: State) -> dict[str, Any]:
+    """Describe what Triton keeps of a sequence of requests between them, zero at its start."""
+    described = {"data_type": Word(TYPES[state.input.dtype]), "dims": list(state.shape)}
+    first = {**described, "zero_data": True, "name": f"initial {state.input.name}"}
+    return {"input_name": state.input.name, "output_name": state.output, **described, "initial_state": first}
 
 
 def _instance_kind(served: _Served) -> str:
@@ -286,7 +312,7 @@ def _describe_tensor(spec: TensorSpec, batch: int) -> dict[str, Any]:
     With a batch its first size is left out, and what is one number a sample has the size 1 for Triton, which knows no
     other.
     """
-    if not batch or len(spec.shape) > 1:
+    if len(spec.shape) > bool(batch):
         return _describe_spec(replace(spec, shape=spec.shape[1:]) if batch else spec)
     return {**_describe_spec(replace(spec, shape=(1,))), "reshape": {"shape": []}}
 

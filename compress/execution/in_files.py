@@ -21,11 +21,11 @@ from compress.context import PassContext
 from compress.errors import ExportError
 from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
 from compress.export.decoder import export_decoder
-from compress.export.parity import TOLERANCE
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import Feeds, clone
 from compress.graph.specs import input_specs, n_cached_layers, output_specs, past_name, present_name
 from compress.graph.stored import StoredTensor, make_stored_weight
+from compress.models.batch_axis import TOLERANCE
 from compress.quantize.measure import relative_difference
 from compress.quantize.state import GraphState
 from compress.store.cache import ResultCache

@@ -25,11 +25,12 @@ from compress.execution.in_files import float_model_in_files
 from compress.execution.quality import graph_runner, score_finder, shortfall_finder
 from compress.execution.weight_trials import make_weight_trials
 from compress.export.onnx import export_float, float_graph, save_graph, with_integers, with_rounded_layers
-from compress.export.parity import TOLERANCE, check_parity
+from compress.export.parity import check_parity
 from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import input_specs
+from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
@@ -50,7 +51,7 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
 from runtime.measure.benchmark import choose_backend
-from runtime.measure.workload import make_feeds
+from runtime.measure.workload import MAX_FEEDS, make_feeds
 from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
@@ -306,6 +307,8 @@ def _make_timed_feeds(run: RunContext, specs: tuple[TensorSpec, ...]) -> list[Fe
     inputs, recipe = run.plan.inputs, run.plan.recipe
     speed = recipe.validate_.benchmark
     preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
+    if inputs.facts.states:
+        return Batches(run.sets["evaluation"], inputs, specs)[:MAX_FEEDS]
     view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
     return make_feeds(preprocessor, view, fixed_batch(specs) or speed.batch_size, recipe.seed, speed.sequence_length)
 

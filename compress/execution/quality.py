@@ -25,6 +25,7 @@ from compress.planning.inputs import Inputs
 from compress.planning.own_metrics import find_own_metrics
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend, open_model
+from runtime.backends.base import STATES, write_states
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import reduce_sample
 from runtime.encode.preprocess import make_preprocessor
@@ -58,9 +59,10 @@ def run_graph(
     with ExitStack() as stack:
         sessions = []
         backend, threads = find_backend(name), recipe.validate_.benchmark.threads
+        states = {STATES: write_states(inputs.facts.states)} if inputs.facts.states else {}
         for file, options in ((path, backend.exact if exact else {}), (beside, backend.exact)):
             if file is not None:
-                sessions.append(open_model(backend, file, threads, options))
+                sessions.append(open_model(backend, file, threads, {**options, **states}))
                 stack.callback(sessions[-1].close)
         preprocessor = make_preprocessor(inputs.preprocess, specs, inputs.tokenizer)
         facts = BatchFacts(

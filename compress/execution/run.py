@@ -299,7 +299,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 recorded=tuple(metric.record for metric in own),
                 recorded_values=([metric.baseline for metric in own], recorded) if own else None,
                 layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
-                graphs=_collect_graphs(exported, passed, with_float),
+                graphs=_collect_graphs(plan, exported, passed, with_float),
                 streamed=passed.streamed,
                 candidate_outputs=candidate,
                 score=score,
@@ -346,10 +346,11 @@ def _run_candidate(
     return run_graph(path, run.plan.inputs, specs, run.sets["evaluation"].columns, beside)
 
 
-def _collect_graphs(exported: FloatModel | None, passed: Passed, with_float: bool) -> Graphs | None:
+def _collect_graphs(plan: Plan, exported: FloatModel | None, passed: Passed, with_float: bool) -> Graphs | None:
     if exported is None or passed.state is None:
         return None
-    return Graphs(exported.state.model, passed.state, exported.inputs, exported.outputs, with_float)
+    ends = exported.inputs, exported.outputs
+    return Graphs(exported.state.model, passed.state, *ends, with_float, plan.before.states)
 
 
 def _source_bytes(plan: Plan) -> int:

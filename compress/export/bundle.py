@@ -52,7 +52,7 @@ from runtime.bundle.format import (
     write_recorded,
     write_samples,
 )
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
@@ -86,6 +86,8 @@ class Graphs:
     outputs: tuple[TensorSpec, ...]
     with_float: bool = True
     """Whether the float graph is written, to be run beside the candidate."""
+    states: tuple[State, ...] = ()
+    """What a call hands on to the next; `inputs` and `outputs` are then of whole sequences."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +341,7 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
         else tuple(spec for spec in output_specs(graph) if spec.name not in cross),
         size_bytes=model_size(path),
         cache=cache,
+        states=graphs.states,
     )
 
 

@@ -20,20 +20,14 @@ from compress.graph.halves import split_halves
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
+from compress.models.batch_axis import MOST_CHOICES, SMALLEST, TOLERANCE
 from compress.models.load import OnnxModel, TorchModel
 from compress.quantize.measure import relative_difference
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
 from runtime.encode.seq2seq import DECODER_IDS
 
-TOLERANCE = 1e-4
-"""Largest difference over largest magnitude; float32 kernels of two libraries stay about ten times below it."""
 HALF_TOLERANCE = 2e-2
 """Of a file that computes in half precision, whose own rounding is what differs."""
-SMALLEST = 1e-2
-"""Magnitude below which differences are held against this one: of outputs near 1e-7 float32 keeps no digits that two
-orders of sums share, where what is summed is near 1."""
-MOST_CHOICES = 0.01
-"""Of an output of whole numbers, the share that may differ."""
 DECODED = 4
 """Tokens of each prompt that are read one at a time."""
 
@@ -71,7 +65,7 @@ def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Seque
 def _check_clean_up(loaded: OnnxModel, model: ir.Model, batches: Sequence[Feeds]) -> float | None:
     """Compare an ONNX file as it is with its cleaned graph, in ONNX Runtime; None where it does not run the file."""
     try:
-        expected = list(run_batches(open_session(loaded.path), batches))
+        expected = list(run_batches(open_session(loaded.path), ({**feeds, **loaded.shared} for feeds in batches)))
     except failures():  # bfloat16 has no kernels for CPUs; cleaned it computes in float32
         return None
     tolerance, worst = HALF_TOLERANCE if HALVES in loaded.clean_up.done else TOLERANCE, 0.0

@@ -85,9 +85,9 @@ def cut_batches(session: InferenceSession, batches: Iterable[Feeds]) -> Iterator
     free = all(x.shape and not isinstance(x.shape[0], int) for x in session.get_inputs())
     most = None
     for feeds in batches:
-        n = min(map(len, feeds.values()))
+        n = min(map(len, feeds.values())) if free else 1
         if most is None:  # 12 taps of 8 x 320 x 320 numbers on 32 samples are 1.3 GB, and twice that are compared
-            alone = session.run(None, {name: values[:1] for name, values in feeds.items()}) if free and n > 1 else []
+            alone = session.run(None, {name: values[:1] for name, values in feeds.items()}) if n > 1 else []
             most = max(1, OUTPUT_BYTES // max(sum(values.nbytes for values in alone), 1))
         for start in range(0, n, most):
             yield feeds if n <= most else {name: values[start : start + most] for name, values in feeds.items()}

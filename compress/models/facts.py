@@ -10,16 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
-from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, trace, weight_shape
+from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, run, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
+from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import OpenedModel, open_on_meta
@@ -39,6 +41,8 @@ from runtime.tasks import find_task
 
 Traced = tuple[Trace, list[str]]
 MOST_NAMED = 6
+MOST_BUILT = 2**30
+"""Bytes of weights up to which a factory's model is built for a plan to run it; larger ones are run once loaded."""
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
@@ -65,7 +69,7 @@ def model_facts(
     opened = opened or open_on_meta(spec, root, config)
     source, module, notes = opened.source, opened.module, opened.notes
     if source.onnx is not None:
-        return onnx_facts(source.onnx, spec.task, feeds_shapes)
+        return onnx_facts(source.onnx, spec.task, feeds_shapes, spec.inputs, spec.state)
     assert module is not None
     parts = expert_parts(module)
     unstack_experts(module)
@@ -82,6 +86,8 @@ def model_facts(
     other_bytes = count_other_bytes(module, layers)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
+    if source.kind == "python" and n_bytes <= MOST_BUILT:
+        check_batch(spec, _build_untrained(spec, source, root), feeds)
     pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
     facts = ModelFacts(
         source="torch",
@@ -121,7 +127,7 @@ def rebuilt_facts(
     source = locate(spec, root)
     assert source.onnx is not None
     try:
-        rebuilt = rebuild_onnx(open_onnx(source.onnx).model, facts.inputs, feeds_shapes)
+        rebuilt = rebuild_onnx(open_onnx(source.onnx, spec.inputs).model, facts.inputs, feeds_shapes)
     except SourceError as error:
         return replace(facts, not_rebuilt="; ".join(error.problems))
     notes = facts.notes
@@ -207,6 +213,37 @@ def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) 
     shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
     text = f"{type(error).__name__}: {error}{user_line(error)}"
     return SourceError(f"{spec.source}: forward fails on {shapes}: {text}")
+
+
+def check_batch(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> None:
+    """Raise SourceError where a module's answer for a sample is another beside other samples, or no row is a sample's.
+
+    `feeds`: of one sample, by parameter of forward.
+    """
+
+    def compute(given: Arrays) -> Arrays:
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in given.items()}
+        return {name: out.numpy() for name, out in run(module, tensors).items()}
+
+    for number in (1, 0):
+        samples = [draw_sample(feeds, number, seed) for seed in range(2)]
+        with contextlib.suppress(*factory.USER_ERRORS, AssertionError):  # of numbers that it does not take
+            compute({name: values[None] for name, values in samples[0].items()})
+            axis = find_batch_axis(compute, samples, None, factory.USER_ERRORS)
+            break
+    else:
+        return
+    if axis.problem:
+        raise SourceError(f"{spec.source}: {axis.problem}")
+    if not axis.together and not (axis.rowless and find_task(spec.task).outputs == "boxes"):  # a row for each box
+        if axis.rowless:
+            raise SourceError(
+                f"{spec.source}: output '{axis.rowless[0]}' has no row for each sample; return it as [batch, ...]"
+            )
+        raise SourceError(
+            f"{spec.source}: its answer for a sample is another beside other samples; compute each sample by "
+            "itself, or export the model with a batch of 1 and give that file (source: onnx:...)"
+        )
 
 
 def _trace_structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:

@@ -12,8 +12,8 @@ from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models import huggingface
 from compress.models.meta import OpenedModel
-from compress.models.onnx_facts import onnx_io
-from compress.models.source import Source, locate, read_onnx
+from compress.models.onnx_ends import onnx_io
+from compress.models.source import Source, locate
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from compress.tasks.base import FREE_AXES
@@ -38,7 +38,7 @@ from runtime.tasks import find_task
 def model_inputs(opened: OpenedModel) -> tuple[str, ...]:
     """Return the names of the model's inputs, as the ONNX file will have them."""
     if opened.source.onnx is not None:
-        return tuple(value.name for value in onnx_io(read_onnx(opened.source.onnx), opened.spec.task)[0])
+        return tuple(value.name for value in onnx_io(opened.spec, opened.source.onnx).inputs)
     assert opened.module is not None
     return tuple(parameters(opened.spec, opened.source, opened.module))
 
@@ -193,7 +193,7 @@ def _audio_shapes(
     shape = feature_shape(preprocess, n_samples)
     n_places = shape[0] if preprocess.features == "kaldi" else shape[-1]
     source = locate(spec, root)
-    declared = {value.name: value for value in onnx_io(read_onnx(source.onnx), spec.task)[0]} if source.onnx else {}
+    declared = {value.name: value for value in onnx_io(spec, source.onnx).inputs} if source.onnx else {}
     feeds = {}
     for name in names:
         value = declared.get(name)
@@ -209,7 +209,7 @@ def _declared_dtypes(spec: ModelSpec, root: Path) -> dict[str, str]:
     source = locate(spec, root)
     if source.onnx is None:
         return {}
-    return {value.name: value.dtype for value in onnx_io(read_onnx(source.onnx), spec.task)[0]}
+    return {value.name: value.dtype for value in onnx_io(spec, source.onnx).inputs}
 
 
 def _tensor_dtype(dtype: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -19,12 +20,12 @@ from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
 from compress.models.detections import read_detections
-from compress.models.facts import architecture, forward_failure, zeros
+from compress.models.facts import architecture, check_batch, forward_failure, zeros
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
-from compress.models.onnx_facts import onnx_io
+from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import check_finite_onnx, open_onnx
 from compress.models.rebuilt import rebuild_onnx
-from compress.models.source import Source, locate, read_onnx
+from compress.models.source import Source, locate, read_shared
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
@@ -75,17 +76,23 @@ class TorchModel(SourceModel):
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxModel(SourceModel):
-    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it."""
+    """A model that came as an ONNX file. `graph`: cleaned, as `clean_up` lists it.
+
+    `shared`: what the file reads beside `inputs`, the same for all samples, which the graph holds as constants.
+    """
 
     path: Path
     graph: ir.Model
     clean_up: CleanUp
+    shared: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
     """Load a recipe's model with its weights. `feeds_shapes`: by input name, as for `model_facts`. SourceError."""
     source = locate(spec, root)
-    return load_torch_model(spec, root, feeds_shapes) if source.onnx is None else _load_onnx(spec, source, source.onnx)
+    if source.onnx is None:
+        return load_torch_model(spec, root, feeds_shapes)
+    return _load_onnx(spec, source, source.onnx, feeds_shapes)
 
 
 def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
@@ -121,6 +128,8 @@ def _describe_model(
     names = parameters(spec, source, module)
     check_feeds(spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
+    if source.kind == "python":
+        check_batch(spec, module, feeds)
     try:
         outputs = run(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:
@@ -159,19 +168,19 @@ def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
     return huggingface.class_names(huggingface.load_config(spec, source))
 
 
-def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
-    opened = open_onnx(path)
+def _load_onnx(spec: ModelSpec, source: Source, path: Path, feeds_shapes: SampleShapes) -> OnnxModel:
+    opened, ends = open_onnx(path, spec.inputs), read_ends(path, spec.task, feeds_shapes, spec.inputs, spec.state)
+    ends.fix_batch(opened.model)
     ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
     check_finite_onnx(opened.model, path)
-    proto = read_onnx(path)
-    inputs, outputs = onnx_io(proto, spec.task)
     return OnnxModel(
-        architecture=proto.graph.name or path.stem,
-        inputs=inputs,
-        outputs=outputs,
+        architecture=opened.model.graph.name or path.stem,
+        inputs=ends.inputs,
+        outputs=ends.outputs,
         path=path,
         graph=opened.model,
         clean_up=opened.clean_up,
+        shared=read_shared(path, spec.inputs),
         folder=source.folder,
         class_names=spec.class_names,
         task=spec.task,
@@ -179,7 +188,7 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path) -> OnnxModel:
 
 
 def _load_rebuilt(spec: ModelSpec, root: Path, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    file = _load_onnx(spec, source, path)
+    file = _load_onnx(spec, source, path, feeds_shapes)
     check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
     rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
     return TorchModel(

@@ -6,8 +6,10 @@ import functools
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,9 +17,10 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from compress.errors import SourceError
 from compress.facts import SampleShapes
-from compress.graph.cleanup import CleanUp, clean_graph
+from compress.graph.cleanup import QUANTIZED, CleanUp, clean_graph
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import open_session, run_batches
+from compress.models.batch_axis import TOLERANCE, Arrays, BatchAxis, draw_sample, find_batch_axis
 from compress.models.onnx_check import COPIES, bound_process, run_apart
 from compress.models.source import onnx_external_files, read_onnx
 from runtime.backends.onnxruntime_cpu import failures
@@ -26,6 +29,9 @@ DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.tra
 """Of operators that ONNX Runtime has."""
 SHORT = 1024
 """Elements of a constant up to which it may say shapes or axes."""
+EMPTY: Mapping[str, Any] = {}
+ROUNDED = 2e-2
+"""Tolerance of a graph that rounds as it runs."""
 RUNNING_BYTES = 2**34
 """Address space of the process that runs one sample, beside copies of the weights: libraries and stacks take some."""
 
@@ -38,12 +44,13 @@ class OpenedGraph:
     clean_up: CleanUp
 
 
-def open_onnx(path: Path) -> OpenedGraph:
+def open_onnx(path: Path, values: Mapping[str, Any] = EMPTY) -> OpenedGraph:
     """Read an ONNX file and clean its graph; external weights stay in their files until they are needed.
 
-    Raises SourceError: no valid ONNX model, or one of operators that nothing here runs.
+    `values`: of inputs that are the same for all samples, and become constants. Raises SourceError: no valid ONNX
+    model, or one of operators that nothing here runs.
     """
-    proto = read_onnx(path)  # refuses what is damaged, before anything trusts it
+    proto = read_onnx(path, values)  # refuses what is damaged, before anything trusts it
     try:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, path.parent)
@@ -74,39 +81,60 @@ def _refuse_unknown_operators(model: ir.Model, path: Path) -> None:
         )
 
 
-def check_runs(path: Path, feeds: SampleShapes, batch: int) -> None:
-    """Raise SourceError unless the cleaned graph opens in ONNX Runtime, its weights are finite, and a sample passes.
+def check_runs(
+    path: Path,
+    feeds: SampleShapes,
+    fixed: int | None,
+    values: Mapping[str, Any] = EMPTY,
+    begin: SampleShapes = EMPTY,
+    state: Mapping[str, str] = EMPTY,
+) -> BatchAxis:
+    """Return whether samples may share a call of the cleaned graph.
 
-    In a process of its own, bounded in time and memory: a graph may loop for ever. `feeds`: of one sample, by input.
+    Raises SourceError unless it opens in ONNX Runtime, its weights are finite, and a sample passes. In a process of its
+    own, bounded in time and memory: a graph may loop for ever. `feeds`: of one sample, by input; `fixed`: the batch
+    that the graph is bound to; `values`: as of `open_onnx`; `begin`: shapes of states, by input; `state`: output -> it.
     """
-    shapes = {name: ((batch, *shape), dtype) for name, (shape, dtype) in feeds.items()}
     marks = tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in (path, *onnx_external_files(path)))
-    if problem := _run_apart(path, json.dumps(shapes), marks):
-        raise SourceError(problem)
+    order = json.dumps({"feeds": feeds, "fixed": fixed, "values": values, "begin": begin, "state": state})
+    found = _run_apart(path, order, marks)
+    if isinstance(found, str):
+        raise SourceError(found)
+    return BatchAxis(**found)
 
 
 @functools.lru_cache(maxsize=64)
-def _run_apart(path: Path, shapes: str, marks: tuple[tuple[Path, int, int], ...]) -> str:
+def _run_apart(path: Path, order: str, marks: tuple[tuple[Path, int, int], ...]) -> Any:
     most = RUNNING_BYTES + 2 * COPIES * sum(size for _, size, _ in marks)
     code = "import sys; from compress.models.onnx_graph import main; main(*sys.argv[1:])"
-    found = run_apart(code, os.fspath(path.absolute()), shapes, str(most), what=f"{path}: one sample of it")
-    return str(found)
+    return run_apart(code, os.fspath(path.absolute()), order, str(most), what=f"{path}: one sample of it")
 
 
-def main(path: str, shapes: str, most: str, seconds: str) -> None:
-    """Run a file on a sample in this process and print what is wrong as JSON; the process takes no more than it may."""
+def main(path: str, order: str, most: str, seconds: str) -> None:
+    """Run a file on samples in this process and print what `check_runs` is to return as JSON, or what is wrong.
+
+    The process takes no more memory and time than it may.
+    """
     bound_process(int(most), int(seconds))
+    found: str | dict[str, Any]
     try:
-        found = _find_run_problem(Path(path), json.loads(shapes))
+        found = _run_samples(Path(path), **json.loads(order))
     except MemoryError:
         found = f"{path}: one sample of it takes more than {int(most) >> 20} MiB of memory"
     print(json.dumps(found))
 
 
-def _find_run_problem(path: Path, shapes: SampleShapes) -> str:
-    """Return why the graph cannot be computed for inputs of such shapes, batch included; "" where it can."""
+def _run_samples(
+    path: Path,
+    feeds: SampleShapes,
+    fixed: int | None,
+    values: Mapping[str, Any],
+    begin: SampleShapes,
+    state: Mapping[str, str],
+) -> str | dict[str, Any]:
+    """Return the fields of a BatchAxis; a text, where the graph cannot be computed for a sample of such shapes."""
     try:
-        model = open_onnx(path).model
+        model = open_onnx(path, values).model
         ir.external_data.load_to_model(model)
         check_finite_onnx(model, path)
     except SourceError as error:
@@ -117,22 +145,38 @@ def _find_run_problem(path: Path, shapes: SampleShapes) -> str:
         return (
             f"{path}: ONNX Runtime cannot load it: {_tell(error)}; export it for this version, or upgrade onnxruntime"
         )
+
+    def run(given: Arrays) -> Arrays:
+        return next(run_batches(session, [{**given, **states}]))
+
+    states = {name: np.zeros(shape, dtype) for name, (shape, dtype) in begin.items()}
+    # one scale of a whole batch, as DynamicQuantizeLinear has it, moves answers by a step of 255
+    rounds = any(node.op_type in QUANTIZED for node in ir.traversal.RecursiveGraphIterator(model.graph))
     why = ""
-    for whole in (1, 0):  # of whole numbers: ids, places, or sizes, not every one of which is any number
-        feeds = {name: _draw(shape, np.dtype(dtype), whole) for name, (shape, dtype) in shapes.items()}
+    for number in (1, 0):  # of whole numbers: ids, places, or sizes, not every one of which is any number
+        samples = [draw_sample(feeds, number, seed) for seed in range(2)]
         try:
-            next(run_batches(session, [feeds]))
-            return ""
+            outputs = run({name: np.stack([values] * (fixed or 1)) for name, values in samples[0].items()})
         except failures() as error:
             why = why or _tell(error)
-    shown = ", ".join(f"'{name}' {list(shape)}" for name, (shape, _) in shapes.items())
+        else:
+            if state:
+                return _find_lost_state(path, outputs, states, state) or asdict(BatchAxis(False))
+            return asdict(find_batch_axis(run, samples, fixed, failures(), ROUNDED if rounds else TOLERANCE))
+    shown = ", ".join(f"'{name}' {[fixed or 1, *shape]}" for name, (shape, _) in feeds.items())
     return f"{path}: ONNX Runtime cannot run it on one sample, {shown}: {why}; check the sizes, or export it anew"
 
 
-def _draw(shape: tuple[int, ...], dtype: np.dtype, whole: int) -> np.ndarray:
-    """Return normal numbers; of another kind than floats the number `whole`."""
-    drawn = np.random.default_rng(0).standard_normal(shape) if dtype.kind == "f" else np.full(shape, whole)
-    return drawn.astype(dtype)
+def _find_lost_state(path: Path, outputs: Arrays, states: Arrays, state: Mapping[str, str]) -> str:
+    """Return which state a call gives in another shape than the next call reads it in; "" for none."""
+    for output, name in state.items():
+        given, read = list(outputs[output].shape), list(states[name].shape)
+        if given != read:
+            return (
+                f"{path}: model.state: output '{output}' is {given}, and the next call reads '{name}' as {read}; "
+                "check which output is which input's"
+            )
+    return ""
 
 
 def _tell(error: Exception) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from compress.errors import SourceError
 from compress.models.onnx_check import check_onnx, forget_shapes
 from compress.specs import ModelSpec
@@ -70,7 +72,9 @@ def model_digest(spec: ModelSpec, root: Path, digest_of: DigestOf = sha256_of) -
     """
     source = locate(spec, root)
     weights = set(list_weight_files(source))
-    sha = hashlib.sha256(json.dumps({"task": spec.task, "args": spec.args}, sort_keys=True).encode())
+    said = {"task": spec.task, "args": spec.args}
+    said |= {key: value for key, value in (("inputs", spec.inputs), ("state", spec.state)) if value}
+    sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for path in _list_deciding_files(source, root):
         sha.update(f"\n{path.name} {digest_of(path) if path in weights else sha256_of(path)}".encode())
     if source.code is not None:
@@ -132,11 +136,12 @@ def _list_external_names(path: Path, mtime_ns: int, size: int) -> tuple[str, ...
         raise SourceError(f"{path}: cannot be read as ONNX: {error}") from error
 
 
-def read_onnx(path: Path) -> onnx.ModelProto:
+def read_onnx(path: Path, values: Mapping[str, Any] | None = None) -> onnx.ModelProto:
     """Read the graph without its external weights; SourceError unless the file is a whole, consistent ONNX model.
 
     The shapes that it stores of inner tensors are left out, and outputs have those that ONNX infers: what a file says
-    of them may be missing, or wrong, and it runs all the same.
+    of them may be missing, or wrong, and it runs all the same. `values`: of inputs that are the same for all samples;
+    they become constants.
     """
     onnx_external_files(path)
     inferred = check_onnx(path)
@@ -145,7 +150,42 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     forget_shapes(model)
     for value in model.graph.output:
         _write_shape(value, inferred.get(value.name), declared[value.name])
+    for name, given in (values or {}).items():
+        _bind_input(model, name, given, path)
     return model
+
+
+def read_shared(path: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the values of inputs that are the same for all samples, as the file reads them."""
+    from onnx import numpy_helper
+
+    tensors = read_onnx(path, values).graph.initializer if values else ()
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in tensors if tensor.name in values}
+
+
+def _bind_input(model: onnx.ModelProto, name: str, given: Any, path: Path) -> None:
+    """Make an input a constant, in place. SourceError for one that there is not, and a value that does not fit it."""
+    from onnx import helper, numpy_helper
+
+    constants = {tensor.name for tensor in model.graph.initializer}
+    inputs = {value.name: value for value in model.graph.input if value.name not in constants}
+    if name not in inputs:
+        raise SourceError(f"model.inputs: {path} has no input '{name}'; its inputs are {', '.join(inputs)}")
+    if len(inputs) == 1:
+        raise SourceError(f"model.inputs: '{name}' is the only input of {path}, and samples must have one")
+    tensor = inputs[name].type.tensor_type
+    sizes = [dim.dim_value or 1 for dim in tensor.shape.dim]
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    try:
+        array = np.array(given)
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ValueError(f"it takes {dtype}")
+        array = np.broadcast_to(array, sizes).astype(dtype)
+    except (ValueError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise SourceError(f"model.inputs: {given!r} does not fit input '{name}' {sizes} of {path}: {why}") from error
+    model.graph.input.remove(inputs[name])
+    model.graph.initializer.append(numpy_helper.from_array(array, name))
 
 
 def _write_shape(value: onnx.ValueInfoProto, sizes: list[int | str | None] | None, stated: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from compress.store.cache import cache_key
 from runtime.boxes.spec import Detections
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
+from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
@@ -48,6 +49,7 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
     export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
+    export += ["one sample at a time"] if fixed_batch(inputs.facts.inputs) == 1 else []
     export += ["weights in files"] if stays_in_files(recipe, inputs.facts) else []
     plugins = list_plugins(recipe)
     source = cache_key("plugins", inputs.digest, plugins) if plugins else inputs.digest

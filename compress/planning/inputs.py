@@ -5,14 +5,16 @@ A student is a model that `distill` puts in the recipe's own place: looked at fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from compress.blocks.experts import unstack_experts
@@ -24,7 +26,8 @@ from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
 from compress.errors import PlanError, SourceError
 from compress.facts import ModelFacts, Note, SampleShapes
-from compress.graph.run import Feeds
+from compress.graph.run import Feeds, open_session, run_batches
+from compress.graph.specs import input_specs
 from compress.models import huggingface
 from compress.models.answers import describe_not_followed
 from compress.models.detections import read_detections
@@ -34,6 +37,8 @@ from compress.models.huggingface import reads_samples_apart
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.meta import OpenedModel, open_on_meta
+from compress.models.onnx_ends import find_alike, onnx_io
+from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, list_weight_files, locate, model_digest
@@ -45,9 +50,11 @@ from compress.store.digests import FileDigests, identify_file
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
+from runtime.backends.base import iter_calls
+from runtime.backends.onnxruntime_cpu import InferenceSession
 from runtime.bundle.columns import Columns, count, take
 from runtime.bundle.manifest import Generation, Judgement, fixed_batch
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.tensors import TensorSpec, has_batch
 from runtime.decode.answers import answer_encoder
 from runtime.decode.scoring import count_targets, language_encoder
 from runtime.encode.language import (
@@ -131,6 +138,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
             data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices, chats)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
+    problems += _suggest_states(opened, problems)
     if not data and not problems:
         raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
     if not data:
@@ -174,6 +182,20 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         chats,
         tuple(_list_weight_files(recipe)),
     )
+
+
+def _suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:
+    """Return what a recipe may say of inputs that an output is like, where something is wrong with the data."""
+    if opened.source.onnx is None or not problems:
+        return []
+    ends = onnx_io(opened.spec, opened.source.onnx)
+    like = {spec.name: find_alike(spec, ends.outputs) for spec in ends.inputs if len(ends.inputs) > 1}
+    return [
+        f"model: input '{name}' is of the shape of output '{output}'; if the next call reads there what a call gives, "
+        f"say model.state: {{{output}: {name}}}"
+        for name, output in like.items()
+        if output
+    ]
 
 
 def _note_unpacked(opened: OpenedModel) -> list[str]:
@@ -457,6 +479,7 @@ def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None
 class Batches(Sequence[Feeds]):
     """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded.
 
+    Of a model with states: its single calls, sequence after sequence, with the states that the float model gives.
     `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart.
     """
 
@@ -478,6 +501,7 @@ class Batches(Sequence[Feeds]):
         n = count(self.views[0])
         starts = range(0, n - n % self.size if fixed else n, self.size)
         self.rows = [(view, np.arange(start, min(start + self.size, n))) for view in self.views for start in starts]
+        self.calls = _FloatCalls(inputs, self._encode) if inputs.facts.states else None
 
     @property
     def loss_masks(self) -> list[np.ndarray] | None:
@@ -487,17 +511,57 @@ class Batches(Sequence[Feeds]):
         return language_encoder(self.preprocessor).loss_masks(self.views[0])
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) * (1 if self.calls is None else self.calls.n_steps)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        return self._encode(index) if self.calls is None else self.calls.make(*divmod(index, self.calls.n_steps))
+
+    def _encode(self, index: int) -> Feeds:
         view, rows = self.rows[index]
         feeds = self.preprocessor.encode(view, rows)
         return feeds | {POSITIONS: pad_rows(take(view, POSITIONS, rows))} if self.apart else feeds
 
     def __iter__(self) -> Iterator[Feeds]:
         return (self[i] for i in range(len(self)))
+
+
+class _FloatCalls:
+    """What the float model of an ONNX file reads in each call of a sequence. `encode`: number -> the whole sequence."""
+
+    def __init__(self, inputs: Inputs, encode: Callable[[int], Feeds]) -> None:
+        self.inputs, self.encode = inputs, encode
+        self.last: tuple[int, list[Feeds]] = -1, []
+
+    @cached_property
+    def n_steps(self) -> int:
+        return int(next(iter(self.encode(0).values())).shape[1])
+
+    @cached_property
+    def graph(self) -> ir.Model:
+        spec = self.inputs.recipe.model
+        source = locate(spec, self.inputs.recipe.root)
+        assert source.onnx is not None
+        model = open_onnx(source.onnx, spec.inputs).model
+        ir.external_data.load_to_model(model)
+        return model
+
+    @cached_property
+    def session(self) -> InferenceSession:
+        return open_session(self.graph)
+
+    def make(self, number: int, step: int) -> Feeds:
+        """Return what call number `step` of a sequence reads; the calls of the last sequence are kept."""
+        if self.last[0] != number:
+            batched = {spec.name: has_batch(spec) for spec in input_specs(self.graph)}
+
+            def run(feeds: Feeds) -> Feeds:
+                return next(run_batches(self.session, [feeds]))
+
+            calls = iter_calls(run, batched, self.inputs.facts.states, self.encode(number))
+            self.last = number, [given for given, _ in calls]
+        return self.last[1][step]
 
 
 def example_feeds(feeds: Feeds, specs: Sequence[TensorSpec]) -> Feeds:

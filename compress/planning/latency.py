@@ -189,8 +189,9 @@ def make_call(inputs: Inputs) -> Feeds:
     recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
     size = fixed_batch(inputs.facts.inputs) or speed.batch_size
     rng = np.random.default_rng(recipe.seed)
-    feeds = {}
+    feeds = {state.input.name: np.full(state.shape, state.initial, state.input.dtype) for state in inputs.facts.states}
     for name, (shape, dtype) in inputs.feeds.items():
+        shape = shape[1:] if inputs.facts.states else shape
         if getattr(inputs.preprocess, "max_length", None) and len(shape) == 1:
             usual = round(shape[0] * text_fill(inputs, "evaluation"))
             shape = (speed.sequence_length or max(usual, 1),)
@@ -216,7 +217,7 @@ def make_twins(
     if made is not None:
         before = after = made
     elif source.onnx is not None:
-        before = after = GraphState(open_onnx(source.onnx).model)
+        before = after = GraphState(open_onnx(source.onnx, recipe.model.inputs).model)
         if inputs.facts.rebuilt:
             loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
     else:

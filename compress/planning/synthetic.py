@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from compress.errors import PlanError
-from compress.models.onnx_facts import onnx_io
+from compress.models.onnx_ends import onnx_io
 from compress.models.preprocess import resolve_preprocess
-from compress.models.source import Source, locate, read_onnx
+from compress.models.source import Source, locate
 from compress.planning.draft import Draft, make_model_spec, make_recipe
 from compress.planning.inputs import read_inputs
 from compress.specs import ModelSpec
@@ -57,7 +57,7 @@ def _draw_columns(model: ModelSpec, preprocess: PreprocessSpec, source: Source) 
     """Draw the columns that the task's samples must have: arrays [n, ...], or lists of texts."""
     rng = np.random.default_rng(0)
     task = find_task(model.task)
-    specs = onnx_io(read_onnx(source.onnx), model.task)[0] if source.onnx is not None else ()
+    specs = onnx_io(model, source.onnx).inputs if source.onnx is not None else ()
     if isinstance(preprocess, ImagePreprocess) and not task.encodes:
         return {"image": _draw_images(preprocess, specs, rng)}
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess) and source.folder is not None:

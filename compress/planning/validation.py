@@ -47,6 +47,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *class_problems(recipe.model.task, facts.outputs),
         *order_problems(recipe.passes, facts),
         *student_problems(recipe.passes),
+        *state_problems(inputs),
         *timing_problems(recipe, facts),
         *export_problems(recipe, facts),
         *opset_problems(recipe, facts),
@@ -152,6 +153,29 @@ def student_problems(passes: Sequence[Pass]) -> list[str]:
         for index, pass_ in enumerate(passes)
         if index and (student := pass_.find_student()) is not None and student.separate
     ]
+
+
+def state_problems(inputs: Inputs) -> list[str]:
+    """Report what cannot be done with a model that hands states from call to call."""
+    recipe, facts = inputs.recipe, inputs.facts
+    if not facts.states:
+        return []
+    problems = [
+        f"passes.{index}: {pass_.kind} works on a torch model or trains it, and knows no model.state; leave it out"
+        for index, pass_ in enumerate(recipe.passes)
+        if pass_.stage_on(facts) != "graph" or pass_.needs_train
+    ]
+    problems += [
+        f"export.{index}: kind: {export.kind} has no states between calls; with model.state use kind: onnx"
+        for index, export in enumerate(recipe.export)
+        if not isinstance(export, OnnxExport)
+    ]
+    if inputs.preprocess.kind != "tensor":
+        problems.append(
+            f"model.state: its samples are arrays of calls, [calls, ...], and preprocess makes {inputs.preprocess.kind}"
+            "; use preprocess: {kind: tensor}"
+        )
+    return problems
 
 
 def timing_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:

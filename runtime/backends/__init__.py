@@ -10,6 +10,7 @@ from pathlib import Path
 
 from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
 from runtime.backends.base import (
+    STATES,
     Backend,
     DeviceTimed,
     EncoderDecoderSession,
@@ -19,6 +20,7 @@ from runtime.backends.base import (
     Session,
     Stateful,
     open_model,
+    write_states,
 )
 from runtime.backends.tensorrt import HOST_CODE, WEIGHTS, check_engine
 from runtime.bundle.files import inside, model_files
@@ -76,6 +78,8 @@ def open_options(root: Path, artifact: Artifact, options: Options | None = None)
     BundleError for a file that is not whole, or that reads others outside of its folder.
     """
     given, record = dict(options or {}), artifact.engine
+    if artifact.states:
+        given[STATES] = write_states(artifact.states)
     if record is not None and record.weights_from:
         given[WEIGHTS] = str(model_files(inside(root, record.weights_from))[0])
     if record is not None and record.version_compatible:

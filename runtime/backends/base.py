@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+
 from runtime.bundle.columns import Array
 from runtime.bundle.files import find_encoder
 from runtime.bundle.manifest import MOST_THREADS
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.records import from_json, to_json
+from runtime.bundle.tensors import State, TensorSpec, as_sequence, has_batch
 from runtime.errors import BundleError, UsageError
 
 Feeds = dict[str, Array]
@@ -210,8 +214,88 @@ class EncoderDecoderSession:
         self.decoder.close()
 
 
+@dataclass(frozen=True)
+class SequenceSession:
+    """A model that hands states from call to call, as one that reads whole sequences: `run` makes a call for each step.
+
+    Every sequence begins with the states' initial values. `inputs` and `outputs` are a sequence's, [1, time, ...].
+    """
+
+    session: Session
+    states: tuple[State, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    batched: Mapping[str, bool]
+    """Input or output of a call -> whether its first axis is the batch of one sequence."""
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        check_feeds(self.inputs, feeds)
+        names = choose_outputs(self.outputs, outputs)
+        calls = [given for _, given in iter_calls(self.session.run, self.batched, self.states, feeds)]
+        return {
+            name: np.stack([call[name] for call in calls], 1)
+            if self.batched[name]
+            else np.stack([call[name] for call in calls])[None]
+            for name in names
+        }
+
+    def close(self) -> None:
+        self.session.close()
+
+
+def read_sequences(session: Session, states: tuple[State, ...]) -> SequenceSession:
+    """Return the session as one of whole sequences. BundleError where the model lacks a state."""
+    ends = {spec.name for spec in (*session.inputs, *session.outputs)}
+    handed = {name for state in states for name in (state.input.name, state.output)}
+    if lost := sorted(handed - ends):
+        session.close()
+        raise BundleError(f"the model has no '{lost[0]}', which is a state: the two are not of one bundle")
+    inputs, outputs = (
+        tuple(as_sequence(spec) for spec in specs if spec.name not in handed)
+        for specs in (session.inputs, session.outputs)
+    )
+    batched = {spec.name: has_batch(spec) for spec in (*session.inputs, *session.outputs)}
+    return SequenceSession(session, states, inputs, outputs, batched)
+
+
+def iter_calls(
+    run: Callable[[Feeds], Feeds], batched: Mapping[str, bool], states: Sequence[State], feeds: Feeds
+) -> Iterator[tuple[Feeds, Feeds]]:
+    """Yield (what a call reads, what it gives) for each step of one sequence, `feeds` [1, time, ...].
+
+    `batched`: as of a SequenceSession. UsageError for inputs of different lengths.
+    """
+    lengths = {values.shape[1] for values in feeds.values()}
+    if len(lengths) != 1 or 0 in lengths:
+        shown = ", ".join(f"'{name}' {list(values.shape)}" for name, values in feeds.items())
+        raise UsageError(f"the inputs of a sequence have one length, of 1 or more: {shown}")
+    handed = {state.input.name: np.full(state.shape, state.initial, state.input.dtype) for state in states}
+    for step in range(lengths.pop()):
+        steps = {name: values[:, step] if batched[name] else values[0, step] for name, values in feeds.items()}
+        given = {name: np.ascontiguousarray(values) for name, values in steps.items()} | handed
+        made = run(given)
+        yield given, made
+        handed = {state.input.name: made[state.output] for state in states}
+
+
+STATES = "states"
+"""Option that every backend has here: the states of the model, as `write_states` writes them."""
+
+
+def write_states(states: Sequence[State]) -> str:
+    """Return states as an option's value."""
+    return json.dumps(to_json(tuple(states)))
+
+
 def open_model(backend: Backend, path: Path, threads: int, options: Options) -> Session:
-    """Open the model's file on a backend, an encoder-decoder with its encoder. BundleError, UsageError."""
+    """Open the model's file on a backend, an encoder-decoder with its encoder. BundleError, UsageError.
+
+    With STATES among the options it reads whole sequences.
+    """
+    if STATES in options:
+        states = tuple(from_json(State, state, STATES) for state in json.loads(str(options[STATES])))
+        rest = {name: value for name, value in options.items() if name != STATES}
+        return read_sequences(backend.open(path, threads, rest), states)
     encoder = find_encoder(path)
     if encoder is None:
         return backend.open(path, threads, options)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from runtime.boxes.spec import Detections
 from runtime.bundle.engine import EngineOrder, EngineRecord
 from runtime.bundle.records import PYDANTIC_CONFIG
-from runtime.bundle.tensors import TensorSpec
+from runtime.bundle.tensors import State, TensorSpec
 from runtime.errors import BundleError
 
 FORMAT_VERSION = 1
@@ -121,6 +121,9 @@ class Artifact:
     """The file and its external data; all the folder's safetensors of a checkpoint."""
     cache: KvCacheSpec | None = None
     """A decoder's; None: each call reads whole texts."""
+    states: tuple[State, ...] = ()
+    """What a call of the file hands on to the next: `inputs` and `outputs` are then of whole sequences, [1, time, ...],
+    and name none of them."""
     kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino"] = "onnx"
     """A checkpoint, and a GGUF file, is not run here: its quality was measured when it was built."""
     engine: EngineRecord | None = None
@@ -444,6 +447,11 @@ class Manifest:
     def generates(self) -> bool:
         """Return whether the model writes text, token by token: a decoder."""
         return self.generation is not None
+
+    @property
+    def streams(self) -> bool:
+        """Return whether a sample is a sequence of calls, each of which hands states on to the next."""
+        return any(artifact.states for artifact in self.artifacts)
 
     @property
     def alone(self) -> bool:

@@ -54,6 +54,8 @@ def explain_unprofiled(manifest: Manifest, backend: str) -> str | None:
     """Return why a bundle's calls cannot be profiled on a backend; None where they can."""
     if manifest.is_scored(backend):
         return "the candidate is not run here, so that there is no profile of it"
+    if manifest.streams:
+        return "a call reads states that another one gives, and no profile makes them"
     if backend in ENGINES or backend not in PROFILERS:
         return f"the profile of {backend} cannot be read; those of {' and '.join(PROFILERS)} can"
     if backend == "openvino" and manifest.generates:

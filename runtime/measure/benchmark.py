@@ -310,9 +310,11 @@ def _make_batches(
     given, seed, length = encoding_views(manifest.task, columns)[0], manifest.judgement.seed, settings.sequence_length
     batches = {}
     for number, encoder in enumerate(preprocessors):
-        batches[f"single {number}"] = make_feeds(encoder, given, settings.batch_size, seed, length)
+        batches[f"single {number}"] = make_feeds(
+            encoder, given, settings.batch_size, seed, length, streams=manifest.streams
+        )
         size = settings.throughput_batch_size
-        batches[f"large {number}"] = make_feeds(encoder, given, size, seed, length, LARGE_BATCHES)
+        batches[f"large {number}"] = make_feeds(encoder, given, size, seed, length, LARGE_BATCHES, manifest.streams)
     return batches
 
 

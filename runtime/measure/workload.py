@@ -98,8 +98,11 @@ def make_feeds(
     seed: int,
     sequence_length: int | None,
     most: int = MAX_FEEDS,
+    streams: bool = False,
 ) -> list[Feeds]:
     """Make up to `most` batches of `batch_size` samples, drawn in a seeded order, repeated where there are too few.
+
+    `streams`: samples are sequences of calls, of which the first alone is taken.
 
     UsageError, before it is made, for a batch of more than MOST_FEED_BYTES.
     """
@@ -117,6 +120,8 @@ def make_feeds(
     for index in range(min(most, -(-n_samples // batch_size))):
         rows = np.take(order, range(index * batch_size, (index + 1) * batch_size), mode="wrap")
         batch = preprocessor.encode(columns, rows)
+        if streams:
+            batch = {name: values[:, :1] for name, values in batch.items()}
         feeds.append(stretch(batch, sequence_length) if sequence_length else batch)
         if sum(values.nbytes for feed in feeds for values in feed.values()) > MAX_FEED_BYTES:
             break

@@ -93,7 +93,12 @@ class Task:
         return dict(outputs)
 
     def read_batch(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
-        """Return what `read_outputs` does. BundleError, too, unless there is a value for each sample."""
+        """Return what `read_outputs` does. BundleError, too, unless there is a value for each sample.
+
+        What a model gives for one sample may have no axis for it: it gets one.
+        """
+        if batch.n == 1 and self.outputs != "boxes":
+            outputs = {name: x if x.shape[:1] == (1,) else np.asarray(x)[None] for name, x in outputs.items()}
         read = self.read_outputs(outputs, batch)
         for name, output in read.items():
             check_rows(name, output, batch.n)

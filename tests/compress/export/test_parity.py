@@ -11,9 +11,10 @@ from onnx import helper
 
 from compress.errors import ExportError
 from compress.export.onnx import export_float
-from compress.export.parity import TOLERANCE, check_parity
+from compress.export.parity import check_parity
 from compress.graph.layers import find_layers
 from compress.graph.run import clone, open_session
+from compress.models.batch_axis import TOLERANCE
 from compress.models.load import TorchModel, load_model
 from compress.quantize.measure import relative_difference
 from compress.specs import ModelSpec

@@ -49,8 +49,8 @@ def write(
 def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sample runs in this process: a process of its own is tried elsewhere."""
 
-    def found(path: Path, shapes: str, marks: object) -> str:
-        return onnx_graph._find_run_problem(path, json.loads(shapes))
+    def found(path: Path, order: str, marks: object) -> object:
+        return onnx_graph._run_samples(path, **json.loads(order))
 
     monkeypatch.setattr(onnx_graph, "_run_apart", found)
 
