@@ -82,6 +82,7 @@ EvaluationGiven = Annotated[str | None, typer.Option("--evaluation", metavar="DA
 TargetName = Annotated[
     str | None, typer.Option("--target", help="The runtime that the result is for; default: onnxruntime-cpu.")
 ]
+Short = Annotated[bool, typer.Option("--short", help="No progress, and five lines at most, as for CI.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -115,6 +116,7 @@ def apply(
     cache: Cache = None,
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    short: Short = False,
     verify: Verify = False,
     baseline: Baseline = None,
 ) -> None:
@@ -127,9 +129,9 @@ def apply(
             from runtime.report.stored import read_stored_report
 
             earlier = None if baseline is None else read_stored_report(baseline)
-            report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
+            report = apply_recipe(loaded, out, cache, quiet or short or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
-            _show_report(report, as_json, out, new=True)
+            _show_report(report, as_json, out, new=True, short=short)
 
 
 @app.command()
@@ -287,6 +289,7 @@ def validate(
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
     baseline: Baseline = None,
+    short: Short = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
@@ -297,7 +300,7 @@ def validate(
 
             earlier = None if baseline is None else read_stored_report(baseline)
             report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
-        _show_report(report, as_json, bundle, report_folder)
+        _show_report(report, as_json, bundle, report_folder, short=short)
 
 
 @app.command()
@@ -395,6 +398,7 @@ def why(
     """Say where the time of a bundle's calls goes on this machine, why it is no less, and what to change."""
     with ending(as_json):
         from runtime.judge.explain import explain_path
+        from runtime.report.terminal import find_width
         from runtime.report.why import render_explanation
 
         with quiet_stdout(as_json):
@@ -402,7 +406,7 @@ def why(
         if as_json:
             print_json(asdict(explanation))
         else:
-            typer.echo(render_explanation(explanation), nl=False)
+            typer.echo(render_explanation(explanation, find_width()), nl=False)
 
 
 @app.command()
@@ -577,6 +581,7 @@ def quantize(
     as_json: AsJson = False,
     cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    short: Short = False,
 ) -> None:
     """Bring a model to a scheme by the passes that usually do, write the bundle and its recipe, and judge it."""
     with ending(as_json):
@@ -585,9 +590,9 @@ def quantize(
             from compress.commands.quantize import quantize_model
 
             said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
-            report = quantize_model(said, scheme, out, cache, quiet or as_json)
+            report = quantize_model(said, scheme, out, cache, quiet or short or as_json)
         if report is not None:
-            _show_report(report, as_json, out, new=True)
+            _show_report(report, as_json, out, new=True, short=short)
 
 
 @app.command()
@@ -621,22 +626,26 @@ def _tell_code(recipe: Recipe) -> None:
 
 
 def _show_report(
-    report: Any, as_json: bool, bundle: Path, report_folder: Path | None = None, new: bool = False
+    report: Any,
+    as_json: bool,
+    bundle: Path,
+    report_folder: Path | None = None,
+    new: bool = False,
+    short: bool = False,
 ) -> None:
     """Write its page, print it, and where the bundle is if that is `new`; end with the verdict's exit code."""
     from compress.commands.report import add_page
-    from runtime.report.report import render_text, to_dict
+    from runtime.report.report import render_short, render_text, to_dict
+    from runtime.report.terminal import find_width
 
     with quiet_stdout(as_json):
         page = add_page(bundle, report, report_folder)
     if as_json:
         print_json(to_dict(report))
     else:
-        typer.echo(render_text(report))
-        if page is not None:
-            typer.echo(f"page: {page}")
-        if new:
-            typer.echo(f"bundle: {bundle}")
+        places = [f"bundle: {bundle}"] * new + ([] if page is None else [f"page: {page}"])
+        render = render_short if short else render_text
+        typer.echo(render(report, find_width(), bundle, places), nl=False)
     raise typer.Exit(report.exit_code)
 
 
@@ -662,9 +671,9 @@ def _show_study(study: Study, page: Path | None, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from compress.store.run_log import open_console
 
-    return Console(soft_wrap=False)
+    return open_console()
 
 
 if __name__ == "__main__":

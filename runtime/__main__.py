@@ -33,8 +33,9 @@ from runtime.bundle.samples import write_npz
 from runtime.judge.explain import explain_path
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
-from runtime.report.report import Report, finite, render_text, to_dict
+from runtime.report.report import Report, finite, render_short, render_text, to_dict
 from runtime.report.stored import read_stored_report
+from runtime.report.terminal import find_width
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
@@ -83,6 +84,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="REPORT",
         help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
     )
+    judge.add_argument("--short", action="store_true", help="print five lines at most, as for CI")
     _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
     _add_command(commands, "why", _why, "say where the time of a call goes, why it is no less, and what to change")
     predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
@@ -173,13 +175,13 @@ def _validate(options: argparse.Namespace) -> int:
     backends = [options.backend] if options.backend else None
     earlier = None if options.baseline is None else read_stored_report(options.baseline)
     report = validate(options.bundle, backends, options.threads, report_folder=options.report, earlier=earlier)
-    _print_report(report, options.json)
+    _print_report(report, options)
     return report.exit_code
 
 
 def _bench(options: argparse.Namespace) -> int:
     timed = benchmark(options.bundle, options.backend, options.threads)
-    _print_report(report_unjudged(read_manifest(options.bundle), timed), options.json)
+    _print_report(report_unjudged(read_manifest(options.bundle), timed), options)
     return 0
 
 
@@ -188,15 +190,16 @@ def _why(options: argparse.Namespace) -> int:
     if options.json:
         print_json(asdict(explanation))
     else:
-        print(render_explanation(explanation), end="")
+        print(render_explanation(explanation, find_width()), end="")
     return 0
 
 
-def _print_report(report: Report, as_json: bool) -> None:
-    if as_json:
+def _print_report(report: Report, options: argparse.Namespace) -> None:
+    if options.json:
         print_json(to_dict(report))
     else:
-        print(render_text(report), end="")
+        render = render_short if vars(options).get("short") else render_text
+        print(render(report, find_width(), options.bundle), end="")
 
 
 NO_ANSWER = "-"

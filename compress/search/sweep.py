@@ -34,6 +34,7 @@ from compress.search.study import (
 from compress.search.trials import Run, State, Trial, write_json
 from compress.search.workers import Workers, start_workers
 from compress.store.progress import no_log
+from compress.store.run_log import open_console
 from runtime.bundle.files import write_whole
 
 MOST_REFUSED = 50
@@ -336,6 +337,4 @@ def choose_log(quiet: bool) -> Callable[[str], None]:
 
 
 def _print_line(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    open_console(stderr=True).print(text, markup=False, highlight=False)

@@ -23,6 +23,16 @@ BEAT_S = 60.0
 """How long a run may be silent: a log in CI that stands still for minutes looks dead."""
 
 
+UNBROKEN = 10_000
+"""Columns of what is no terminal: a line that is broken there is found by half its words."""
+
+
+def open_console(stderr: bool = False) -> Console:
+    """Return a console that breaks lines and tables at the terminal's width, and nowhere where there is none."""
+    console = Console(stderr=stderr)
+    return console if console.file.isatty() or console.is_jupyter else Console(stderr=stderr, width=UNBROKEN)
+
+
 @dataclass(eq=False)
 class RunPosition:
     """Where a run is: a stage, or an item of several in it."""
@@ -48,7 +58,7 @@ class Journal:
         self.beat_s = beat_s
         self._places: list[RunPosition] = []
         self.quiet = quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or open_console(stderr=True)
         self.start = time.monotonic()
         file.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND
