@@ -9,14 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from compress.version import BUILD_SIDE, __version__
+
 try:
     import typer
 except ModuleNotFoundError as error:  # a machine that only runs bundles
-    way_out = "pip install '.[build]' in the project's folder for this command; `compress-run` runs bundles"
-    raise SystemExit(f"{error}; {way_out}") from error
+    if sys.argv[1:2] == ["doctor"]:  # which is there to say so
+        from compress.commands.doctor import diagnose
+
+        diagnose("--json" in sys.argv)
+        raise SystemExit(0) from error
+    raise SystemExit(f"{error}; {BUILD_SIDE}, which this command needs; `compress-run` runs bundles") from error
 
 from compress.commands.endings import DEBUG, ending, print_json, quiet_stdout, run_program
-from compress.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +115,9 @@ def options(
 @app.command()
 def apply(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the bundle goes.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where the bundle goes; default: bundles/NAME.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006  (typer copies it)
     as_json: AsJson = False,
     cache: Cache = None,
@@ -126,9 +133,11 @@ def apply(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
+            from compress.store.output import name_output
             from runtime.report.stored import read_stored_report
 
             earlier = None if baseline is None else read_stored_report(baseline)
+            out = out or name_output(loaded.name)
             report = apply_recipe(loaded, out, cache, quiet or short or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out, new=True, short=short)
@@ -137,7 +146,12 @@ def apply(
 @app.command()
 def sweep(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The study's folder; one that is there goes on.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The study's folder; one that is there goes on. Default: bundles/NAME."
+        ),
+    ] = None,
     trials: Annotated[
         int | None, typer.Option("--trials", min=1, metavar="N", help="Points to try in all; default: the recipe's.")
     ] = None,
@@ -165,7 +179,9 @@ def sweep(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.search.sweep import sweep as search
+            from compress.store.output import name_output
 
+            out = out or name_output(loaded.name)
             n_jobs = jobs if jobs is not None else 0 if ray else 1
             silent = quiet or as_json
             if loaded.goal:
@@ -188,8 +204,11 @@ def auto(
         str, typer.Option("--goal", help="What is to be reached: 'size >= 6x, latency_p50 >= 3.5x, top1 drop <= 0.01'.")
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The study's folder; the same command goes on from it.")
-    ],
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The study's folder; the same command goes on. Default: bundles/NAME."
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="When to end, as in 45m or 2h.")] = "1h",
     task: TaskName = None,
     weights: WeightsFile = None,
@@ -210,10 +229,10 @@ def auto(
         seconds = read_seconds(budget)
         with quiet_stdout(as_json):
             from compress.commands.auto import reach_goal
-            from compress.commands.new import Answers
+            from compress.commands.new import Answers, choose_output
 
             said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
-            study = reach_goal(said, out, seconds, cache, quiet or as_json)
+            study = reach_goal(said, out or choose_output(said), seconds, cache, quiet or as_json)
             page = _add_front(study)
         _show_study(study, page, as_json)
 
@@ -570,7 +589,12 @@ def bench(
 def quantize(
     model: ModelGiven,
     scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its recipe goes to DIR.yaml.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The bundle; its recipe goes to DIR.yaml. Default: bundles/NAME-SCHEME."
+        ),
+    ] = None,
     task: TaskName = None,
     weights: WeightsFile = None,
     preprocess: PreprocessText = None,
@@ -586,10 +610,11 @@ def quantize(
     """Bring a model to a scheme by the passes that usually do, write the bundle and its recipe, and judge it."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.new import Answers
+            from compress.commands.new import Answers, choose_output
             from compress.commands.quantize import quantize_model
 
             said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
+            out = out or choose_output(said, f"-{scheme.lower()}")
             report = quantize_model(said, scheme, out, cache, quiet or short or as_json)
         if report is not None:
             _show_report(report, as_json, out, new=True, short=short)
@@ -599,12 +624,9 @@ def quantize(
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed and works here, and how to mend what does not."""
     with ending(as_json):
-        from compress.commands.doctor import diagnose, examine
+        from compress.commands.doctor import diagnose
 
-        if as_json:
-            print_json(examine())
-        else:
-            diagnose(_console())
+        diagnose(as_json)
 
 
 def _load(recipe: Path, overrides: list[str], device: str | None = None) -> Recipe:

@@ -56,6 +56,9 @@ class Bundle:
     session: "Session"
     preprocessor: "Preprocessor"
 
+    def __repr__(self) -> str:
+        return f"<Bundle {self.manifest.name}: {self.manifest.task} on {self.backend}, {self.root}>"
+
     def predict(self, samples: Any, batch_size: int = 32) -> Outputs:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 

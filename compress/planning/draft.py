@@ -35,6 +35,8 @@ from runtime.errors import RuntimeFailure
 from runtime.tasks import find_task
 
 SETS = ("calibration", "train", "evaluation")
+NO_NAMES = re.compile(r"((build|make|create|get|load)_?)?(|model|network|net|module|factory)|checkpoint|onnx|src")
+"""What half of all factories, files and folders of models are called, so that it names none of them."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,19 @@ def find_model_source(text: str, root: Path) -> str:
 
 
 def name_recipe(source: str) -> str:
-    """Return a recipe's name, made of a model's source."""
+    """Return a recipe's name, made of a model's source: of the file, or of its folder where all are called so."""
     kind, _, rest = source.partition(":")
-    last = rest.rpartition(":")[2] if kind == "python" else Path(rest).resolve().name if kind == "dir" else rest
-    stem = Path(last).stem if kind == "onnx" else last.rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "model"
+    if kind == "hf":
+        names = [rest.rpartition("/")[2]]
+    elif kind == "python":
+        module, _, factory = rest.rpartition(":")
+        file = Path(module if module.endswith(".py") else module.replace(".", "/")).resolve()
+        names = [factory, file.stem, file.parent.name]
+    else:
+        path = Path(rest).resolve()
+        names = [path.stem if kind == "onnx" else path.name, path.parent.name]
+    name = next((name for name in names if not NO_NAMES.fullmatch(name.lower())), names[-1])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "model"
 
 
 def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:

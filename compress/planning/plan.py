@@ -64,6 +64,10 @@ class Plan:
         """Print the plan (rich)."""
         render_plan(self, console)
 
+    def __repr__(self) -> str:
+        sizes = f"{size_text(self.before.n_bytes)} -> {size_text(self.after.n_bytes)}"
+        return f"<Plan {self.recipe.name}: {', '.join(p.kind for p in self.recipe.passes) or 'no passes'}; {sizes}>"
+
     def _repr_html_(self) -> str:
         return plan_html(self)
 

@@ -21,20 +21,23 @@ from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.variables import VARS, escape, substitute
-from compress.recipe.yaml_source import read_with_includes
+from compress.recipe.yaml_source import IN_PYTHON, read_mapping, read_with_includes
 from runtime.encode.images import ImagePreprocess
 
 
-def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe in the file `path`, with includes and variables, and each `a.b.0.c=value` of `overrides` on top.
+def load_recipe(given: File | str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe in a file, or given as a dict, with includes and variables, and each `a.b.0.c=value` of
+    `overrides` on top. A dict's paths are sought in the working directory.
 
     Raises RecipeError with one line for each problem: unknown key, wrong type, bad value, reference to nothing. Only
     the recipe's own files are read.
     """
-    file = File(path)
     findings = RecipeFindings()
     try:
-        recipe = _read_recipe(file, overrides, findings)
+        if isinstance(given, Mapping):
+            recipe = _read_recipe(read_mapping(given, findings), File(IN_PYTHON), overrides, findings)
+        else:
+            recipe = _read_recipe(read_with_includes(File(given), findings), File(given), overrides, findings)
     except StopReading:
         recipe = None
     if recipe is None:
@@ -42,9 +45,8 @@ def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings) -> Recipe | None:
+def _read_recipe(written: Node, file: File, overrides: Sequence[str], findings: RecipeFindings) -> Recipe | None:
     """Return the recipe, or None where `findings` has what is wrong."""
-    written = read_with_includes(file, findings)
     root, values = substitute(apply_overrides(written, overrides, findings), findings)
     root = fill_in(root, findings)
     _check_patterns(root, findings)  # first: the records refuse these patterns too, in fewer words

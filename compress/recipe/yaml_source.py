@@ -6,10 +6,12 @@ Plain YAML values only: a key twice, a foreign tag or a loop of aliases is a pro
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import stat
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path as File
@@ -26,6 +28,8 @@ from compress.recipe.budget import MOST_DEPTH, MOST_FILE_BYTES, MOST_VALUES, Val
 from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar, did_you_mean, merge, printable
 
 INCLUDE = "include"
+IN_PYTHON = "recipe"
+"""The place of what stands in no file."""
 TAG = "tag:yaml.org,2002:"
 MOST_DIGITS = 400
 """Characters of a number: every float can be written in fewer."""
@@ -46,6 +50,18 @@ def read_with_includes(file: File, findings: RecipeFindings) -> Node:
     if root is None:
         raise RecipeError(findings.lines())
     return _merge_includes(root, file, (file.resolve(),), findings)
+
+
+def read_mapping(given: Mapping[str, Any], findings: RecipeFindings) -> Node:
+    """Merge a recipe that was written in Python over the files that it includes, sought in the working directory."""
+    root = _make_node(json.loads(json.dumps(given, default=str)))
+    return _merge_includes(root, File(IN_PYTHON), (), findings)
+
+
+def _make_node(value: Any) -> Node:
+    if isinstance(value, dict):
+        return Node({key: _make_node(item) for key, item in value.items()}, Position(IN_PYTHON, 0, 0))
+    return Node([_make_node(item) for item in value] if isinstance(value, list) else value, Position(IN_PYTHON, 0, 0))
 
 
 def read_text(file: File) -> str:

@@ -84,6 +84,9 @@ AT_BUILD = "computed when the bundle was built"
 class Report(Findings):
     """One judgement of one bundle on one machine; draws itself in a notebook."""
 
+    def __repr__(self) -> str:
+        return f"<Report {verdict_line(self)}>"
+
     def _repr_html_(self) -> str:
         return render_html(self)
 

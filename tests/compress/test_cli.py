@@ -148,9 +148,7 @@ def test_check_says_every_problem_on_stderr_and_ends_with_2() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["check"], ["chekc"], ["apply", "recipe.yaml"], ["check", "recipe.yaml", "--nope"]]
-)
+@pytest.mark.parametrize("args", [[], ["check"], ["chekc"], ["apply"], ["check", "recipe.yaml", "--nope"]])
 def test_a_wrong_call_ends_with_2(args: list[str]) -> None:
     assert run(*args).exit_code == 2
 
@@ -319,7 +317,12 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
     assert shown.exit_code == code and "progress" in shown.stdout
     asked = run("apply", "recipe.yaml", "--out", "b", "--json")
     assert asked.exit_code == code and json.loads(asked.stdout)["verdict"] == verdict
-    assert calls == [("tiny", Path("b"), Path("c"), False), ("tiny", Path("b"), None, True)]
+    run("apply", "recipe.yaml", "--short")
+    assert calls == [
+        ("tiny", Path("b"), Path("c"), False),
+        ("tiny", Path("b"), None, True),
+        ("tiny", Path("bundles/tiny"), None, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -476,6 +479,30 @@ def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     said = run("doctor").stdout
     assert "openvino: not today" in said
     assert "tensorrt: no tensorrt today" in said
+
+
+@pytest.mark.parametrize("args", [["doctor"], ["doctor", "--json"]])
+def test_doctor_runs_where_the_runtime_alone_is_installed(args: list[str]) -> None:
+    done = fresh(
+        f"""
+import sys
+for name in ("typer", "rich", "pydantic", "onnx_ir"):
+    sys.modules[name] = None
+from compress.commands import doctor
+doctor.trouble = lambda code: ""
+doctor._list_requirements = lambda: [doctor.Requirement("surely-not-here", "1", "build")]
+sys.argv = ["compress", *{args!r}]
+import compress.cli
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "surely-not-here" in done.stdout and "tensorrt" in done.stdout
+
+
+def test_the_python_face_says_how_the_build_side_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "compress.recipe.load", None)
+    with pytest.raises(ModuleNotFoundError, match=r"compress\.load_recipe: .*; pip install '\.\[build\]' in the"):
+        compress.load_recipe  # noqa: B018
 
 
 # --- bundles ----------------------------------------------------------------------------------------------------------
