@@ -266,12 +266,15 @@ def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
     """Read a recipe strictly and print it with everything resolved and every default written out."""
     with ending():
         from compress.errors import RecipeError
+        from compress.models.preprocess import explain_missing
         from compress.planning.own_metrics import own_metric_problems
         from compress.recipe.load import recipe_to_yaml
         from compress.recipe.points import first_recipe
 
         loaded = _load(recipe, overrides)
-        if problems := own_metric_problems(first_recipe(loaded)):
+        first = first_recipe(loaded)
+        unsaid = explain_missing(first.model) if first.preprocess is None else ""
+        if problems := [*([f"{recipe}: {unsaid}"] if unsaid else []), *own_metric_problems(first)]:
             raise RecipeError(problems)
         typer.echo(recipe_to_yaml(loaded), nl=False)
 

@@ -39,6 +39,7 @@ RECIPE = """\
 version: 1
 name: tiny
 model: {source: "python:model.py:build", task: image-classification}
+preprocess: {kind: tensor}
 passes: [{kind: rtn}]
 """
 
@@ -143,8 +144,8 @@ def test_check_says_every_problem_on_stderr_and_ends_with_2() -> None:
     done = run("check", "recipe.yaml")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "recipe.yaml:4:22: passes.0.bitz: unknown key; did you mean 'bits'?",
-        "recipe.yaml:5:1: sed: unknown key; did you mean 'seed'?",
+        "recipe.yaml:5:22: passes.0.bitz: unknown key; did you mean 'bits'?",
+        "recipe.yaml:6:1: sed: unknown key; did you mean 'seed'?",
     ]
 
 
@@ -161,6 +162,15 @@ def test_new_writes_a_recipe_that_checks(task: str, source: str | None) -> None:
     recipe = load_recipe("new.yaml")
     assert recipe.model.task == task and source in (None, recipe.model.source)
     assert not rejected(editor_schema(), recipe_text("new.yaml"))
+    assert run("check", "new.yaml").exit_code == 0
+
+
+def test_check_refuses_a_model_that_does_not_say_how_its_inputs_are_made() -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("preprocess: {kind: tensor}\n", ""))
+    done = run("check", "recipe.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("recipe.yaml: preprocess: python:model.py:build does not say how its inputs")
+    assert "add `preprocess: {kind: image, ...}`" in done.stderr
 
 
 def test_new_refuses() -> None:
@@ -239,7 +249,7 @@ def recipe_text(file: str) -> Any:
         RECIPE.replace("kind: rtn", "kind: rtn, bits: '${b}', symmetric: '${s}', targets: '${t}', ignore: ['${i}']")
         + "vars: {b: 4}\n",
         "include: base.yaml\nmodel: {weights: x}\ndata: {train: {samples: 3}}\n",
-        RECIPE
+        RECIPE.replace("preprocess: {kind: tensor}\n", "")
         + "preprocess: {kind: image, resize: [32, '${w}'], scale: 1}\nvalidate: {gates: [{metric: top1, min: 0.5}]}\n",
         RECIPE + "target: '${target}'\n",
     ],
