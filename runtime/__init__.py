@@ -63,7 +63,8 @@ class Bundle:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. `predictions` of a
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, columns by name, or the path of a folder
+        of images or sounds, of a .jsonl or an .npz. `predictions` of a
         classifier's outputs are {"label", "score"} for each sample; of several answers (`postprocess.top_k`) a list of
         them; a rejected sample's label is None.
         """

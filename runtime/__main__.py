@@ -28,7 +28,6 @@ from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
 from runtime.bundle.format import Manifest, read_manifest, verify
 from runtime.bundle.manifest import MOST_THREADS
-from runtime.bundle.npz import NpzError, read_arrays
 from runtime.bundle.samples import write_npz
 from runtime.judge.explain import explain_path
 from runtime.judge.validate import report_unjudged, validate
@@ -39,6 +38,7 @@ from runtime.report.terminal import find_width
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
+from runtime.tasks.sources import read_sources
 
 MOST_INPUT = 2**26
 """Characters of stdin: more is no text to predict or to continue."""
@@ -92,7 +92,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="image or audio files, texts ('-' reads lines from stdin), or one .npz of columns",
+        help="image or audio files or folders of them, texts ('-' reads lines from stdin), or one .jsonl or .npz",
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
     generate = _add_command(
@@ -222,8 +222,11 @@ def _predict(options: argparse.Namespace) -> int:
     if options.json:
         print_json(finite(predictions or {name: values.tolist() for name, values in outputs.items()}), indent=None)
     elif predictions:
-        for prediction in predictions:
+        of_folder = not find_task(manifest.task).reads_texts and len(samples) > len(options.inputs)
+        files = samples if of_folder and isinstance(samples, list) else ()
+        for number, prediction in enumerate(predictions):
             words = prediction if isinstance(prediction, list) else [prediction]
+            print(f"{files[number]}\t" if files else "", end="")  # of a folder nobody knows the order of its files
             print("  ".join(f"{NO_ANSWER if w['label'] is None else w['label']}\t{w['score']:.4f}" for w in words))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
@@ -282,11 +285,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
     """Read the arguments as what the task takes: columns of an npz, image paths, or texts."""
-    if len(inputs) == 1 and inputs[0].endswith(".npz"):
-        try:
-            return read_arrays(Path(inputs[0]))
-        except NpzError as error:
-            raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
+    if (named := read_sources(manifest, inputs)) is not None:
+        return named
     task = find_task(manifest.task)
     if not task.columns and manifest.preprocess["kind"] != "image":
         raise UsageError(f"a {task.name} model takes one .npz file with an array for each model input")

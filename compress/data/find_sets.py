@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compress.data.table import AUDIO_SUFFIXES, IMAGE_FOLDERS, MASK_FOLDERS
+from compress.data.table import IMAGE_FOLDERS, MASK_FOLDERS
 from compress.errors import RecipeError, SourceError
 from compress.specs import DATA_SOURCES, DataSpec
 from compress.store.paths import resolve_path
+from runtime.tasks.sources import AUDIO_SUFFIXES, IMAGE_SUFFIXES
 
 SUFFIXES = {
     ".npz": "npz",
@@ -24,7 +25,6 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".json": "coco",
 }
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),

@@ -60,8 +60,9 @@ def explain_missing(spec: ModelSpec) -> str:
     if task.preprocess is None or task.encodes or spec.source.startswith(("hf:", "dir:")):
         return ""
     return (
-        f"preprocess: {spec.source} does not say how its inputs are made of samples; add `preprocess: "
-        f"{{kind: {task.preprocess}, ...}}` as in its training, or `{{kind: tensor}}` if the data holds its inputs ready"
+        f"preprocess: {spec.source} does not say how its inputs are made of samples; add "
+        f"`preprocess: {{kind: {task.preprocess}, ...}}` as in its training, or `{{kind: tensor}}` if the data holds its "
+        "inputs ready"
     )
 
 
