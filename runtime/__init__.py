@@ -246,13 +246,12 @@ def refuse_decoder(manifest: "Manifest") -> None:
 
 def _make_request(request: "type[Request]", settings: Mapping[str, Any]) -> "Request":
     from dataclasses import fields
-    from difflib import get_close_matches
 
     from runtime.errors import UsageError
+    from runtime.words import suggest
 
     known = [field.name for field in fields(request)]
     for name in settings:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise UsageError(f"generate: unknown setting '{name}'; {f'did you mean {near[0]}?' if near else known}")
+            raise UsageError(f"generate: unknown setting '{name}'{suggest(name, known)}")
     return request(**settings)

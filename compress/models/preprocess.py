@@ -61,8 +61,8 @@ def explain_missing(spec: ModelSpec) -> str:
         return ""
     return (
         f"preprocess: {spec.source} does not say how its inputs are made of samples; add "
-        f"`preprocess: {{kind: {task.preprocess}, ...}}` as in its training, or `{{kind: tensor}}` if the data holds its "
-        "inputs ready"
+        f"`preprocess: {{kind: {task.preprocess}, ...}}` as in its training, or `{{kind: tensor}}` if the data holds "
+        "its inputs ready"
     )
 
 

@@ -24,7 +24,6 @@ from compress.models.source import locate
 from compress.planning.inputs import Inputs, read_inputs
 from compress.planning.validation import class_problems
 from compress.recipe.exports import CHECKPOINT_TARGET
-from compress.recipe.places import suggest
 from compress.recipe.schema import Recipe
 from compress.specs import MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
@@ -33,6 +32,7 @@ from compress.tasks.generic import GENERIC
 from runtime.bundle.engine import ENGINES
 from runtime.errors import RuntimeFailure
 from runtime.tasks import find_task
+from runtime.words import suggest
 
 SETS = ("calibration", "train", "evaluation")
 NO_NAMES = re.compile(r"((build|make|create|get|load)_?)?(|model|network|net|module|factory)|checkpoint|onnx|src")

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.recipe import vocabulary
-from compress.recipe.places import MOST_PROBLEMS, Node, Path, Problem, RecipeFindings, did_you_mean, plain, suggest
+from compress.recipe.places import MOST_PROBLEMS, Node, Path, Problem, RecipeFindings, plain
+from runtime.words import did_you_mean, suggest
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 OWN_KEYS = ("include", "vars")

@@ -17,7 +17,7 @@ from compress.recipe.budget import MOST_FILE_BYTES
 from compress.recipe.check_search import check_search, fill_in
 from compress.recipe.explain import explain
 from compress.recipe.overrides import apply_overrides
-from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain, suggest
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.variables import VARS, escape, substitute
@@ -99,16 +99,16 @@ def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import is_own, metric_names
+    from runtime.metrics import is_own, metric_names, suggest_metric
 
-    known = metric_names()
+    known, task = metric_names(), root.find(("model", "task")).value
     for path, node in _walk(root, ()):
         of_gate = path[:2] in (("validate", "gates"), ("search", "constraints")) and path[3:] == ("metric",)
         named = path[:2] == ("validate", "metrics") or of_gate
         if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
             if is_own(node.value):
                 continue  # its form is checked with the gates, its file when the recipe is planned
-            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, known)}")
+            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest_metric(node.value, task)}")
 
 
 def _check_patterns(root: Node, findings: RecipeFindings) -> None:

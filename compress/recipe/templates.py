@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import OutputError, RecipeError
-from compress.recipe.places import suggest
 from compress.recipe.variables import escape
 from compress.specs import MODEL_SOURCES
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import Starter
 from runtime.errors import UsageError
 from runtime.tasks import find_task
+from runtime.words import suggest
 
 
 def starter(task: str | None = None, source: str | None = None) -> str:

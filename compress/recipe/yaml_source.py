@@ -25,7 +25,8 @@ from ruamel.yaml.reader import ReaderError
 
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_DEPTH, MOST_FILE_BYTES, MOST_VALUES, ValueSize, check_depth
-from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar, did_you_mean, merge, printable
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar, merge, printable
+from runtime.words import did_you_mean
 
 INCLUDE = "include"
 IN_PYTHON = "recipe"
