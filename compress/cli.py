@@ -319,9 +319,10 @@ def validate(
         with quiet_stdout(as_json):
             from runtime.judge.validate import validate as validate_bundle
             from runtime.report.stored import read_stored_report
+            from runtime.report.terminal import show_progress
 
             earlier = None if baseline is None else read_stored_report(baseline)
-            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
+            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier, progress=show_progress)
         _show_report(report, as_json, bundle, report_folder, short=short)
 
 

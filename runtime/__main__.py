@@ -34,7 +34,7 @@ from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
 from runtime.report.report import Report, finite, render_short, render_text, to_dict
 from runtime.report.stored import read_stored_report
-from runtime.report.terminal import find_width
+from runtime.report.terminal import find_width, show_progress
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
@@ -174,13 +174,20 @@ def _verify(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     backends = [options.backend] if options.backend else None
     earlier = None if options.baseline is None else read_stored_report(options.baseline)
-    report = validate(options.bundle, backends, options.threads, report_folder=options.report, earlier=earlier)
+    report = validate(
+        options.bundle,
+        backends,
+        options.threads,
+        report_folder=options.report,
+        earlier=earlier,
+        progress=show_progress,
+    )
     _print_report(report, options)
     return report.exit_code
 
 
 def _bench(options: argparse.Namespace) -> int:
-    timed = benchmark(options.bundle, options.backend, options.threads)
+    timed = benchmark(options.bundle, options.backend, options.threads, show_progress)
     _print_report(report_unjudged(read_manifest(options.bundle), timed), options)
     return 0
 

@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 COLORS = {"pass": 32, "fail": 31, "undecided": 33, "unjudged": 2}
@@ -49,3 +50,23 @@ def _set_in_columns(cells: Sequence[tuple[str, ...]], gap: str) -> list[str]:
     return [
         "  " + gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
     ]
+
+
+ERASED = "\r\x1b[2K"
+"""What empties the line that the cursor is in."""
+
+
+def show_progress(items: Sequence[int], text: str) -> Iterable[int]:
+    """Return the items, with a live line on stderr that counts down and is gone in the end; none without a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    begun = time.monotonic()
+    try:
+        for done, item in enumerate(items):
+            left_s = (time.monotonic() - begun) / max(done, 1) * (len(items) - done)
+            left = f", about {left_s:.0f} s left" if done else ""
+            print(f"{ERASED}{text} {done} of {len(items)}{left}", end="", file=sys.stderr, flush=True)
+            yield item
+    finally:
+        print(ERASED, end="", file=sys.stderr, flush=True)
