@@ -23,8 +23,11 @@ from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate
 from compress.planning.inputs import Inputs, read_inputs
 from compress.planning.validation import class_problems
+from compress.recipe.explain import explain
 from compress.recipe.exports import CHECKPOINT_TARGET
+from compress.recipe.places import RecipeFindings
 from compress.recipe.schema import Recipe
+from compress.recipe.yaml_source import IN_PYTHON, make_node
 from compress.specs import MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
 from compress.tasks import TORCH_TASKS, TorchTask
@@ -166,8 +169,10 @@ def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:
     try:
         recipe = Recipe.model_validate_json(json.dumps(mapping), strict=True)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise RecipeError([f"--{p}" if p.startswith("preprocess") else p for p in problems]) from error
+        findings = RecipeFindings()
+        explain(error, make_node(mapping), findings)
+        lines = [line.removeprefix(f"{IN_PYTHON}: ") for line in findings.lines()]
+        raise RecipeError([f"--{line}" if line.startswith("preprocess") else line for line in lines]) from error
     return recipe.at_root(root.absolute())
 
 
@@ -228,7 +233,7 @@ def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dic
 
 def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: Path) -> Draft:
     """Return the draft of the first task whose samples and outputs are these. RecipeError where none is."""
-    source, failures = base["model"]["source"], []
+    source, failures = base["model"]["source"], list[tuple[str, str]]()
     for name, candidate in TORCH_TASKS.items():
         if candidate.task.generates or candidate.task.encodes or not candidate.task.columns:
             continue  # made from Hugging Face folders alone, or tried last
@@ -239,20 +244,24 @@ def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: P
         except (CompressError, RuntimeFailure) as error:
             if any(problem.startswith("--preprocess") for problem in error.problems):
                 raise
-            failures.append(f"{name}: {error.problems[0]}")
+            failures.append((name, error.problems[0]))
             continue
         assert made.inputs is not None
         if problems := class_problems(name, made.inputs.facts.outputs):
-            failures.append(f"{name}: {problems[0]}")
+            failures.append((name, problems[0]))
         elif _takes_any_outputs(candidate) and not made.has_labels:
-            failures.append(f"{name}: any outputs fit it, and there are no labels that would tell")
+            failures.append((name, "any outputs fit it, and there are no labels that would tell"))
         else:
             return made
     try:
         return _try_task(base, GENERIC.name, spec, root, "inputs by their names")
     except (CompressError, RuntimeFailure) as error:
-        failures.append(f"{GENERIC.name}: {error.problems[0]}")
-    raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *failures])
+        failures.append((GENERIC.name, error.problems[0]))
+    causes = {problem for _, problem in failures}
+    if len(failures) > 1 and len(causes) == 1:  # whatever the task is
+        raise RecipeError(causes.pop())
+    told = [f"{name}: {problem}" for name, problem in failures]
+    raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *told])
 
 
 def _takes_any_outputs(task: TorchTask) -> bool:

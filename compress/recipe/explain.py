@@ -92,6 +92,8 @@ def describe_unexpected(node: Node, alternatives: list[vocabulary.Schema]) -> st
         return f"{rule}; write [{value}]"
     if isinstance(value, str) and _is_number(value) and not vocabulary.takes(alternatives, "string"):
         return f"{rule}; leave out the quotes"
+    if isinstance(value, str) and _is_number(value.rstrip().removesuffix("%")) and value.rstrip().endswith("%"):
+        return f"{rule}; write {float(value.rstrip().removesuffix('%')) / 100:g}"
     if isinstance(value, (int, float)) and vocabulary.takes(alternatives, "string"):
         return f"{rule}; put it in quotes"
     return rule

@@ -55,14 +55,15 @@ def read_with_includes(file: File, findings: RecipeFindings) -> Node:
 
 def read_mapping(given: Mapping[str, Any], findings: RecipeFindings) -> Node:
     """Merge a recipe that was written in Python over the files that it includes, sought in the working directory."""
-    root = _make_node(json.loads(json.dumps(given, default=str)))
+    root = make_node(json.loads(json.dumps(given, default=str)))
     return _merge_includes(root, File(IN_PYTHON), (), findings)
 
 
-def _make_node(value: Any) -> Node:
+def make_node(value: Any) -> Node:
+    """Return JSON values as a recipe's tree, which stands in no file."""
     if isinstance(value, dict):
-        return Node({key: _make_node(item) for key, item in value.items()}, Position(IN_PYTHON, 0, 0))
-    return Node([_make_node(item) for item in value] if isinstance(value, list) else value, Position(IN_PYTHON, 0, 0))
+        return Node({key: make_node(item) for key, item in value.items()}, Position(IN_PYTHON, 0, 0))
+    return Node([make_node(item) for item in value] if isinstance(value, list) else value, Position(IN_PYTHON, 0, 0))
 
 
 def read_text(file: File) -> str:
@@ -83,7 +84,13 @@ def read_text(file: File) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"not UTF-8 text (byte {error.start})") from error
+        raise RecipeError(_explain_binary(file, error.start)) from error
+
+
+def _explain_binary(file: File, byte: int) -> str:
+    if file.suffix.lower() in (".onnx", ".safetensors", ".pt", ".pth", ".gguf"):
+        return f"a model, not a recipe; write one for it: compress new --model {file}"
+    return f"not UTF-8 text (byte {byte})"
 
 
 def _suggest_sibling(file: File) -> str:
