@@ -24,6 +24,8 @@ BEAT_S = 60.0
 """How long a run may be silent: a log in CI that stands still for minutes looks dead."""
 
 
+LEAST_SHOWN_S = 0.05
+"""Below which a stage is in the file alone: "0.0 s" tells nothing."""
 UNBROKEN = 10_000
 """Columns of what is no terminal: a line that is broken there is found by half its words."""
 
@@ -43,15 +45,23 @@ class RunPosition:
     done: int = 0
     expected_s: float | None = None
     since: float = field(default_factory=time.monotonic)
+    last: float = 0.0
+    """When the item before this one was done."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.done} of {self.total}" if self.total else self.name
 
     def estimate_left_s(self) -> float:
-        """Return the seconds that are left, by the plan, else by the pace so far; 0 where neither tells."""
-        passed = time.monotonic() - self.since
-        planned = (self.expected_s or 0.0) - passed
-        return planned if planned > 0 or not self.done else passed / self.done * (self.total - self.done)
+        """Return the seconds that are left, by the plan, else by the pace so far; none above 0 where neither tells."""
+        now = time.monotonic()
+        planned_s = self.since + (self.expected_s or 0.0) - now
+        if planned_s > 0 or not self.done:
+            return planned_s
+        return (self.last - self.since) / self.done * (self.total - self.done) - (now - self.last)
+
+    def count(self) -> None:
+        """Note that one more item is done."""
+        self.done, self.last = self.done + 1, time.monotonic()
 
 
 class Journal:
@@ -105,7 +115,7 @@ class Journal:
         with self._stand_at(RunPosition(text, len(items))) as place:
             for item in items:
                 yield item
-                place.done += 1
+                place.count()
 
     @contextmanager
     def time_stage(self, name: str, detail: str = "") -> Iterator[None]:
@@ -120,7 +130,9 @@ class Journal:
             finally:
                 ended.set()
                 beating.join()
-        self.log(f"{name}: {time.monotonic() - place.since:.1f} s")
+        took_s = time.monotonic() - place.since
+        tell = self.log if took_s >= LEAST_SHOWN_S else self._write
+        tell(f"{name}: {took_s:.1f} s")
 
     @contextmanager
     def _stand_at(self, place: RunPosition) -> Iterator[RunPosition]:
@@ -138,7 +150,7 @@ class Journal:
         places = list(self._places)
         left_s = next((left for place in places if (left := place.estimate_left_s()) >= 1), None)
         passed = f"{time.monotonic() - places[-1].since:.0f} s so far" if places else ""
-        text = ", ".join([*map(str, places), passed if left_s is None else f"about {left_s:.0f} s left"])
+        text = ", ".join([_name_places(places), passed if left_s is None else f"about {left_s:.0f} s left"])
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _beat(self, stage: RunPosition, ended: threading.Event) -> None:
@@ -148,8 +160,16 @@ class Journal:
             inner = places[places.index(stage) :]
             if any(place is not stage and not place.total for place in inner):
                 continue
-            text = f"{', '.join(map(str, inner))}: {time.monotonic() - stage.since:.0f} s so far"
+            text = f"{_name_places(inner)}: {time.monotonic() - stage.since:.0f} s so far"
             with suppress(OutputError):  # of a full disk the work itself will tell
                 self._write(text)
             if not self.console.is_terminal:
                 self.show(text)
+
+
+def _name_places(places: Sequence[RunPosition]) -> str:
+    """Return places from the stage inwards; one whose name the next place begins with is not told twice."""
+    follow = [*(place.name for place in places[1:]), ""]
+    return ", ".join(
+        str(place) for place, after in zip(places, follow, strict=True) if not after.startswith(f"{place.name}:")
+    )
