@@ -202,7 +202,7 @@ def auto(
     model: ModelGiven,
     goal: Annotated[
         str, typer.Option("--goal", help="What is to be reached: 'size >= 6x, latency_p50 >= 3.5x, top1 drop <= 0.01'.")
-    ],
+    ] = "",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -592,7 +592,7 @@ def bench(
 @app.command()
 def quantize(
     model: ModelGiven,
-    scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")],
+    scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")] = "",
     out: Annotated[
         Path | None,
         typer.Option(

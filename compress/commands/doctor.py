@@ -206,7 +206,7 @@ def _examine_compiler(runtime: str) -> Finding:
     """Find out whether engines for a runtime are compiled here, which is another question than whether they run."""
     try:
         from compress.engine.compile import why_not_here
-    except ModuleNotFoundError as error:  # without the build side
+    except ImportError as error:  # without the build side
         return Finding("compiler", runtime, "missing", why=str(error))
     why = why_not_here(EngineOrder("", runtime, "", ()))
     return Finding("compiler", runtime, "missing" if why else "ok", why=why)

@@ -60,7 +60,8 @@ def find_scheme(name: str, target: str) -> str:
     known = list_schemes(TARGETS[target])
     full = name.upper().replace("-", "_")
     if full not in known:
-        raise RecipeError(f"--scheme {name}: unknown scheme{did_you_mean(full, known)}; there are {', '.join(known)}")
+        what = f"unknown scheme{did_you_mean(full, known)}" if name else "say what the numbers become, such as INT8"
+        raise RecipeError(f"--scheme {name}: {what}; there are {', '.join(known)}")
     return full
 
 

@@ -588,7 +588,9 @@ def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.Monk
     asked: list[object] = []
     room(
         "runtime.judge.validate",
-        validate=lambda path, report_folder, earlier: asked.append((report_folder, earlier)) or report("fail"),
+        validate=lambda path, report_folder, earlier, progress: (
+            asked.append((report_folder, earlier)) or report("fail")
+        ),
     )
     assert run("validate", "b").exit_code == 3 and run("validate", "b", "--report", "r").exit_code == 3
     assert asked == [(None, None), (Path("r"), None)]
