@@ -41,7 +41,7 @@ MOST_REFUSED = 50
 """Trials refused one after another, after which a study ends: nothing in the space can work."""
 MOST_FAILED = 8
 """Trials that failed, of a study in which none was judged, after which it ends."""
-NO_TIME = "the budget is used up"
+NO_TIME = "the budget is used up; the same command goes on"
 
 
 class OutOfTime(Exception):
@@ -196,7 +196,7 @@ class Sweep:
         if built is None:
             return NO_TIME
         if built.state == "late":
-            return f"{NO_TIME}: the next trial would take {built.reason}"
+            return f"{NO_TIME} (the next trial would take {built.reason})"
         self.stop_where_hopeless(built)
         if built.state != "done":
             self.record(trial, self.describe(built, rung, built.state))
