@@ -116,9 +116,9 @@ def explain_time_around_call(subject: Subject) -> list[str]:
         return []
     longest = max((stage for stage in subject.stages_ms if stage != "call"), key=lambda s: subject.stages_ms[s])
     return [
-        f"Most of an answer's {whole:.3g} ms is not the model ({100 * call / whole:.0f} %); the longest part is "
-        f"{longest} ({100 * subject.stages_ms[longest] / whole:.0f} %). Even a model that takes no time would make an "
-        f"answer only {whole / (whole - call):.2f}x faster."
+        f"The model's call is {100 * call / whole:.0f} % of the {whole:.3g} ms that an answer takes, {longest} is "
+        f"{100 * subject.stages_ms[longest] / whole:.0f} %: even a model that takes no time would make an answer only "
+        f"{whole / (whole - call):.2f}x faster."
     ]
 
 
