@@ -24,7 +24,7 @@ from runtime.processes import search_path  # noqa: F401  # isort: skip  (first o
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compress.version import __version__
+from compress.version import BUILD_SIDE, __version__
 
 if TYPE_CHECKING:
     from compress.commands.blame import blame_bundle as blame
@@ -49,7 +49,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'compress' has no attribute '{name}'")
     module, function = _HOMES[name]
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"compress.{name}: {error}; {BUILD_SIDE}", name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -9,14 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from compress.version import BUILD_SIDE, __version__
+
 try:
     import typer
 except ModuleNotFoundError as error:  # a machine that only runs bundles
-    way_out = "pip install '.[build]' in the project's folder for this command; `compress-run` runs bundles"
-    raise SystemExit(f"{error}; {way_out}") from error
+    if sys.argv[1:2] == ["doctor"]:  # which is there to say so
+        from compress.commands.doctor import diagnose
+
+        diagnose("--json" in sys.argv)
+        raise SystemExit(0) from error
+    raise SystemExit(f"{error}; {BUILD_SIDE}, which this command needs; `compress-run` runs bundles") from error
 
 from compress.commands.endings import DEBUG, ending, print_json, quiet_stdout, run_program
-from compress.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +87,7 @@ EvaluationGiven = Annotated[str | None, typer.Option("--evaluation", metavar="DA
 TargetName = Annotated[
     str | None, typer.Option("--target", help="The runtime that the result is for; default: onnxruntime-cpu.")
 ]
+Short = Annotated[bool, typer.Option("--short", help="No progress, and five lines at most, as for CI.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
 
@@ -109,12 +115,15 @@ def options(
 @app.command()
 def apply(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the bundle goes.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where the bundle goes; default: bundles/NAME.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006  (typer copies it)
     as_json: AsJson = False,
     cache: Cache = None,
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    short: Short = False,
     verify: Verify = False,
     baseline: Baseline = None,
 ) -> None:
@@ -124,18 +133,25 @@ def apply(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.execution.run import apply_recipe
+            from compress.store.output import name_output
             from runtime.report.stored import read_stored_report
 
             earlier = None if baseline is None else read_stored_report(baseline)
-            report = apply_recipe(loaded, out, cache, quiet or as_json, verify, earlier)
+            out = out or name_output(loaded.name)
+            report = apply_recipe(loaded, out, cache, quiet or short or as_json, verify, earlier)
         if report is not None:  # a further process of one launch has none
-            _show_report(report, as_json, out, new=True)
+            _show_report(report, as_json, out, new=True, short=short)
 
 
 @app.command()
 def sweep(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The study's folder; one that is there goes on.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The study's folder; one that is there goes on. Default: bundles/NAME."
+        ),
+    ] = None,
     trials: Annotated[
         int | None, typer.Option("--trials", min=1, metavar="N", help="Points to try in all; default: the recipe's.")
     ] = None,
@@ -163,7 +179,9 @@ def sweep(
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.search.sweep import sweep as search
+            from compress.store.output import name_output
 
+            out = out or name_output(loaded.name)
             n_jobs = jobs if jobs is not None else 0 if ray else 1
             silent = quiet or as_json
             if loaded.goal:
@@ -184,10 +202,13 @@ def auto(
     model: ModelGiven,
     goal: Annotated[
         str, typer.Option("--goal", help="What is to be reached: 'size >= 6x, latency_p50 >= 3.5x, top1 drop <= 0.01'.")
-    ],
+    ] = "",
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The study's folder; the same command goes on from it.")
-    ],
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The study's folder; the same command goes on. Default: bundles/NAME."
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option("--budget", metavar="TIME", help="When to end, as in 45m or 2h.")] = "1h",
     task: TaskName = None,
     weights: WeightsFile = None,
@@ -208,10 +229,10 @@ def auto(
         seconds = read_seconds(budget)
         with quiet_stdout(as_json):
             from compress.commands.auto import reach_goal
-            from compress.commands.new import Answers
+            from compress.commands.new import Answers, choose_output
 
             said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
-            study = reach_goal(said, out, seconds, cache, quiet or as_json)
+            study = reach_goal(said, out or choose_output(said), seconds, cache, quiet or as_json)
             page = _add_front(study)
         _show_study(study, page, as_json)
 
@@ -245,12 +266,15 @@ def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
     """Read a recipe strictly and print it with everything resolved and every default written out."""
     with ending():
         from compress.errors import RecipeError
+        from compress.models.preprocess import explain_missing
         from compress.planning.own_metrics import own_metric_problems
         from compress.recipe.load import recipe_to_yaml
         from compress.recipe.points import first_recipe
 
         loaded = _load(recipe, overrides)
-        if problems := own_metric_problems(first_recipe(loaded)):
+        first = first_recipe(loaded)
+        unsaid = explain_missing(first.model) if first.preprocess is None else ""
+        if problems := [*([f"{recipe}: {unsaid}"] if unsaid else []), *own_metric_problems(first)]:
             raise RecipeError(problems)
         typer.echo(recipe_to_yaml(loaded), nl=False)
 
@@ -287,6 +311,7 @@ def validate(
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
     baseline: Baseline = None,
+    short: Short = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
@@ -294,10 +319,11 @@ def validate(
         with quiet_stdout(as_json):
             from runtime.judge.validate import validate as validate_bundle
             from runtime.report.stored import read_stored_report
+            from runtime.report.terminal import show_progress
 
             earlier = None if baseline is None else read_stored_report(baseline)
-            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier)
-        _show_report(report, as_json, bundle, report_folder)
+            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier, progress=show_progress)
+        _show_report(report, as_json, bundle, report_folder, short=short)
 
 
 @app.command()
@@ -395,6 +421,7 @@ def why(
     """Say where the time of a bundle's calls goes on this machine, why it is no less, and what to change."""
     with ending(as_json):
         from runtime.judge.explain import explain_path
+        from runtime.report.terminal import find_width
         from runtime.report.why import render_explanation
 
         with quiet_stdout(as_json):
@@ -402,7 +429,7 @@ def why(
         if as_json:
             print_json(asdict(explanation))
         else:
-            typer.echo(render_explanation(explanation), nl=False)
+            typer.echo(render_explanation(explanation, find_width()), nl=False)
 
 
 @app.command()
@@ -565,8 +592,13 @@ def bench(
 @app.command()
 def quantize(
     model: ModelGiven,
-    scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The bundle; its recipe goes to DIR.yaml.")],
+    scheme: Annotated[str, typer.Option("--scheme", help="W4A16, W8A8, INT8, FP8, Q4_K, ...")] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="The bundle; its recipe goes to DIR.yaml. Default: bundles/NAME-SCHEME."
+        ),
+    ] = None,
     task: TaskName = None,
     weights: WeightsFile = None,
     preprocess: PreprocessText = None,
@@ -577,29 +609,28 @@ def quantize(
     as_json: AsJson = False,
     cache: Cache = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
+    short: Short = False,
 ) -> None:
     """Bring a model to a scheme by the passes that usually do, write the bundle and its recipe, and judge it."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.new import Answers
+            from compress.commands.new import Answers, choose_output
             from compress.commands.quantize import quantize_model
 
             said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
-            report = quantize_model(said, scheme, out, cache, quiet or as_json)
+            out = out or choose_output(said, f"-{scheme.lower()}")
+            report = quantize_model(said, scheme, out, cache, quiet or short or as_json)
         if report is not None:
-            _show_report(report, as_json, out, new=True)
+            _show_report(report, as_json, out, new=True, short=short)
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed and works here, and how to mend what does not."""
     with ending(as_json):
-        from compress.commands.doctor import diagnose, examine
+        from compress.commands.doctor import diagnose
 
-        if as_json:
-            print_json(examine())
-        else:
-            diagnose(_console())
+        diagnose(as_json)
 
 
 def _load(recipe: Path, overrides: list[str], device: str | None = None) -> Recipe:
@@ -621,22 +652,26 @@ def _tell_code(recipe: Recipe) -> None:
 
 
 def _show_report(
-    report: Any, as_json: bool, bundle: Path, report_folder: Path | None = None, new: bool = False
+    report: Any,
+    as_json: bool,
+    bundle: Path,
+    report_folder: Path | None = None,
+    new: bool = False,
+    short: bool = False,
 ) -> None:
     """Write its page, print it, and where the bundle is if that is `new`; end with the verdict's exit code."""
     from compress.commands.report import add_page
-    from runtime.report.report import render_text, to_dict
+    from runtime.report.report import render_short, render_text, to_dict
+    from runtime.report.terminal import find_width
 
     with quiet_stdout(as_json):
         page = add_page(bundle, report, report_folder)
     if as_json:
         print_json(to_dict(report))
     else:
-        typer.echo(render_text(report))
-        if page is not None:
-            typer.echo(f"page: {page}")
-        if new:
-            typer.echo(f"bundle: {bundle}")
+        places = [f"bundle: {bundle}"] * new + ([] if page is None else [f"page: {page}"])
+        render = render_short if short else render_text
+        typer.echo(render(report, find_width(), bundle, places), nl=False)
     raise typer.Exit(report.exit_code)
 
 
@@ -662,9 +697,9 @@ def _show_study(study: Study, page: Path | None, as_json: bool) -> None:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from compress.store.run_log import open_console
 
-    return Console(soft_wrap=False)
+    return open_console()
 
 
 if __name__ == "__main__":

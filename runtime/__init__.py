@@ -56,11 +56,15 @@ class Bundle:
     session: "Session"
     preprocessor: "Preprocessor"
 
+    def __repr__(self) -> str:
+        return f"<Bundle {self.manifest.name}: {self.manifest.task} on {self.backend}, {self.root}>"
+
     def predict(self, samples: Any, batch_size: int = 32) -> Outputs:
         """Return the model's outputs over `samples`, in their order, as `runtime.tasks.predict.run_samples` gives them.
 
         `samples` is a list of images (paths, uint8 arrays, Pillow images) or an array of them, a list of audio (paths,
-        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, or columns by name. `predictions` of a
+        {"array", "sampling_rate"}), a list of texts or of (text, text) pairs, columns by name, or the path of a folder
+        of images or sounds, of a .jsonl or an .npz. `predictions` of a
         classifier's outputs are {"label", "score"} for each sample; of several answers (`postprocess.top_k`) a list of
         them; a rejected sample's label is None.
         """
@@ -242,13 +246,12 @@ def refuse_decoder(manifest: "Manifest") -> None:
 
 def _make_request(request: "type[Request]", settings: Mapping[str, Any]) -> "Request":
     from dataclasses import fields
-    from difflib import get_close_matches
 
     from runtime.errors import UsageError
+    from runtime.words import suggest
 
     known = [field.name for field in fields(request)]
     for name in settings:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise UsageError(f"generate: unknown setting '{name}'; {f'did you mean {near[0]}?' if near else known}")
+            raise UsageError(f"generate: unknown setting '{name}'{suggest(name, known)}")
     return request(**settings)

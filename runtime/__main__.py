@@ -28,16 +28,17 @@ from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
 from runtime.bundle.format import Manifest, read_manifest, verify
 from runtime.bundle.manifest import MOST_THREADS
-from runtime.bundle.npz import NpzError, read_arrays
 from runtime.bundle.samples import write_npz
 from runtime.judge.explain import explain_path
 from runtime.judge.validate import report_unjudged, validate
 from runtime.measure.benchmark import backend_of, benchmark
-from runtime.report.report import Report, finite, render_text, to_dict
+from runtime.report.report import Report, finite, render_short, render_text, to_dict
 from runtime.report.stored import read_stored_report
+from runtime.report.terminal import find_width, show_progress
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
+from runtime.tasks.sources import read_sources
 
 MOST_INPUT = 2**26
 """Characters of stdin: more is no text to predict or to continue."""
@@ -83,6 +84,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="REPORT",
         help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
     )
+    judge.add_argument("--short", action="store_true", help="print five lines at most, as for CI")
     _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
     _add_command(commands, "why", _why, "say where the time of a call goes, why it is no less, and what to change")
     predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
@@ -90,7 +92,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="image or audio files, texts ('-' reads lines from stdin), or one .npz of columns",
+        help="image or audio files or folders of them, texts ('-' reads lines from stdin), or one .jsonl or .npz",
     )
     predict.add_argument("--output", type=Path, metavar="FILE.npz", help="keep the outputs as arrays")
     generate = _add_command(
@@ -172,14 +174,21 @@ def _verify(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     backends = [options.backend] if options.backend else None
     earlier = None if options.baseline is None else read_stored_report(options.baseline)
-    report = validate(options.bundle, backends, options.threads, report_folder=options.report, earlier=earlier)
-    _print_report(report, options.json)
+    report = validate(
+        options.bundle,
+        backends,
+        options.threads,
+        report_folder=options.report,
+        earlier=earlier,
+        progress=show_progress,
+    )
+    _print_report(report, options)
     return report.exit_code
 
 
 def _bench(options: argparse.Namespace) -> int:
-    timed = benchmark(options.bundle, options.backend, options.threads)
-    _print_report(report_unjudged(read_manifest(options.bundle), timed), options.json)
+    timed = benchmark(options.bundle, options.backend, options.threads, show_progress)
+    _print_report(report_unjudged(read_manifest(options.bundle), timed), options)
     return 0
 
 
@@ -188,15 +197,16 @@ def _why(options: argparse.Namespace) -> int:
     if options.json:
         print_json(asdict(explanation))
     else:
-        print(render_explanation(explanation), end="")
+        print(render_explanation(explanation, find_width()), end="")
     return 0
 
 
-def _print_report(report: Report, as_json: bool) -> None:
-    if as_json:
+def _print_report(report: Report, options: argparse.Namespace) -> None:
+    if options.json:
         print_json(to_dict(report))
     else:
-        print(render_text(report), end="")
+        render = render_short if vars(options).get("short") else render_text
+        print(render(report, find_width(), options.bundle), end="")
 
 
 NO_ANSWER = "-"
@@ -219,8 +229,11 @@ def _predict(options: argparse.Namespace) -> int:
     if options.json:
         print_json(finite(predictions or {name: values.tolist() for name, values in outputs.items()}), indent=None)
     elif predictions:
-        for prediction in predictions:
+        of_folder = not find_task(manifest.task).reads_texts and len(samples) > len(options.inputs)
+        files = samples if of_folder and isinstance(samples, list) else ()
+        for number, prediction in enumerate(predictions):
             words = prediction if isinstance(prediction, list) else [prediction]
+            print(f"{files[number]}\t" if files else "", end="")  # of a folder nobody knows the order of its files
             print("  ".join(f"{NO_ANSWER if w['label'] is None else w['label']}\t{w['score']:.4f}" for w in words))
     else:
         print("\n".join(f"{name}: {values.dtype} {list(values.shape)}" for name, values in outputs.items()))
@@ -279,11 +292,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _read_inputs(manifest: Manifest, inputs: Sequence[str]) -> Any:
     """Read the arguments as what the task takes: columns of an npz, image paths, or texts."""
-    if len(inputs) == 1 and inputs[0].endswith(".npz"):
-        try:
-            return read_arrays(Path(inputs[0]))
-        except NpzError as error:
-            raise UsageError(f"{inputs[0]}: cannot be read as arrays: {error}") from error
+    if (named := read_sources(manifest, inputs)) is not None:
+        return named
     task = find_task(manifest.task)
     if not task.columns and manifest.preprocess["kind"] != "image":
         raise UsageError(f"a {task.name} model takes one .npz file with an array for each model input")

@@ -34,6 +34,7 @@ from compress.planning.measurements import pass_names
 from compress.recipe.load import load_recipe
 from compress.store.cache import default_root
 from compress.store.progress import Item, Progress, no_log, no_progress
+from compress.store.run_log import open_console
 from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
@@ -518,7 +519,7 @@ def describe_blame(blame: Blame) -> list[str]:
 
 def show_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
     """Return the items, with a bar on stderr that is gone in the end."""
-    return track(items, text, console=Console(stderr=True), transient=True)
+    return track(items, text, console=open_console(stderr=True), transient=True)
 
 
 def to_dict(blame: Blame) -> dict[str, Any]:

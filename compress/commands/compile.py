@@ -23,6 +23,7 @@ from runtime.judge.validate import validate
 from runtime.nvidia.gpu import gpu_here
 from runtime.report.passes import read_pass_table, write_pass_table
 from runtime.report.report import Report
+from runtime.report.terminal import show_progress
 
 
 def compile_bundle(path: Path, again: bool = False) -> Report:
@@ -51,7 +52,7 @@ def compile_bundle(path: Path, again: bool = False) -> Report:
         changed = write_bundle(staging, changed)
         if (table := read_pass_table(path, manifest)) is not None:
             write_pass_table(replace(table, manifest_digest=changed.digest), staging)
-        report = validate(staging)
+        report = validate(staging, progress=show_progress)
         publish(staging, path)
     return report
 

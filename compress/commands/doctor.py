@@ -1,4 +1,4 @@
-"""What is installed and works here, and the command that mends what does not."""
+"""What is installed and works here, and the command that mends what does not; needs no more than the runtime."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from compress.errors import CompressError
 from runtime.bundle.engine import ENGINES, EngineOrder
@@ -27,7 +23,9 @@ from runtime.plugins import (
     Plugin,
     find_plugins,
 )
+from runtime.processes.endings import print_json
 from runtime.processes.isolated import run, trouble
+from runtime.report.terminal import align, find_width, fold
 
 OWN_NAME = "compress"
 SKIPPED_EXTRAS = {"dev"}
@@ -74,20 +72,18 @@ class Finding:
     mend: str = ""
 
 
-def diagnose(console: Console) -> None:
+def diagnose(as_json: bool) -> None:
     """Print what `examine` finds."""
-    report = examine()
-    console.print(f"Python {report['python']}, {report['cpu']} ({', '.join(report['cpu_flags']) or 'no flags known'})")
-    table = Table("for", "package", "state", "version")
-    for finding in report["findings"]:
-        style = {"ok": None, "missing": "yellow"}.get(finding["state"], "red")
-        cells = (finding["part"], finding["name"], finding["state"], finding["version"])
-        table.add_row(*map(escape, cells), style=style)
-    console.print(table)
-    for finding in report["findings"]:
-        if finding["state"] != "ok":
-            text = ": ".join(part for part in (finding["name"], finding["why"], finding["mend"]) if part)
-            console.print(escape(text), soft_wrap=True)
+    report, width = examine(), find_width()
+    if as_json:
+        print_json(report)
+        return
+    head = f"Python {report['python']}, {report['cpu']} ({', '.join(report['cpu_flags']) or 'no flags known'})"
+    rows = [tuple(finding[key] for key in ("part", "name", "state", "version")) for finding in report["findings"]]
+    wrong = [finding for finding in report["findings"] if finding["state"] != "ok"]
+    mends = [": ".join(part for part in (found["name"], found["why"], found["mend"]) if part) for found in wrong]
+    table = align([("for", "package", "state", "version"), *rows], width)
+    print("\n".join(line for text in (head, *table, *mends) for line in fold(text, width)))
 
 
 def examine() -> dict[str, Any]:
@@ -208,7 +204,9 @@ def _examine_backend(name: str) -> Finding:
 
 def _examine_compiler(runtime: str) -> Finding:
     """Find out whether engines for a runtime are compiled here, which is another question than whether they run."""
-    from compress.engine.compile import why_not_here
-
+    try:
+        from compress.engine.compile import why_not_here
+    except ImportError as error:  # without the build side
+        return Finding("compiler", runtime, "missing", why=str(error))
     why = why_not_here(EngineOrder("", runtime, "", ()))
     return Finding("compiler", runtime, "missing" if why else "ok", why=why)

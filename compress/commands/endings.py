@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import typer
 
 from compress.errors import CompressError
+from compress.version import BUILD_SIDE
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.processes.endings import DEBUG, CommandLine, print_json, report_failure, write_any_text
 from runtime.processes.interrupts import Terminated, end_orderly
@@ -21,7 +22,7 @@ __all__ = ["DEBUG", "ending", "print_json", "quiet_stdout", "run_as_json", "run_
 COMPRESS = CommandLine(
     failures=(CompressError, RuntimeFailure),
     interrupted="stopped; finished work is kept, the same command goes on from there",
-    missing="pip install '.[build]' in the project's folder installs what the build side needs, see `doctor`",
+    missing=f"{BUILD_SIDE}; `compress doctor` lists what is missing",
     debug=f"{DEBUG}=1 or `compress --debug ...`",
 )
 

@@ -12,6 +12,7 @@ from compress.errors import RecipeError
 from compress.formats.targets import TARGETS
 from compress.recipe.goal import FORMS, read_goals, split_goal
 from compress.recipe.templates import format_draft, starter, write_new
+from compress.store.output import name_output
 from compress.tasks import TORCH_TASKS
 
 if TYPE_CHECKING:
@@ -86,6 +87,14 @@ def ask_for_answers(ask: Ask) -> Answers:
     target = ask(f"Target ({', '.join(TARGETS)})", next(iter(TARGETS)))
     goal = ask("Goal, as in size >= 6x, latency_p50 >= 3x (empty: the usual passes)", "") if said.data else ""
     return replace(said, task=task, target=target, goal=goal or None)
+
+
+def choose_output(said: Answers, ending: str = "") -> Path:
+    """Return where the bundle of a model goes where nobody said, its name with `ending` behind it. SourceError."""
+    from compress.planning.draft import find_model_source, name_recipe
+
+    assert said.model is not None
+    return name_output(name_recipe(find_model_source(said.model, Path())) + ending)
 
 
 def make_draft(said: Answers, root: Path) -> Draft:

@@ -12,7 +12,6 @@ import numpy as np
 from compress.data.chat import MESSAGES, TOOLS, ChatEncoder, read_tools, read_turns
 from compress.data.table import Table
 from compress.errors import SourceError
-from compress.recipe.places import did_you_mean
 from compress.specs import DataSpec, MessageKeys
 from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
@@ -23,6 +22,7 @@ from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS
+from runtime.words import did_you_mean
 
 LABEL = "label"
 USUAL_NAMES: dict[str, tuple[str, ...]] = {

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compress.data.table import AUDIO_SUFFIXES, IMAGE_FOLDERS, MASK_FOLDERS
+from compress.data.table import IMAGE_FOLDERS, MASK_FOLDERS
 from compress.errors import RecipeError, SourceError
 from compress.specs import DATA_SOURCES, DataSpec
 from compress.store.paths import resolve_path
+from runtime.tasks.sources import AUDIO_SUFFIXES, IMAGE_SUFFIXES
 
 SUFFIXES = {
     ".npz": "npz",
@@ -24,7 +25,6 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".json": "coco",
 }
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
@@ -33,6 +33,9 @@ SPLIT_NAMES = {
 """Kind of split -> its usual names, for folders, files and splits of the hub."""
 EVALUATED_SHARE, MOST_EVALUATED, MOST_CALIBRATED = 0.2, 5000, 512
 """Of a set that has no splits; and samples of a calibration set that nobody gave."""
+SET_EXAMPLE = "{source: FILE, columns: {text: 1}}"
+EXAMPLES = {"--preprocess": "{kind: image, mean: [0.3, 0.3, 0.3]}"}
+"""Flag -> how its mapping may look; those of sets are all alike."""
 DataGiven = str | Mapping[str, Any]
 """A source, a path, a hub id; or a set as recipes have it."""
 
@@ -75,10 +78,10 @@ def parse_mapping(text: str, flag: str) -> Mapping[str, Any]:
         values = YAML(typ="safe", pure=True).load(io.StringIO(text))
     except YAMLError as error:
         first = str(error).partition("\n")[0]
-        raise RecipeError(
-            f"{flag}: {text}: is no set such as {{source: FILE, columns: {{text: 1}}}}: {first}"
-        ) from error
-    return values if isinstance(values, dict) else {}
+        raise RecipeError(f"{flag}: not YAML ({first}); write '{EXAMPLES.get(flag, SET_EXAMPLE)}'") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{flag} {text}: not a mapping; write '{EXAMPLES.get(flag, SET_EXAMPLE)}'")
+    return values
 
 
 def find_source(text: str, root: Path) -> str:

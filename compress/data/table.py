@@ -18,6 +18,7 @@ from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
 from runtime.bundle.files import sha256_of
 from runtime.bundle.npz import NpzError, read_headers, read_rows
+from runtime.tasks.sources import AUDIO_SUFFIXES
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -341,7 +342,6 @@ def open_audiofolder(folder: Path, split: str | None) -> Table:
     )
 
 
-AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 FOLDERS = {"imagefolder": open_imagefolder, "audiofolder": open_audiofolder, "maskfolder": open_maskfolder}
 """Kind of source -> what opens such a folder."""
 

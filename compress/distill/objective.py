@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from compress.distill.losses import (
 from compress.distill.watch import Seen
 from compress.errors import PassError
 from runtime.boxes.spec import Detections
+from runtime.words import did_you_mean
 
 Term = Callable[[Batch, Seen, Seen], Tensor]
 """(batch, what the student gave, what the teacher gave) -> [b]."""
@@ -340,6 +340,5 @@ def _describe_missing(name: str, known: Sequence[str], whose: str) -> str | None
     """Return a sentence if the model has no module of that name, or None."""
     if name in known:
         return None
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"; did you mean '{near[0]}'?" if near else f"; it has {', '.join(known[1:4])}, ..."
+    hint = did_you_mean(name, known) or f"; it has {', '.join(known[1:4])}, ..."
     return f"the {whose} has no module '{name}'{hint}"

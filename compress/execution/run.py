@@ -117,7 +117,8 @@ def build_recipe(
 class _Built:
     """A bundle that is built and not judged yet, the run's log, and what judging is told.
 
-    `passes`: the models between the passes, to be measured, too; `notes`: of this machine alone.
+    `passes`: the models between the passes, to be measured, too; `notes`: of this machine alone. `evaluated`: the
+    number of samples, with its noun.
     """
 
     folder: Path
@@ -125,6 +126,7 @@ class _Built:
     passes: Sequence[PassModel]
     notes: Sequence[Note]
     expected_speedup: float | None
+    evaluated: str
 
 
 @contextmanager
@@ -151,7 +153,8 @@ def _building(
                 _check_earlier(earlier, recipe, out, run.sets["evaluation"])
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
-                yield _Built(staging, journal, models, notes, _expected_speedup(run.plan))
+                evaluated = f"{run.sets['evaluation'].n} samples"
+                yield _Built(staging, journal, models, notes, _expected_speedup(run.plan), evaluated)
             publish(staging, out)
 
 
@@ -197,6 +200,7 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool,
             plan = settle_keys(plan, cache, verify)
         wait()  # the other processes find what the first one has read
         plan = settle_keys(plan, cache)
+    journal.expected_s = {stage.name: stage.seconds for stage in plan.forecast.stages}
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):
@@ -218,10 +222,14 @@ def _expected_speedup(plan: Plan) -> float | None:
 
 
 def _judge(built: _Built, earlier: StoredReport | None) -> Report:
-    notes = [note.text for note in built.notes]
-    with built.journal.time_stage("judging"):
+    with built.journal.time_stage("judging", built.evaluated):
         report = validate(
-            built.folder, passes=built.passes, notes=notes, earlier=earlier, forecast=built.expected_speedup
+            built.folder,
+            passes=built.passes,
+            notes=[note.text for note in built.notes],
+            earlier=earlier,
+            forecast=built.expected_speedup,
+            progress=built.journal.progress,
         )
     built.journal.log(f"verdict: {report.verdict}")
     return report

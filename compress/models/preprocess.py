@@ -50,12 +50,20 @@ def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: P
     if kind is None:
         return TensorPreprocess()
     if source.folder is None:
-        raise SourceError(
-            f"preprocess: a {spec.task} model from {spec.source} does not say how its inputs are made; add "
-            f"`preprocess: {{kind: {kind}, ...}}` as in its training, or "
-            "`{kind: tensor}` if the data holds its inputs ready"
-        )
+        raise SourceError(explain_missing(spec))
     return _check_fit(spec, source, _READERS[kind](source.folder))
+
+
+def explain_missing(spec: ModelSpec) -> str:
+    """Say what a recipe without `preprocess` lacks, of a model that has no files which say it; "" where nothing."""
+    task = find_task(spec.task)
+    if task.preprocess is None or task.encodes or spec.source.startswith(("hf:", "dir:")):
+        return ""
+    return (
+        f"preprocess: {spec.source} does not say how its inputs are made of samples; add "
+        f"`preprocess: {{kind: {task.preprocess}, ...}}` as in its training, or `{{kind: tensor}}` if the data holds "
+        "its inputs ready"
+    )
 
 
 def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: Source) -> Seq2SeqPreprocess:

@@ -21,6 +21,7 @@ from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.onnx_file import external_files
 from runtime.errors import BundleError
+from runtime.words import did_you_mean
 
 if TYPE_CHECKING:
     import onnx
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "1_Pooling/*")
 """Files of a hub repository that hold no weights and may be needed."""
 PICKLES = (".pt", ".pth", ".bin")
+WEIGHTS = (".safetensors", *PICKLES)
 SHAPES = "shapes.json"
 """The record of a pruned model's sizes, beside its weights."""
 
@@ -294,10 +296,10 @@ def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
         raise SourceError(f"{spec.source}: write python:package.module:factory or python:path/to/file.py:factory")
     weights: tuple[Path, ...] = ()
     if spec.weights is not None:
-        path = resolve_path(root, spec.weights)
+        path = _find_weights(spec.weights, root)
         if not path.is_file():
             raise SourceError(f"model.weights: {path} is a folder; give the file")
-        if path.suffix not in (".safetensors", *PICKLES):
+        if path.suffix not in WEIGHTS:
             raise SourceError(
                 f"model.weights: {path}: give a .safetensors file, or a .pt, .pth or .bin of plain tensors"
             )
@@ -307,6 +309,15 @@ def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
     return Source(
         "python", folder, weights, code=(module, factory), shapes=shapes if shapes and shapes.is_file() else None
     )
+
+
+def _find_weights(text: str, root: Path) -> Path:
+    try:
+        return resolve_path(root, text)
+    except SourceError as error:
+        folders = [folder / Path(text).parent for folder in (Path.cwd(), root.absolute())]
+        near = did_you_mean(Path(text).name, (p.name for f in folders for p in f.glob("*") if p.suffix in WEIGHTS))
+        raise SourceError(f"model.weights: {error}{near}") from error
 
 
 def _find_processor_folder(folder: Path) -> Path | None:

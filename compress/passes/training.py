@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,6 +21,7 @@ from compress.tasks.base import Loss
 from runtime.boxes.spec import Detections
 from runtime.report.units import size_text
 from runtime.tasks import find_task
+from runtime.words import did_you_mean
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling
@@ -481,9 +481,7 @@ def _check_form(where: str, layers: str) -> list[str]:
 
 
 def _describe_missing(where: str, name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    return f"{where}: the model has no layer or block '{name}'{hint}"
+    return f"{where}: the model has no layer or block '{name}'{did_you_mean(name, known)}"
 
 
 def _list_modules(facts: ModelFacts) -> dict[str, None]:

@@ -9,12 +9,13 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from compress.formats.schemes import PRESETS
 from compress.passes.mixed_bits import Bits
 from compress.specs import LayerPattern, Record
+from runtime.words import did_you_mean
 
 
 def _check_preset(name: str) -> str:
     """Return the scheme's name in capitals. Raises ValueError if it is unknown."""
     if name.upper() not in PRESETS:
-        raise ValueError(f"there is no scheme {name!r}; there are {', '.join(PRESETS)}")
+        raise ValueError(f"there is no scheme {name!r}{did_you_mean(name, PRESETS)}; there are {', '.join(PRESETS)}")
     return name.upper()
 
 
@@ -23,7 +24,9 @@ def _check_table_scheme(name: str) -> str:
     full = name.upper() if name.upper() in PRESETS else f"{name.upper()}A16"
     if full not in _TABLE_SCHEMES:
         known = ", ".join(("W8", "W4", *_TABLE_SCHEMES))
-        raise ValueError(f"there is no scheme {name!r} for weights alone; there are {known}")
+        raise ValueError(
+            f"there is no scheme {name!r} for weights alone{did_you_mean(name, PRESETS)}; there are {known}"
+        )
     return full
 
 

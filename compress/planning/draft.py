@@ -23,9 +23,11 @@ from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate
 from compress.planning.inputs import Inputs, read_inputs
 from compress.planning.validation import class_problems
+from compress.recipe.explain import explain
 from compress.recipe.exports import CHECKPOINT_TARGET
-from compress.recipe.places import suggest
+from compress.recipe.places import RecipeFindings
 from compress.recipe.schema import Recipe
+from compress.recipe.yaml_source import IN_PYTHON, make_node
 from compress.specs import MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
 from compress.tasks import TORCH_TASKS, TorchTask
@@ -33,8 +35,11 @@ from compress.tasks.generic import GENERIC
 from runtime.bundle.engine import ENGINES
 from runtime.errors import RuntimeFailure
 from runtime.tasks import find_task
+from runtime.words import suggest
 
 SETS = ("calibration", "train", "evaluation")
+NO_NAMES = re.compile(r"((build|make|create|get|load)_?)?(|model|network|net|module|factory)|checkpoint|onnx|src")
+"""What half of all factories, files and folders of models are called, so that it names none of them."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +149,19 @@ def find_model_source(text: str, root: Path) -> str:
 
 
 def name_recipe(source: str) -> str:
-    """Return a recipe's name, made of a model's source."""
+    """Return a recipe's name, made of a model's source: of the file, or of its folder where all are called so."""
     kind, _, rest = source.partition(":")
-    last = rest.rpartition(":")[2] if kind == "python" else Path(rest).resolve().name if kind == "dir" else rest
-    stem = Path(last).stem if kind == "onnx" else last.rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "model"
+    if kind == "hf":
+        names = [rest.rpartition("/")[2]]
+    elif kind == "python":
+        module, _, factory = rest.rpartition(":")
+        file = Path(module if module.endswith(".py") else module.replace(".", "/")).resolve()
+        names = [factory, file.stem, file.parent.name]
+    else:
+        path = Path(rest).resolve()
+        names = [path.stem if kind == "onnx" else path.name, path.parent.name]
+    name = next((name for name in names if not NO_NAMES.fullmatch(name.lower())), names[-1])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "model"
 
 
 def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:
@@ -156,8 +169,10 @@ def make_recipe(mapping: Mapping[str, Any], root: Path) -> Recipe:
     try:
         recipe = Recipe.model_validate_json(json.dumps(mapping), strict=True)
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise RecipeError([f"--{p}" if p.startswith("preprocess") else p for p in problems]) from error
+        findings = RecipeFindings()
+        explain(error, make_node(mapping), findings)
+        lines = [line.removeprefix(f"{IN_PYTHON}: ") for line in findings.lines()]
+        raise RecipeError([f"--{line}" if line.startswith("preprocess") else line for line in lines]) from error
     return recipe.at_root(root.absolute())
 
 
@@ -218,7 +233,7 @@ def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dic
 
 def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: Path) -> Draft:
     """Return the draft of the first task whose samples and outputs are these. RecipeError where none is."""
-    source, failures = base["model"]["source"], []
+    source, failures = base["model"]["source"], list[tuple[str, str]]()
     for name, candidate in TORCH_TASKS.items():
         if candidate.task.generates or candidate.task.encodes or not candidate.task.columns:
             continue  # made from Hugging Face folders alone, or tried last
@@ -229,20 +244,24 @@ def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: P
         except (CompressError, RuntimeFailure) as error:
             if any(problem.startswith("--preprocess") for problem in error.problems):
                 raise
-            failures.append(f"{name}: {error.problems[0]}")
+            failures.append((name, error.problems[0]))
             continue
         assert made.inputs is not None
         if problems := class_problems(name, made.inputs.facts.outputs):
-            failures.append(f"{name}: {problems[0]}")
+            failures.append((name, problems[0]))
         elif _takes_any_outputs(candidate) and not made.has_labels:
-            failures.append(f"{name}: any outputs fit it, and there are no labels that would tell")
+            failures.append((name, "any outputs fit it, and there are no labels that would tell"))
         else:
             return made
     try:
         return _try_task(base, GENERIC.name, spec, root, "inputs by their names")
     except (CompressError, RuntimeFailure) as error:
-        failures.append(f"{GENERIC.name}: {error.problems[0]}")
-    raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *failures])
+        failures.append((GENERIC.name, error.problems[0]))
+    causes = {problem for _, problem in failures}
+    if len(failures) > 1 and len(causes) == 1:  # whatever the task is
+        raise RecipeError(causes.pop())
+    told = [f"{name}: {problem}" for name, problem in failures]
+    raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *told])
 
 
 def _takes_any_outputs(task: TorchTask) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,7 @@ from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.metrics import METRICS
 from runtime.tasks.predict import encoding_views
+from runtime.words import suggest
 
 MOST_COUNTED = 512
 """Texts whose tokens a plan counts."""
@@ -643,6 +643,5 @@ def _collect_changes(spec: ModelSpec, source: Source, student: Student) -> dict[
 
 def _explain_unknown(spec: ModelSpec, key: str, known: dict[str, Any]) -> str:
     numbers = [name for name, value in known.items() if type(value) is int]
-    near = get_close_matches(key, numbers, n=1, cutoff=0.6)
-    hint = f"; did you mean '{near[0]}'?" if near else f"; its numbers are {', '.join(numbers)}"
+    hint = suggest(key, numbers)
     return f"student: config: {spec.source} has no number '{key}' in its config.json{hint}"

@@ -366,7 +366,8 @@ def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
         notes.append(Note("warning", f"latency: not in the forecast: what {', '.join(latency.parts)} changes"))
     if latency.in_float:
         n, some = len(latency.in_float), ", ".join(latency.in_float[:MOST_NAMED])
-        text = f"latency: {n} layers are computed in float here, as int8 or its borders would slow them down: {some}"
+        layers = "1 layer computes" if n == 1 else f"{n} layers compute"
+        text = f"latency: {layers} in float here, where int8 would be slower: {some}"
         notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
     if not recipe.passes:
         return notes

@@ -66,10 +66,11 @@ from compress.store.digests import FileDigests
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.work import WORK, find_work
+from runtime.backends import BACKENDS
 from runtime.bundle.format import Judgement
 from runtime.bundle.manifest import fixed_batch
 from runtime.judge.evidence import count_least_samples
-from runtime.measure.benchmark import choose_backend, count_least_processes
+from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, METRICS, SIZES
 from runtime.processes.memory import available_bytes
 from runtime.report.units import size_text
@@ -313,11 +314,11 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     texts = list(inputs.facts.notes)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
-    _, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
-    if elsewhere is not None:
+    if (reason := explain_unavailable(recipe.target, recipe.model.generates)) is not None:
         runs = recipe.has_onnx and not is_scored_by_torch(recipe, inputs.facts)
         how = _IN_ONNXRUNTIME if runs else _BY_TORCH
-        texts.append(f"{recipe.target} does not run here: {how}")
+        why = f": {reason}" if recipe.target in BACKENDS else ""
+        texts.append(f"{recipe.target} does not run here{why}; {how}")
     texts += [*_warn_plain_texts(inputs), *_warn_few_samples(recipe.validate_, data["evaluation"].n_samples)]
     texts += _warn_few_processes(recipe.validate_)
     if not recipe.validate_.gates:

@@ -50,11 +50,11 @@ def measurement_note(recipe: Recipe, facts: ModelFacts, n_samples: int) -> Note 
     n = n_between(recipe, facts)
     names = ", ".join(pass_.kind for pass_ in recipe.passes[:-1])
     if n:
-        cost = f"each is exported, run over the {n_samples} evaluation samples once, and timed with the candidate"
-        return Note("info", f"validate: what {names} left is measured, too: {cost} (steps: false leaves it out)")
+        text = f"validate: the model is measured after {names}, too, on {n_samples} samples (`steps: false` skips that)"
+        return Note("info", text)
     if recipe.validate_.steps == "auto" and len(recipe.passes) > 1 and _runs_here(recipe):
         why = f"the model has {size_text(facts.n_bytes)} of weights, more than {size_text(LARGEST_BYTES)}"
-        return Note("info", f"validate: what {names} left is not measured, as {why} (steps: true does it all the same)")
+        return Note("info", f"validate: the model is not measured after {names}, as {why} (`steps: true` does that)")
     return None
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.errors import SourceError
-from compress.recipe.places import suggest
 from compress.recipe.schema import Recipe
 from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Judgement
 from runtime.metrics import OWN
+from runtime.words import suggest
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape as html_escape
+from itertools import compress
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.planning.cache_keys import CacheKeys
@@ -21,7 +22,7 @@ from compress.planning.measurements import pass_names
 from compress.recipe.schema import Recipe
 from runtime.report.units import ms_text, size_text
 
-COLUMNS = ("work", "done already", "weights before", "after", "time", "memory", "layers")
+COLUMNS = ("work", "done already", "weights before", "after", "time", "layers", "memory")
 MOST_LAYERS = 12
 
 
@@ -63,6 +64,10 @@ class Plan:
     def render(self, console: Any) -> None:
         """Print the plan (rich)."""
         render_plan(self, console)
+
+    def __repr__(self) -> str:
+        sizes = f"{size_text(self.before.n_bytes)} -> {size_text(self.after.n_bytes)}"
+        return f"<Plan {self.recipe.name}: {', '.join(p.kind for p in self.recipe.passes) or 'no passes'}; {sizes}>"
 
     def _repr_html_(self) -> str:
         return plan_html(self)
@@ -106,8 +111,9 @@ def render_plan(plan: Plan, console: Console) -> None:
     """Print the work, layers, what the target will do, sizes and the forecast."""
     title = f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}"
     console.print(f"{title}, torch on {plan.device}" if plan.device else title)
-    table = Table(*COLUMNS)
-    for row in _list_rows(plan):
+    (first, *heads), *rows = _tabulate(plan)
+    table = Table(Column(first, no_wrap=True), *heads)
+    for row in rows:
         table.add_row(*row)
     console.print(table)
     for work in plan.steps:
@@ -121,10 +127,18 @@ def render_plan(plan: Plan, console: Console) -> None:
 
 def plan_html(plan: Plan) -> str:
     """Format the plan as a table for notebooks."""
-    rows = "".join(f"<tr>{''.join(f'<td>{html_escape(cell)}</td>' for cell in row)}</tr>" for row in _list_rows(plan))
-    head = f"<tr>{''.join(f'<th>{title}</th>' for title in COLUMNS)}</tr>"
+    heads, *cells = _tabulate(plan)
+    rows = "".join(f"<tr>{''.join(f'<td>{html_escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in heads)}</tr>"
     name, total = html_escape(plan.recipe.name), html_escape(_format_forecast(plan))
     return f"<p><b>{name}</b></p><table>{head}{rows}</table><p>{total}</p>"
+
+
+def _tabulate(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the heads and the rows, without columns that are empty."""
+    rows = _list_rows(plan)
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *rows)]
 
 
 def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -135,8 +149,10 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
     for name, work in zip(names, plan.steps, strict=True):
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
-        rows.append((name, done, *sizes, *_format_stage(stages.pop(name, None)), _format_counts(work.decisions)))
-    others = [(stage.name, "", "", "", *_format_stage(stage), "") for stage in stages.values()]
+        seconds, memory = _format_stage(stages.pop(name, None))
+        rows.append((name, done, *sizes, seconds, _format_counts(work.decisions), memory))
+    timed = {name: _format_stage(stage) for name, stage in stages.items()}
+    others = [(name, "", "", "", seconds, "", memory) for name, (seconds, memory) in timed.items()]
     return [*others[:1], *rows, *others[1:]]
 
 

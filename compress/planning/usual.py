@@ -15,7 +15,6 @@ from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS, Format, Target
 from compress.passes import KINDS, Pass
 from compress.passes.weight_only import GROUP_SIZE
-from compress.recipe.places import suggest
 from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import Gate, Judgement
 from runtime.errors import UsageError
@@ -23,6 +22,7 @@ from runtime.judge.evidence import count_least_samples
 from runtime.judge.gates import check_gates
 from runtime.metrics import METRICS
 from runtime.tasks import find_task
+from runtime.words import did_you_mean
 
 PassMapping = dict[str, Any]
 GRAPH_SCHEMES: dict[str, Format] = {
@@ -60,9 +60,8 @@ def find_scheme(name: str, target: str) -> str:
     known = list_schemes(TARGETS[target])
     full = name.upper().replace("-", "_")
     if full not in known:
-        near = suggest(full, known)
-        listed = "" if near.startswith("; known") else f"; there are {', '.join(known)}"
-        raise RecipeError(f"--scheme {name}: unknown scheme{near}{listed}")
+        what = f"unknown scheme{did_you_mean(full, known)}" if name else "say what the numbers become, such as INT8"
+        raise RecipeError(f"--scheme {name}: {what}; there are {', '.join(known)}")
     return full
 
 

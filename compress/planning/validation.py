@@ -191,6 +191,10 @@ def timing_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
 
 def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report files that cannot hold what the passes leave, second files for a target, and a target without a file."""
+    reads = TARGETS[recipe.target].reads
+    if reads in ("checkpoint", "gguf") and not recipe.model.generates and recipe.export == (OnnxExport(),):
+        what = f"target: {recipe.target} serves language models from {reads} files"
+        return [f"{what}, and this is a {recipe.model.task} model; use onnxruntime-cpu or openvino"]
     problems, seen = [], set()
     for index, export in enumerate(recipe.export):
         name = recipe.target_of(export)
@@ -199,7 +203,8 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
             problems.append(f"{where}: opset {export.opset}, but another has {recipe.opset}; one graph serves them all")
         form = "onnx" if isinstance(export, GraphExport) else export.kind
         if form != target.reads:
-            problems.append(f"{where}: target {name} reads kind: {target.reads}; name this file's own target")
+            text = f"kind: {export.kind} is no file for {name}, which reads {target.reads}; name its target"
+            problems.append(f"{where}: {text}")
         if (form, name) in seen:
             problems.append(f"{where}: a second file for target {name}; give each target once")
         seen.add((form, name))

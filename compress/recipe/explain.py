@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.recipe import vocabulary
-from compress.recipe.places import MOST_PROBLEMS, Node, Path, Problem, RecipeFindings, did_you_mean, plain, suggest
+from compress.recipe.places import MOST_PROBLEMS, Node, Path, Problem, RecipeFindings, plain
+from runtime.words import did_you_mean, suggest
 
 _UNKNOWN_KEY = {"extra_forbidden", "unexpected_keyword_argument"}
 OWN_KEYS = ("include", "vars")
@@ -91,6 +92,8 @@ def describe_unexpected(node: Node, alternatives: list[vocabulary.Schema]) -> st
         return f"{rule}; write [{value}]"
     if isinstance(value, str) and _is_number(value) and not vocabulary.takes(alternatives, "string"):
         return f"{rule}; leave out the quotes"
+    if isinstance(value, str) and _is_number(value.rstrip().removesuffix("%")) and value.rstrip().endswith("%"):
+        return f"{rule}; write {float(value.rstrip().removesuffix('%')) / 100:g}"
     if isinstance(value, (int, float)) and vocabulary.takes(alternatives, "string"):
         return f"{rule}; put it in quotes"
     return rule

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from runtime.bundle.format import Gate
 from runtime.metrics import MEASURED, METRICS, is_own
+from runtime.words import did_you_mean
 
 TERM = re.compile(
     r"(?P<metric>\S+)(?:\s+(?P<word>[a-z]+))?\s*(?P<sign>>=|<=)\s*(?P<number>[0-9.eE+-]+)\s*(?P<unit>\S*)"
@@ -55,9 +55,7 @@ def _check_metric(metric: str, term: str) -> None:
     known = [*METRICS, *MEASURED]
     if metric in known or is_own(metric):
         return
-    near = [name for name in known if name.startswith(f"{metric}_")] or get_close_matches(metric, known, 3)
-    also = f"; did you mean {' or '.join(near[:3])}?" if near else ""
-    raise ValueError(f"'{term}': there is no metric '{metric}'{also}")
+    raise ValueError(f"'{term}': there is no metric '{metric}'{did_you_mean(metric, known)}")
 
 
 def is_better_higher(metric: str) -> bool | None:

@@ -17,24 +17,27 @@ from compress.recipe.budget import MOST_FILE_BYTES
 from compress.recipe.check_search import check_search, fill_in
 from compress.recipe.explain import explain
 from compress.recipe.overrides import apply_overrides
-from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain, suggest
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, StopReading, plain
 from compress.recipe.portable import Portable
 from compress.recipe.schema import Recipe, Variable, Wording
 from compress.recipe.variables import VARS, escape, substitute
-from compress.recipe.yaml_source import read_with_includes
+from compress.recipe.yaml_source import IN_PYTHON, read_mapping, read_with_includes
 from runtime.encode.images import ImagePreprocess
 
 
-def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe in the file `path`, with includes and variables, and each `a.b.0.c=value` of `overrides` on top.
+def load_recipe(given: File | str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe in a file, or given as a dict, with includes and variables, and each `a.b.0.c=value` of
+    `overrides` on top. A dict's paths are sought in the working directory.
 
     Raises RecipeError with one line for each problem: unknown key, wrong type, bad value, reference to nothing. Only
     the recipe's own files are read.
     """
-    file = File(path)
     findings = RecipeFindings()
     try:
-        recipe = _read_recipe(file, overrides, findings)
+        if isinstance(given, Mapping):
+            recipe = _read_recipe(read_mapping(given, findings), File(IN_PYTHON), overrides, findings)
+        else:
+            recipe = _read_recipe(read_with_includes(File(given), findings), File(given), overrides, findings)
     except StopReading:
         recipe = None
     if recipe is None:
@@ -42,9 +45,8 @@ def load_recipe(path: File | str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _read_recipe(file: File, overrides: Sequence[str], findings: RecipeFindings) -> Recipe | None:
+def _read_recipe(written: Node, file: File, overrides: Sequence[str], findings: RecipeFindings) -> Recipe | None:
     """Return the recipe, or None where `findings` has what is wrong."""
-    written = read_with_includes(file, findings)
     root, values = substitute(apply_overrides(written, overrides, findings), findings)
     root = fill_in(root, findings)
     _check_patterns(root, findings)  # first: the records refuse these patterns too, in fewer words
@@ -97,16 +99,16 @@ def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import is_own, metric_names
+    from runtime.metrics import is_own, metric_names, suggest_metric
 
-    known = metric_names()
+    known, task = metric_names(), root.find(("model", "task")).value
     for path, node in _walk(root, ()):
         of_gate = path[:2] in (("validate", "gates"), ("search", "constraints")) and path[3:] == ("metric",)
         named = path[:2] == ("validate", "metrics") or of_gate
         if named and isinstance(node.value, str) and node.value not in known and not findings.covers(path):
             if is_own(node.value):
                 continue  # its form is checked with the gates, its file when the recipe is planned
-            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest(node.value, known)}")
+            findings.add(node.place, path, f"unknown metric '{node.value}'{suggest_metric(node.value, task)}")
 
 
 def _check_patterns(root: Node, findings: RecipeFindings) -> None:

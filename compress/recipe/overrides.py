@@ -7,20 +7,10 @@ from dataclasses import replace
 
 from compress.recipe import vocabulary
 from compress.recipe.budget import MOST_DEPTH, ValueSize
-from compress.recipe.places import (
-    OVERRIDE,
-    Node,
-    Path,
-    Position,
-    Problem,
-    RecipeFindings,
-    did_you_mean,
-    join_path,
-    plain,
-    suggest,
-)
+from compress.recipe.places import OVERRIDE, Node, Path, Position, Problem, RecipeFindings, join_path, plain
 from compress.recipe.variables import VARS, is_reference, names_used
 from compress.recipe.yaml_source import parse
+from runtime.words import did_you_mean, suggest
 
 
 class BadPath(Exception):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 from compress.recipe.budget import Budget, OverBudget
@@ -17,8 +15,6 @@ Path = tuple[str | int, ...]
 OVERRIDE = "--set "
 MOST_PROBLEMS = 100
 """After that many reading ends: each takes time to explain, and nobody reads more."""
-MOST_COMPARED, MOST_OPTIONS = 80, 1000
-"""Length of a word that another may have been meant by, and how many others are looked at."""
 MOST_SHOWN = 2000
 """Characters of a problem."""
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -118,22 +114,6 @@ def printable(text: str) -> str:
 def join_path(path: Path) -> str:
     """Join a path with dots: ("passes", 0, "bits") -> "passes.0.bits"."""
     return ".".join(map(str, path))
-
-
-def did_you_mean(word: object, options: Iterable[object]) -> str:
-    """Return "; did you mean 'x'?" for the option nearest to `word`, or "" if none is near."""
-    text = str(word)[: MOST_COMPARED + 1]
-    if len(text) > MOST_COMPARED:
-        return ""
-    by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS)}
-    near = get_close_matches(text.lower(), by_fold, n=1, cutoff=0.6)
-    return f"; did you mean '{by_fold[near[0]]}'?" if near else ""
-
-
-def suggest(word: object, options: Iterable[object]) -> str:
-    """Return the words of `did_you_mean`, or list all the options where none is near."""
-    known = list(options)
-    return did_you_mean(word, known) or (f"; known: {', '.join(map(str, known))}" if known else "")
 
 
 @dataclass(frozen=True)

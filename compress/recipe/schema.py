@@ -249,6 +249,10 @@ class Recipe(Record):
             return GGUF_TARGET
         return (export.target or self.target) if isinstance(export, OnnxExport) else export.kind
 
+    def __repr__(self) -> str:
+        passes = ", ".join(pass_.kind for pass_ in self.passes) or "no passes"
+        return f"<Recipe {self.name}: {self.model.source}; {passes}; {self.target}>"
+
     def __eq__(self, other: object) -> bool:
         """Compare what two recipes say, wherever they stand."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()

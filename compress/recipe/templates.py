@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import OutputError, RecipeError
-from compress.recipe.places import suggest
 from compress.recipe.variables import escape
 from compress.specs import MODEL_SOURCES
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import Starter
 from runtime.errors import UsageError
+from runtime.tasks import find_task
+from runtime.words import suggest
 
 
 def starter(task: str | None = None, source: str | None = None) -> str:
@@ -44,7 +45,7 @@ name: my-model
 model:
   source: {json.dumps(source)}
   task: {task}
-{weights}{parts.model}data:
+{weights}{parts.model}{_format_preprocess(task, source, parts)}data:
 {parts.data}target: onnxruntime-cpu        # the runtime that the result is made for
 passes:
 {parts.passes}validate:
@@ -52,6 +53,22 @@ passes:
 {parts.gates}    - {{metric: {parts.speed}, min_speedup: 1.2}}
     - {{metric: size_ratio, min: 2}}
 """
+
+
+def _format_preprocess(task: str, source: str, parts: Starter) -> str:
+    """Return the line that says how inputs are made, of a source that has no files which say it."""
+    kind = find_task(task).preprocess
+    if kind in (None, "seq2seq") or source.startswith(("hf:", "dir:")) or "preprocess:" in parts.model:
+        return ""
+    said, note = USUAL_PREPROCESS.get(str(kind), ("{kind: tensor}", "the data holds the model's inputs ready"))
+    return f"preprocess: {said}   # TODO: {note}\n"
+
+
+USUAL_PREPROCESS = {
+    "image": ("{kind: image, mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}", "as in the model's training"),
+    "audio": ("{kind: audio, rate: 16000}", "as in the model's training"),
+}
+"""Kind -> the line that many trainings need, and what to make of it."""
 
 
 def format_draft(

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from compress.recipe.budget import ValueSize, check_depth
-from compress.recipe.places import Node, Path, Position, RecipeFindings, Scalar, did_you_mean, plain, suggest
+from compress.recipe.places import Node, Path, Position, RecipeFindings, Scalar, plain
 from compress.recipe.yaml_source import parse_scalar
+from runtime.words import did_you_mean, suggest
 
 VARS = "vars"
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")

@@ -6,10 +6,12 @@ Plain YAML values only: a key twice, a foreign tag or a loop of aliases is a pro
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import stat
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path as File
@@ -23,9 +25,12 @@ from ruamel.yaml.reader import ReaderError
 
 from compress.errors import RecipeError
 from compress.recipe.budget import MOST_DEPTH, MOST_FILE_BYTES, MOST_VALUES, ValueSize, check_depth
-from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar, did_you_mean, merge, printable
+from compress.recipe.places import Node, Path, Position, Problem, RecipeFindings, Scalar, merge, printable
+from runtime.words import did_you_mean
 
 INCLUDE = "include"
+IN_PYTHON = "recipe"
+"""The place of what stands in no file."""
 TAG = "tag:yaml.org,2002:"
 MOST_DIGITS = 400
 """Characters of a number: every float can be written in fewer."""
@@ -48,6 +53,19 @@ def read_with_includes(file: File, findings: RecipeFindings) -> Node:
     return _merge_includes(root, file, (file.resolve(),), findings)
 
 
+def read_mapping(given: Mapping[str, Any], findings: RecipeFindings) -> Node:
+    """Merge a recipe that was written in Python over the files that it includes, sought in the working directory."""
+    root = make_node(json.loads(json.dumps(given, default=str)))
+    return _merge_includes(root, File(IN_PYTHON), (), findings)
+
+
+def make_node(value: Any) -> Node:
+    """Return JSON values as a recipe's tree, which stands in no file."""
+    if isinstance(value, dict):
+        return Node({key: make_node(item) for key, item in value.items()}, Position(IN_PYTHON, 0, 0))
+    return Node([make_node(item) for item in value] if isinstance(value, list) else value, Position(IN_PYTHON, 0, 0))
+
+
 def read_text(file: File) -> str:
     """Return the file's text. Raises RecipeError with the bare reason if it cannot be read."""
     try:
@@ -66,7 +84,13 @@ def read_text(file: File) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"not UTF-8 text (byte {error.start})") from error
+        raise RecipeError(_explain_binary(file, error.start)) from error
+
+
+def _explain_binary(file: File, byte: int) -> str:
+    if file.suffix.lower() in (".onnx", ".safetensors", ".pt", ".pth", ".gguf"):
+        return f"a model, not a recipe; write one for it: compress new --model {file}"
+    return f"not UTF-8 text (byte {byte})"
 
 
 def _suggest_sibling(file: File) -> str:

@@ -200,6 +200,9 @@ class Study:
         for text in self._sentences():
             console.print(text, markup=False, highlight=False)
 
+    def __repr__(self) -> str:
+        return f"<Study {self.folder}: {len(self.trials)} trials; bundle: {self.bundle}>"
+
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html_escape(text)}</th>" for text in self._heads())
         rows = "".join(f"<tr>{''.join(f'<td>{html_escape(c)}</td>' for c in row)}</tr>" for row in self._rows())

@@ -34,13 +34,14 @@ from compress.search.study import (
 from compress.search.trials import Run, State, Trial, write_json
 from compress.search.workers import Workers, start_workers
 from compress.store.progress import no_log
+from compress.store.run_log import open_console
 from runtime.bundle.files import write_whole
 
 MOST_REFUSED = 50
 """Trials refused one after another, after which a study ends: nothing in the space can work."""
 MOST_FAILED = 8
 """Trials that failed, of a study in which none was judged, after which it ends."""
-NO_TIME = "the budget is used up"
+NO_TIME = "the budget is used up; the same command goes on"
 
 
 class OutOfTime(Exception):
@@ -195,7 +196,7 @@ class Sweep:
         if built is None:
             return NO_TIME
         if built.state == "late":
-            return f"{NO_TIME}: the next trial would take {built.reason}"
+            return f"{NO_TIME} (the next trial would take {built.reason})"
         self.stop_where_hopeless(built)
         if built.state != "done":
             self.record(trial, self.describe(built, rung, built.state))
@@ -336,6 +337,4 @@ def choose_log(quiet: bool) -> Callable[[str], None]:
 
 
 def _print_line(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+    open_console(stderr=True).print(text, markup=False, highlight=False)

@@ -28,6 +28,11 @@ ROOM = 320
 Survey = dict[str, tuple[int, int, int] | None]
 
 
+def name_output(name: str) -> Path:
+    """Return where the bundle of that name goes where nobody said."""
+    return Path("bundles", name)
+
+
 def resolve_output(out: Path) -> Path:
     """Return an output folder's absolute path. PlaceError where links lead to each other."""
     try:

@@ -1,4 +1,4 @@
-"""What a run says while it works: a log file always, progress bars on a terminal, elsewhere a line every minute."""
+"""What a run says while it works: a log file always, one live line on a terminal, elsewhere a line every minute."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.text import Text
 
 from compress.errors import OutputError
 from compress.store.durable import blame
@@ -23,32 +24,61 @@ BEAT_S = 60.0
 """How long a run may be silent: a log in CI that stands still for minutes looks dead."""
 
 
+LEAST_SHOWN_S = 0.05
+"""Below which a stage is in the file alone: "0.0 s" tells nothing."""
+UNBROKEN = 10_000
+"""Columns of what is no terminal: a line that is broken there is found by half its words."""
+
+
+def open_console(stderr: bool = False) -> Console:
+    """Return a console that breaks lines and tables at the terminal's width, and nowhere where there is none."""
+    console = Console(stderr=stderr)
+    return console if console.file.isatty() or console.is_jupyter else Console(stderr=stderr, width=UNBROKEN)
+
+
 @dataclass(eq=False)
 class RunPosition:
-    """Where a run is: a stage, or an item of several in it."""
+    """Where a run is: a stage, or an item of several in it. `expected_s`: how long the plan expects it to take."""
 
     name: str
     total: int = 0
     done: int = 0
+    expected_s: float | None = None
     since: float = field(default_factory=time.monotonic)
+    last: float = 0.0
+    """When the item before this one was done."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.done} of {self.total}" if self.total else self.name
+
+    def estimate_left_s(self) -> float:
+        """Return the seconds that are left, by the plan, else by the pace so far; none above 0 where neither tells."""
+        now = time.monotonic()
+        planned_s = self.since + (self.expected_s or 0.0) - now
+        if planned_s > 0 or not self.done:
+            return planned_s
+        return (self.last - self.since) / self.done * (self.total - self.done) - (now - self.last)
+
+    def count(self) -> None:
+        """Note that one more item is done."""
+        self.done, self.last = self.done + 1, time.monotonic()
 
 
 class Journal:
     """`log` writes a line to the file (with seconds since the start) and, unless quiet, to the terminal.
 
-    While a stage lasts, a line every `beat_s` seconds says where it is: in the file, and on what is no terminal. The
+    While a stage lasts, a terminal has one line that says where it is and counts down; the file, and what is no
+    terminal, get a line every `beat_s` seconds. `expected_s`: how long the plan expects stages to take, by name. The
     file is a new one: FileExistsError where something has its name, a link included.
     """
 
     def __init__(self, file: Path, quiet: bool = False, console: Console | None = None, beat_s: float = BEAT_S) -> None:
         self.file = file
         self.beat_s = beat_s
+        self.expected_s: dict[str, float] = {}
         self._places: list[RunPosition] = []
         self.quiet = quiet
-        self.console = console or Console(stderr=True)
+        self.console = console or open_console(stderr=True)
         self.start = time.monotonic()
         file.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND
@@ -81,39 +111,47 @@ class Journal:
                 line = line[os.write(self._handle, line) :]
 
     def progress(self, items: Sequence[T], text: str) -> Iterable[T]:
-        """Return the items; on a terminal with a bar, elsewhere counted for the lines that say where a stage is."""
-        counted = self._count(items, text)
-        return counted if self.quiet or not self.console.is_terminal else self._bar(counted, len(items), text)
-
-    def _count(self, items: Sequence[T], text: str) -> Iterator[T]:
-        place = RunPosition(text, len(items))
-        self._places.append(place)
-        try:
+        """Return the items, counted for the lines that say where a stage is."""
+        with self._stand_at(RunPosition(text, len(items))) as place:
             for item in items:
                 yield item
-                place.done += 1
-        finally:
-            self._places.remove(place)
-
-    def _bar(self, items: Iterable[T], total: int, text: str) -> Iterator[T]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            yield from bar.track(items, total=total, description=text)
+                place.count()
 
     @contextmanager
-    def time_stage(self, name: str) -> Iterator[None]:
-        """Log how long a stage took, and while it lasts where it is."""
-        place, ended = RunPosition(name), threading.Event()
+    def time_stage(self, name: str, detail: str = "") -> Iterator[None]:
+        """Log how long a stage took, and while it lasts where it is. `detail`: what it works on, for that."""
+        place = RunPosition(f"{name}: {detail}" if detail else name, expected_s=self.expected_s.get(name))
+        ended = threading.Event()
+        with self._stand_at(place):
+            beating = threading.Thread(target=self._beat, args=(place, ended), daemon=True)
+            beating.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                beating.join()
+        took_s = time.monotonic() - place.since
+        tell = self.log if took_s >= LEAST_SHOWN_S else self._write
+        tell(f"{name}: {took_s:.1f} s")
+
+    @contextmanager
+    def _stand_at(self, place: RunPosition) -> Iterator[RunPosition]:
+        """Keep a place among those where the run is; the first brings the live line, which goes with it."""
+        live = not (self._places or self.quiet) and self.console.is_terminal
         self._places.append(place)
-        beating = threading.Thread(target=self._beat, args=(place, ended), daemon=True)
-        beating.start()
         try:
-            yield
+            with Live(console=self.console, get_renderable=self._describe, transient=True) if live else nullcontext():
+                yield place
         finally:
-            ended.set()
-            beating.join()
             self._places.remove(place)
-        self.log(f"{name}: {time.monotonic() - place.since:.1f} s")
+
+    def _describe(self) -> Text:
+        """Return the live line: "judging: 797 samples, timing 3 of 9, about 17 s left"."""
+        places = list(self._places)
+        left_s = next((left for place in places if (left := place.estimate_left_s()) >= 1), None)
+        passed = f"{time.monotonic() - places[-1].since:.0f} s so far" if places else ""
+        text = ", ".join([_name_places(places), passed if left_s is None else f"about {left_s:.0f} s left"])
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _beat(self, stage: RunPosition, ended: threading.Event) -> None:
         """Say every `beat_s` seconds where a stage is, unless another one within it does."""
@@ -122,8 +160,16 @@ class Journal:
             inner = places[places.index(stage) :]
             if any(place is not stage and not place.total for place in inner):
                 continue
-            text = f"{', '.join(map(str, inner))}: {time.monotonic() - stage.since:.0f} s so far"
+            text = f"{_name_places(inner)}: {time.monotonic() - stage.since:.0f} s so far"
             with suppress(OutputError):  # of a full disk the work itself will tell
                 self._write(text)
             if not self.console.is_terminal:
                 self.show(text)
+
+
+def _name_places(places: Sequence[RunPosition]) -> str:
+    """Return places from the stage inwards; one whose name the next place begins with is not told twice."""
+    follow = [*(place.name for place in places[1:]), ""]
+    return ", ".join(
+        str(place) for place, after in zip(places, follow, strict=True) if not after.startswith(f"{place.name}:")
+    )

@@ -78,7 +78,7 @@ class Clock:
     ) -> list[Estimate]:
         """Return how many times as fast as the first each graph is, with the interval that fresh processes give.
 
-        In `budget_s`, and while `is_clear` says no of what they saw with more processes, up to MOST_TIMES as many. Raises
+        In `budget_s`; while `is_clear` says no of what they saw, with more processes, up to MOST_TIMES as many. Raises
         what the backend raises.
         """
         with temporary_folder() as folder:

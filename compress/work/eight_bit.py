@@ -172,14 +172,13 @@ def _tell_unseen(knobs: EightBit, unseen: Mapping[str, str]) -> list[Note]:
 def _tell_choice(knobs: EightBit, chosen: Chosen | None, target: str) -> list[Note]:
     if chosen is None or not chosen.choice.in_float:
         return []
-    text = (
-        f"{knobs.kind}: {len(chosen.choice.in_float)} layers are computed in float on {target}, their weights stored "
-        "in int8, because int8 or its borders are slower there (placement: auto computes them in int8)"
-    )
-    notes = [Note("info", text)]
+    n = len(chosen.choice.in_float)
+    layers = "1 layer computes" if n == 1 else f"{n} layers compute"
+    text = f"{layers} in float from int8 weights, faster so on {target} (`placement: auto` computes all in int8)"
+    notes = [Note("info", f"{knobs.kind}: {text}")]
     if chosen.times is not None:
-        gains = f"{chosen.times.chosen:.2f}x instead of {chosen.times.everywhere:.2f}x as fast as float"
-        notes.append(Note("info", f"{knobs.kind}: with these layers in float the model is {gains} here", here=True))
+        gains = f"all in int8 would run at {chosen.times.everywhere:.2f}x, this at {chosen.times.chosen:.2f}x"
+        notes.append(Note("info", f"{knobs.kind}: {gains} here", here=True))
     return notes
 
 

@@ -116,9 +116,9 @@ def explain_time_around_call(subject: Subject) -> list[str]:
         return []
     longest = max((stage for stage in subject.stages_ms if stage != "call"), key=lambda s: subject.stages_ms[s])
     return [
-        f"The model's call is {100 * call / whole:.0f} % of the {whole:.3g} ms that a whole answer takes, and "
-        f"{longest} is {100 * subject.stages_ms[longest] / whole:.0f} %: a faster model gains at most "
-        f"{whole / (whole - call):.2f}x from here, end to end."
+        f"The model's call is {100 * call / whole:.0f} % of the {whole:.3g} ms that an answer takes, {longest} is "
+        f"{100 * subject.stages_ms[longest] / whole:.0f} %: even a model that takes no time would make an answer only "
+        f"{whole / (whole - call):.2f}x faster."
     ]
 
 
@@ -230,8 +230,8 @@ def disagreeing(evidence: Mapping[str, Evidence]) -> list[str]:
         medians = better / worse if timing.higher_is_better else worse / better
         if max(medians, timing.speedup.value) > DISAGREEING * min(medians, timing.speedup.value):
             sentences.append(
-                f"{name}: the two medians differ by {medians:.2f}x, and in the median process the candidate is "
-                f"{timing.speedup.value:.2f}x as fast as the baseline beside it, which is what counts."
+                f"{name}: the machine's speed changed during the run: {timing.speedup.value:.2f}x is from calls timed "
+                f"side by side, and counts, not the {medians:.2f}x of the two times in the table."
             )
     return sentences
 

@@ -48,6 +48,7 @@ from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
     Beside,
+    Progress,
     backend_of,
     list_variants,
     measure,
@@ -80,6 +81,7 @@ def validate(
     notes: Sequence[str] = (),
     earlier: StoredReport | None = None,
     forecast: float | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -89,9 +91,9 @@ def validate(
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
     this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`).
     `forecast`: how many times as fast as the baseline the plan expected it to be; where it is less, or no faster at
-    all, both models are profiled and the report says why. A candidate that gives NaN or infinity gets the verdict
-    "fail". Raises BundleError (not intact), UsageError (a gate that cannot be judged, labels out of range),
-    RuntimeFailure.
+    all, both models are profiled and the report says why. `progress` is told how far timing is.
+    A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError (not intact), UsageError (a gate
+    that cannot be judged, labels out of range), RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
@@ -103,7 +105,9 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     case = replace(case, notes=[*case.notes, *prepare_folder(folder)])
     with name_file(case.root), name_batches(case):
-        report, evidence = judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast)
+        report, evidence = (
+            judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast, progress)
+        )
         columns = {name: known.columns for name, known in evidence.items() if known.columns}
     if earlier is not None:
         report = hold_against(earlier, report, columns, case.manifest.judgement)
@@ -130,7 +134,10 @@ def name_batches(case: Case) -> Iterator[None]:
 
 
 def judge_model(
-    case: Case, passes: Sequence[PassModel] = (), forecast: float | None = None
+    case: Case,
+    passes: Sequence[PassModel] = (),
+    forecast: float | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Report, Mapping[str, Evidence]]:
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = run_candidate(case)
@@ -140,7 +147,7 @@ def judge_model(
     between = [Beside(model.path, case.backend, {}, model.cache) for model in passes if model.path is not None]
     ways = other_ways(case)
     beside = [*between, *(way for _, way in ways if way is not None)]
-    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, beside)
+    timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads, beside, progress)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = only_main(case.manifest, case.backend, timed)
     if ways:

@@ -12,7 +12,7 @@ Time is bounded (the budgets below, of all processes together), but for a least 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +66,8 @@ SHOWN = 3
 """Processes that time what no gate is about: whole answers, models beside the judged ones."""
 LARGE_BATCHES = 8
 """Different large batches: a process reads all of them before it measures."""
+Progress = Callable[[Sequence[int], str], Iterable[int]]
+"""Gives the items of a loop, whose purpose the text names in a word, and says where it is."""
 LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
 RATES = frozenset({"throughput", "cost_per_million"})
 """Metrics of single calls, and of large batches."""
@@ -141,7 +143,9 @@ class BenchmarkResult:
         return self.calls
 
 
-def benchmark(path: str | Path, backend: str | None = None, threads: int | None = None) -> BenchmarkResult:
+def benchmark(
+    path: str | Path, backend: str | None = None, threads: int | None = None, progress: Progress | None = None
+) -> BenchmarkResult:
     """Measure baseline and candidate of a bundle; `threads` replaces the bundle's own setting. Writes nothing.
 
     Raises BundleError if the bundle is not intact, UsageError for an unknown backend, RuntimeFailure where a run fails.
@@ -150,7 +154,7 @@ def benchmark(path: str | Path, backend: str | None = None, threads: int | None 
     manifest = verify(root)
     columns = read_samples(root, manifest)
     chosen, _ = backend_of(manifest, backend)
-    return measure(root, manifest, columns, chosen, threads)
+    return measure(root, manifest, columns, chosen, threads, progress=progress)
 
 
 def choose_backend(target: str, asked: str | None, generates: bool = False) -> tuple[str, str | None]:
@@ -257,10 +261,12 @@ def measure(
     backend: str,
     threads: int | None = None,
     beside: Sequence[Beside] = (),
+    progress: Progress | None = None,
 ) -> BenchmarkResult:
     """Measure a bundle that has been read already, as `benchmark` does, in fresh processes one after the other.
 
     The models `beside` are timed in the same processes; one that fails is said in `errors`, and nothing else.
+    `progress` is told which process it is.
     """
     settings, _ = settings_for(manifest, threads)
     variants = list_variants(manifest, backend)
@@ -292,7 +298,7 @@ def measure(
             generates=manifest.generates,
             start_tokens=tuple(start),
         )
-        answers = _run_processes(order, manifest.judgement, str(root))
+        answers = _run_processes(order, manifest.judgement, str(root), progress or (lambda items, text: items))
     return _collect(answers, order, settings, variants, manifest, encoder)
 
 
@@ -342,7 +348,7 @@ def count_least_processes(judgement: Judgement) -> int:
     return fresh_processes_needed(judgement.confidence) * (2 if half else 1)
 
 
-def _run_processes(order: Order, judgement: Judgement, name: str) -> list[Answer]:
+def _run_processes(order: Order, judgement: Judgement, name: str, progress: Progress) -> list[Answer]:
     """Run the order in one process after the other; all make as many calls as the first."""
     count = count_processes(judgement)
     gated = {gate.metric for gate in judgement.gates}
@@ -361,11 +367,13 @@ def _run_processes(order: Order, judgement: Judgement, name: str) -> list[Answer
     )
     always, judged = bool(gated & END_TO_END_PERCENTILES.keys()), order.models[: order.n_judged]
     answers: list[Answer] = []
-    while len(answers) < count:
-        shown = len(answers) < SHOWN
-        asked = replace(order, index=len(answers), models=order.models if shown else judged, answers=always or shown)
+    for index in progress(range(count), "timing in fresh processes"):
+        if index == count:
+            break
+        shown = index < SHOWN
+        asked = replace(order, index=index, models=order.models if shown else judged, answers=always or shown)
         answers.append(run_fresh("runtime.measure.process:measure_process", to_json(asked), f"{name}: timing"))
-        if len(answers) == 1:
+        if index == 0:
             record = answers[0][0]
             order = replace(order, shapes={part: (shape[0], shape[1]) for part, shape in record["shapes"].items()})
             slow = record["starting_s"] > SLOW_TO_START_S and judgement.benchmark.processes is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from runtime.metrics.retrieval import RETRIEVAL
 from runtime.metrics.texts import CER, CHRF, EXACT_MATCH, ROUGE_L, TEXT_AGREEMENT, WER
 from runtime.plugins import METRIC_GROUP, PluginTable, check_entry
 from runtime.tasks import TASKS, find_task
+from runtime.words import suggest
 
 _OWN = {
     metric.name: metric
@@ -60,6 +60,7 @@ __all__ = [
     "fitting",
     "is_own",
     "metric_names",
+    "suggest_metric",
     "why_not",
 ]
 
@@ -87,9 +88,15 @@ def check_name(name: str) -> None:
             raise UsageError(f"metric '{name}': write {OWN_FORM}, such as python:metrics.py:cost")
         return
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else f"; known: {', '.join(known)}"
-        raise UsageError(f"unknown metric '{name}'{hint}")
+        raise UsageError(f"unknown metric '{name}'{suggest_metric(name)}")
+
+
+def suggest_metric(name: str, task: object = None) -> str:
+    """Return which metrics may have been meant, of those that fit the task where it is one, as the end of an error."""
+    if not isinstance(task, str) or task not in TASKS:
+        return suggest(name, metric_names())
+    outputs = find_task(task).outputs
+    return suggest(name, [*(known for known, metric in METRICS.items() if metric.suits(outputs)), *MEASURED])
 
 
 def fitting(task: str, has_labels: bool) -> tuple[str, ...]:

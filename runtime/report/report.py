@@ -43,12 +43,12 @@ from runtime.report.slices import (
     slice_cells,
     slice_notes,
 )
+from runtime.report.terminal import align, fold, paint
 from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
     OPERATOR_HEADS,
-    align,
     headline,
     layer_cells,
     operator_cells,
@@ -64,6 +64,7 @@ __all__ = [
     "render_json",
     "render_junit",
     "render_markdown",
+    "render_short",
     "render_text",
     "table_rows",
     "to_dict",
@@ -82,6 +83,9 @@ AT_BUILD = "computed when the bundle was built"
 @dataclass(frozen=True)
 class Report(Findings):
     """One judgement of one bundle on one machine; draws itself in a notebook."""
+
+    def __repr__(self) -> str:
+        return f"<Report {verdict_line(self)}>"
 
     def _repr_html_(self) -> str:
         return render_html(self)
@@ -231,21 +235,21 @@ def _format_rate(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}/s" if value >= 1000 else f"{value:.4g}/s"
 
 
-def verdict_line(report: Findings) -> str:
-    """Return one sentence: does it hold, and by how much the gates that do not are missed."""
+def verdict_line(report: Findings, bundle: str = "DIR") -> str:
+    """Return one sentence: does it hold, by how much gates are missed, and the command that says why of `bundle`."""
     where = f"on {report.backend}"
     if report.scored_by:
         where = f"for {report.target}, scored by {report.scored_by} at the build"
     since = f"; {since_line(report.since)}" if report.since is not None else ""
-    return f"{report.verdict.upper()}: {report.bundle} {where}: {_describe_outcome(report)}{since}"
+    return f"{report.verdict.upper()}: {report.bundle} {where}: {_describe_outcome(report, bundle)}{since}"
 
 
-def _describe_outcome(report: Findings) -> str:
+def _describe_outcome(report: Findings, bundle: str) -> str:
     n, short = len(report.gates), [gate for gate in report.gates if not gate.holds]
     if short:
         failed = [gate.metric for gate in short if gate.verdict == "fail" and gate.value is not None]
         tool = "why" if any(name in MEASURED and MEASURED[name].speed for name in failed) else "blame"
-        return "; ".join([*map(_describe_miss, short), *([f"see why: compress {tool} DIR"] if failed else [])])
+        return "; ".join([*map(_describe_miss, short), *([f"see why: compress {tool} {bundle}"] if failed else [])])
     if not report.gates:
         broken = report.verdict == "fail" and report.since is None  # a regression, too, makes it fail
         return "its outputs cannot be judged" if broken else "measured, held to no gates"
@@ -270,32 +274,60 @@ def _describe_miss(gate: GateResult) -> str:
     return f"{name} {what}{gate.value:.4g}{gate.unit}, {least}{limit}{gate.unit} wanted{unclear}"
 
 
-def render_text(report: Findings) -> str:
-    """Render the table, the gates, the advice and the verdict as plain text."""
-    return "\n".join(_render_lines(report)) + "\n"
+def render_text(
+    report: Findings, width: int | None = None, bundle: Path | None = None, places: Sequence[str] = ()
+) -> str:
+    """Render tables, advice, gates (those that fell short last), `places` (where things lie) and the verdict.
 
-
-def _render_lines(report: Findings) -> Iterator[str]:
-    yield from align(
-        [("", "before", "after", "change"), *((r.name, r.before, r.after, r.change) for r in table_rows(report))]
-    )
+    `width`: of the terminal, None for whole lines; `bundle`: where it lies, for the command that comes next.
+    """
+    lines = [line for text in _render_body(report, width) for line in fold(text, width)]
     if report.gates:
-        yield ""
-        yield "gates"
-        yield from (f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates)
+        lines += ["", "gates"]
+    for gate in sorted(report.gates, key=lambda gate: not gate.holds):
+        text = f"  {_format_verdict(gate):<9} {gate.metric} {gate.rule}: {gate.why}"
+        lines += paint(fold(text, width), gate.verdict, width)
+    lines += ["", *places, *_paint_verdict(report, width, bundle)]
+    return "\n".join(lines) + "\n"
+
+
+def render_short(
+    report: Findings, width: int | None = None, bundle: Path | None = None, places: Sequence[str] = ()
+) -> str:
+    """Render at most five lines: size, speed and the first gated metric, the first of `places`, and the verdict."""
+    names = _choose_open_rows(report)
+    rows = sorted((row for row in table_rows(report) if row.name in names), key=lambda row: row.name not in SHOWN)
+    speed = next((name for name in SHOWN[1:] if any(row.name == name for row in rows)), "")
+    chosen = [row for row in rows if row.name in ("size", speed) or row.name not in SHOWN][:3]
+    before = [f"{row.before} -> " if row.before != "-" else "" for row in chosen]
+    lines = [
+        f"{r.name}: {b}{r.after}{f', {r.change}' if r.change else ''}" for r, b in zip(chosen, before, strict=True)
+    ]
+    return "\n".join([*lines, *places[:1], *_paint_verdict(report, width, bundle)]) + "\n"
+
+
+def _paint_verdict(report: Findings, width: int | None, bundle: Path | None) -> list[str]:
+    text = verdict_line(report, "DIR" if bundle is None else str(bundle))
+    return paint(fold(text, width), report.verdict, width)
+
+
+def _render_body(report: Findings, width: int | None) -> Iterator[str]:
+    yield from align(
+        [("", "before", "after", "change"), *((r.name, r.before, r.after, r.change) for r in table_rows(report))], width
+    )
     if report.since is not None:
         yield ""
         yield f"since {report.since.before}"
-        yield from align([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)])
+        yield from align([DIFFERENCE_HEADS, *map(difference_cells, report.since.differences)], width)
         yield from (f"  {line}" for line in (*regression_lines(report.since), *comparison_notes(report.since)))
     if stages := stage_cells(report):
         yield ""
         yield "where the time of an answer goes"
-        yield from align([STAGE_HEADS, *stages])
+        yield from align([STAGE_HEADS, *stages], width)
     for table in choose_slices(report):
         yield ""
         yield f"{table.metric} by {table.column}"
-        yield from align([SLICE_HEADS, *slice_cells(table)])
+        yield from align([SLICE_HEADS, *slice_cells(table)], width)
         yield from (f"  {note}" for note in slice_notes(table, report.confidence))
     if report.confusion is not None and (changed := confusion_lines(report.confusion)):
         yield ""
@@ -304,11 +336,11 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.explanation is not None:
         yield ""
         yield "where the time of a call goes, by operator"
-        yield from align([OPERATOR_HEADS, *operator_cells(report.explanation)])
+        yield from align([OPERATOR_HEADS, *operator_cells(report.explanation)], width)
     if report.steps is not None:
         yield ""
         yield "what each pass cost and gave"
-        yield from align([pass_heads(report.steps), *pass_cells(report.steps)])
+        yield from align([pass_heads(report.steps), *pass_cells(report.steps)], width)
         yield from (f"  {note}" for note in pass_notes(report.steps))
     if curves := find_curves(report.layers):
         yield ""
@@ -316,12 +348,10 @@ def _render_lines(report: Findings) -> Iterator[str]:
     if report.backends:
         yield ""
         yield "other ways to run it"
-        yield from align([backend_cells(row) for row in report.backends])
+        yield from align([backend_cells(row) for row in report.backends], width)
     if report.advice:
         yield ""
         yield from (f"- {sentence}" for sentence in report.advice)
-    yield ""
-    yield verdict_line(report)
 
 
 STAGES_KEY = "stages_p50_ms"

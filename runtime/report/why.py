@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from runtime.judge.cause import Cause
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime
+from runtime.report.terminal import align, fold
 from runtime.report.units import ms_text
 
 OPERATOR_HEADS = ("operator", "before", "after", "share")
@@ -76,19 +77,19 @@ def cause_lines(cause: Cause) -> Iterator[str]:
 NO_CAUSE = "No cause is seen: nothing in the executed graph would save a twentieth of the time."
 
 
-def render_explanation(explanation: Explanation) -> str:
-    """Render the explanation as plain text."""
-    return "\n".join(_render_lines(explanation)) + "\n"
+def render_explanation(explanation: Explanation, width: int | None = None) -> str:
+    """Render the explanation as plain text, broken at a terminal's `width`."""
+    return "\n".join(line for text in _render_lines(explanation, width) for line in fold(text, width)) + "\n"
 
 
-def _render_lines(explanation: Explanation) -> Iterator[str]:
+def _render_lines(explanation: Explanation, width: int | None) -> Iterator[str]:
     yield headline(explanation)
     if explanation.busy:
         yield explanation.busy
     yield ""
-    yield from align([OPERATOR_HEADS, *operator_cells(explanation)])
+    yield from align([OPERATOR_HEADS, *operator_cells(explanation)], width)
     yield ""
-    yield from align([LAYER_HEADS, *layer_cells(explanation)])
+    yield from align([LAYER_HEADS, *layer_cells(explanation)], width)
     yield ""
     yield remaining_line(explanation)
     if not explanation.causes:
@@ -98,10 +99,3 @@ def _render_lines(explanation: Explanation) -> Iterator[str]:
         yield ""
         yield f"{number}. {cause.kind.replace('_', ' ')}"
         yield from (f"   {line}" for line in cause_lines(cause))
-
-
-def align(cells: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yield rows with their columns one below the other."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from functools import partial
 
 from runtime.errors import UsageError
@@ -22,6 +21,7 @@ from runtime.tasks.text_classification import TextClassification
 from runtime.tasks.text_generation import TextGeneration
 from runtime.tasks.token_classification import TokenClassification
 from runtime.tasks.zero_shot_image_classification import ZeroShotImageClassification
+from runtime.words import suggest
 
 _OWN = {
     task.name: task
@@ -52,7 +52,5 @@ __all__ = ["TASKS", "Task", "find_task"]
 def find_task(name: str) -> Task:
     """Return the task of that name. UsageError with a near name where there is none."""
     if name not in TASKS:
-        near = get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(TASKS)}"
-        raise UsageError(f"unknown task '{name}'; {hint}")
+        raise UsageError(f"unknown task '{name}'{suggest(name, TASKS)}")
     return TASKS[name]

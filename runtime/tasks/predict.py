@@ -20,6 +20,7 @@ from runtime.encode.texts import WINDOW, TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
+from runtime.tasks.sources import read_sources
 
 
 def run_samples(
@@ -61,8 +62,10 @@ def facts_of(manifest: Manifest) -> BatchFacts:
 
 def make_columns(manifest: Manifest, samples: Any) -> dict[str, Any]:
     """Return the samples that a user has in hand as columns: images where the model's input is made of them, else by
-    the task. UsageError where they do not fit it."""
+    the task; a folder of them, a .jsonl or an .npz as what is in it. UsageError where they do not fit it."""
     task = find_task(manifest.task)
+    if isinstance(samples, str | Path):
+        samples = samples if (named := read_sources(manifest, [samples])) is None else named
     if not task.columns and manifest.preprocess["kind"] == "image" and not isinstance(samples, Mapping):
         return {"image": samples}
     return task.to_columns(samples)

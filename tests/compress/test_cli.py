@@ -39,6 +39,7 @@ RECIPE = """\
 version: 1
 name: tiny
 model: {source: "python:model.py:build", task: image-classification}
+preprocess: {kind: tensor}
 passes: [{kind: rtn}]
 """
 
@@ -143,14 +144,12 @@ def test_check_says_every_problem_on_stderr_and_ends_with_2() -> None:
     done = run("check", "recipe.yaml")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "recipe.yaml:4:22: passes.0.bitz: unknown key; did you mean 'bits'?",
-        "recipe.yaml:5:1: sed: unknown key; did you mean 'seed'?",
+        "recipe.yaml:5:22: passes.0.bitz: unknown key; did you mean 'bits'?",
+        "recipe.yaml:6:1: sed: unknown key; did you mean 'seed'?",
     ]
 
 
-@pytest.mark.parametrize(
-    "args", [[], ["check"], ["chekc"], ["apply", "recipe.yaml"], ["check", "recipe.yaml", "--nope"]]
-)
+@pytest.mark.parametrize("args", [[], ["check"], ["chekc"], ["apply"], ["check", "recipe.yaml", "--nope"]])
 def test_a_wrong_call_ends_with_2(args: list[str]) -> None:
     assert run(*args).exit_code == 2
 
@@ -163,6 +162,15 @@ def test_new_writes_a_recipe_that_checks(task: str, source: str | None) -> None:
     recipe = load_recipe("new.yaml")
     assert recipe.model.task == task and source in (None, recipe.model.source)
     assert not rejected(editor_schema(), recipe_text("new.yaml"))
+    assert run("check", "new.yaml").exit_code == 0
+
+
+def test_check_refuses_a_model_that_does_not_say_how_its_inputs_are_made() -> None:
+    Path("recipe.yaml").write_text(RECIPE.replace("preprocess: {kind: tensor}\n", ""))
+    done = run("check", "recipe.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("recipe.yaml: preprocess: python:model.py:build does not say how its inputs")
+    assert "add `preprocess: {kind: image, ...}`" in done.stderr
 
 
 def test_new_refuses() -> None:
@@ -241,7 +249,7 @@ def recipe_text(file: str) -> Any:
         RECIPE.replace("kind: rtn", "kind: rtn, bits: '${b}', symmetric: '${s}', targets: '${t}', ignore: ['${i}']")
         + "vars: {b: 4}\n",
         "include: base.yaml\nmodel: {weights: x}\ndata: {train: {samples: 3}}\n",
-        RECIPE
+        RECIPE.replace("preprocess: {kind: tensor}\n", "")
         + "preprocess: {kind: image, resize: [32, '${w}'], scale: 1}\nvalidate: {gates: [{metric: top1, min: 0.5}]}\n",
         RECIPE + "target: '${target}'\n",
     ],
@@ -319,7 +327,12 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
     assert shown.exit_code == code and "progress" in shown.stdout
     asked = run("apply", "recipe.yaml", "--out", "b", "--json")
     assert asked.exit_code == code and json.loads(asked.stdout)["verdict"] == verdict
-    assert calls == [("tiny", Path("b"), Path("c"), False), ("tiny", Path("b"), None, True)]
+    run("apply", "recipe.yaml", "--short")
+    assert calls == [
+        ("tiny", Path("b"), Path("c"), False),
+        ("tiny", Path("b"), None, True),
+        ("tiny", Path("bundles/tiny"), None, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -478,6 +491,30 @@ def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tensorrt: no tensorrt today" in said
 
 
+@pytest.mark.parametrize("args", [["doctor"], ["doctor", "--json"]])
+def test_doctor_runs_where_the_runtime_alone_is_installed(args: list[str]) -> None:
+    done = fresh(
+        f"""
+import sys
+for name in ("typer", "rich", "pydantic", "onnx_ir"):
+    sys.modules[name] = None
+from compress.commands import doctor
+doctor.trouble = lambda code: ""
+doctor._list_requirements = lambda: [doctor.Requirement("surely-not-here", "1", "build")]
+sys.argv = ["compress", *{args!r}]
+import compress.cli
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "surely-not-here" in done.stdout and "tensorrt" in done.stdout
+
+
+def test_the_python_face_says_how_the_build_side_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "compress.recipe.load", None)
+    with pytest.raises(ModuleNotFoundError, match=r"compress\.load_recipe: .*; pip install '\.\[build\]' in the"):
+        compress.load_recipe  # noqa: B018
+
+
 # --- bundles ----------------------------------------------------------------------------------------------------------
 
 
@@ -551,7 +588,9 @@ def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.Monk
     asked: list[object] = []
     room(
         "runtime.judge.validate",
-        validate=lambda path, report_folder, earlier: asked.append((report_folder, earlier)) or report("fail"),
+        validate=lambda path, report_folder, earlier, progress: (
+            asked.append((report_folder, earlier)) or report("fail")
+        ),
     )
     assert run("validate", "b").exit_code == 3 and run("validate", "b", "--report", "r").exit_code == 3
     assert asked == [(None, None), (Path("r"), None)]

@@ -174,14 +174,14 @@ def test_what_cannot_be_exported_on_the_way_is_a_row_that_says_why(
 
 def test_the_plan_says_what_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def said(recipe: Recipe) -> list[str]:
-        return [note.text for note in make_plan(recipe, cache).notes if note.text.startswith("validate: what")]
+        return [note.text for note in make_plan(recipe, cache).notes if note.text.startswith("validate: the model is ")]
 
     (text,) = said(recipe_of(Shake(), INT8))
-    assert "what shake left is measured" in text and "60 evaluation samples" in text
+    assert "the model is measured after shake, too, on 60 samples" in text
     assert said(recipe_of(INT8)) == said(recipe_of(Shake(), INT8, steps=False)) == []
     monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
     (text,) = said(recipe_of(Shake(), INT8))
-    assert "is not measured, as the model has" in text and "more than 1000 B" in text
+    assert "is not measured after shake, as the model has" in text and "more than 1000 B" in text
     assert "is measured, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
 
 

@@ -73,7 +73,7 @@ def test_without_a_scheme_groups_are_of_32() -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValidationError, match="there is no scheme 'W4'; there are W2A16, "):
+    with pytest.raises(ValidationError, match=r"there is no scheme 'W4'; did you mean 'W4A16'\?; there are W2A16, "):
         Rtn(scheme="W4")
 
 

@@ -169,11 +169,17 @@ def test_no_task_fits(place: Path) -> None:
     )
 
 
-def test_names() -> None:
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path / "digits")
     names = {
         "hf:org/Some Model": "Some-Model",
         "python:pkg.zoo:resnet56": "resnet56",
         "onnx:a/version-slim-320.onnx": "version-slim-320",
+        "onnx:faces/model.onnx": "faces",
+        "dir:minilm/model": "minilm",
+        "python:model.py:build": "digits",
+        "python:small_cnn.py:make_model": "small_cnn",
         "hf:...": "model",
     }
     assert {source: name_recipe(source) for source in names} == names

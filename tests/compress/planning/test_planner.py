@@ -100,6 +100,14 @@ def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> No
         planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
 
 
+@pytest.mark.parametrize("target", ["vllm", "llama.cpp"])
+def test_a_target_of_language_models_alone_is_refused_once(tmp_path: Path, target: str) -> None:
+    facts = ModelFacts("torch", "Net", "image-classification", (), (), ())
+    (problem,) = export_problems(recipe(tmp_path, f"target={target}"), facts)
+    assert problem.startswith(f"target: {target} serves language models from")
+    assert problem.endswith("use onnxruntime-cpu or openvino")
+
+
 def test_a_graph_too_old_for_a_pass(tmp_path: Path) -> None:
     rtn = "passes=[{kind: rtn, group_size: 32}]"
     with pytest.raises(PlanError, match=r"passes\.0: rtn needs a graph of opset 20 or later; this one has 18: set"):
@@ -114,7 +122,9 @@ def test_what_is_worth_saying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert notes() == "latency is not forecast, nothing was measured: COMPRESS_TIMING is off"
     assert "no gates; the verdict will be unjudged" in notes("validate.gates=[]")
     assert "come from one file" in notes("data.calibration.source=npz:${digits}/test.npz")
-    assert "tensorrt does not run here: quality is judged in onnxruntime-cpu" in notes("target=tensorrt")
+    assert (
+        "quality is judged in onnxruntime-cpu" in notes("target=tensorrt").partition("tensorrt does not run here: ")[2]
+    )
     gate, few = "validate.gates=[{metric: latency_p50, min_speedup: 1.2}]", "validate.benchmark.processes=5"
     assert "processes: 5 of them cannot decide the gate on latency_p50; give at least 6" in notes(gate, few)
     assert "cannot decide" not in notes(gate, "validate.benchmark.processes=6") + notes(few)

@@ -38,7 +38,7 @@ def test_a_term_is_a_gate(term: str, gate: Gate) -> None:
     ("term", "rule"),
     [
         ("small and fast", "is no goal; write a metric"),
-        ("latency >= 2x", "there is no metric 'latency'; did you mean latency_p50"),
+        ("latency >= 2x", "there is no metric 'latency'; did you mean 'latency_p50'"),
         ("top1 <= 0.4", "higher top1 is better; write top1 >= 0.4"),
         ("size >= 6", "lower size is better; write size <= 6, or size >= 6x"),
         ("top1 rise <= 0.1", "write top1 drop <= 0.1"),

@@ -35,6 +35,19 @@ def test_a_good_recipe_is_typed_and_frozen() -> None:
         recipe.name = "other"
 
 
+def test_a_recipe_may_be_a_dict_and_is_refused_as_a_file_is() -> None:
+    given = {"version": 1, "name": "x", "model": {"source": "onnx:m.onnx", "task": "generic"}}
+    recipe = load_recipe({**given, "passes": ({"kind": "int8"},)}, ["seed=3"])
+    assert (recipe.seed, recipe.root, recipe.passes[0].kind) == (3, Path.cwd(), "int8")
+    assert repr(recipe) == "<Recipe x: onnx:m.onnx; int8; onnxruntime-cpu>"
+    write("include: [nowhere.yaml]\n", "base.yaml")
+    wrong = {**given, "passes": [{"kind": "int9"}], "sed": 1}
+    for more, said in ((wrong, ["passes.0.kind: unknown pass", "sed: unknown"]), ({"include": "base.yaml"}, ["base"])):
+        with pytest.raises(RecipeError) as refused:
+            load_recipe({**given, **more})
+        assert all(any(text in problem for problem in refused.value.problems) for text in said)
+
+
 def fits(value: Any) -> bool:
     """Whether every integer in it has 64 bits; YAML's readers know no others."""
     if isinstance(value, dict | list):

@@ -192,7 +192,7 @@ def test_what_is_foreseen_to_miss_a_gate_by_far_costs_no_work(tmp_path: Path) ->
 def test_a_budget_that_is_used_up_ends_the_study_and_another_call_goes_on(tmp_path: Path) -> None:
     with pretend(PretendedWorkers(by_ratio)):
         study = sweep(searched(tmp_path), tmp_path / "study", quiet=True, budget_s=0)
-        assert (study.trials, study.ended) == ([], "the budget is used up")
+        assert (study.trials, study.ended) == ([], "the budget is used up; the same command goes on")
         assert len(sweep(searched(tmp_path), tmp_path / "study", quiet=True, trials=3).trials) == 3
 
 

@@ -22,7 +22,7 @@ from compress.errors import OutputError, PlaceError
 from compress.store import durable, output
 from compress.store.durable import MARK, blame
 from compress.store.output import keep_log, publish, reserve_output
-from compress.store.run_log import Journal
+from compress.store.run_log import Journal, RunPosition
 from runtime.bundle.format import Artifact, Judgement, Manifest, write_bundle
 from runtime.processes.endings import end_command
 
@@ -391,4 +391,24 @@ def test_a_long_step_says_where_it_is(tmp_path: Path) -> None:
                 wait_for("prune_layers, blocks chosen 1 of 3: 0 s so far")
         wait_for("prune_layers: 0 s so far")
     assert "prune_layers, blocks chosen 1 of 3" in (tmp_path / "run.log").read_text()
-    assert shown.getvalue().splitlines()[-1].startswith("prune_layers: 0.")
+    assert "s  prune_layers: 0." in (tmp_path / "run.log").read_text().splitlines()[-1]
+
+
+def test_a_terminal_has_one_live_line_that_counts_down(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    journal = Journal(tmp_path / "run.log", console=Console(file=shown, width=79, force_terminal=True))
+    journal.expected_s = {"judging": 25.0}
+    with journal.time_stage("judging", "797 samples"):
+        for _ in journal.progress("abc", "timing"):
+            pass
+        journal.log("a line above it")
+    assert "judging: 797 samples, about 25 s left" in shown.getvalue()
+    assert "\nabout" not in shown.getvalue() and "a line above it" in shown.getvalue()
+    assert "samples" not in (tmp_path / "run.log").read_text(), "what was live is gone"
+
+
+def test_what_is_left_is_told_by_the_plan_and_by_the_pace() -> None:
+    begun = time.monotonic() - 10
+    assert RunPosition("judging", expected_s=25.0, since=begun).estimate_left_s() == pytest.approx(15, abs=1)
+    late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun, last=begun + 6)
+    assert late.estimate_left_s() == pytest.approx(12 - 4, abs=1), "counts down while the fourth is under way"

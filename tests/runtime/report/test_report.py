@@ -21,6 +21,7 @@ from runtime.report.report import (
     render_json,
     render_junit,
     render_markdown,
+    render_short,
     render_text,
     table_rows,
     to_dict,
@@ -109,6 +110,28 @@ def test_the_text_ends_with_the_verdict_after_the_gates(report: Report) -> None:
     assert any(line.startswith("  holds") and "top1 max_drop 0.01" in line for line in lines)
     assert any(line.split() == ["b", "baseline", "bf16", "failed", "cannot", "load"] for line in lines)
     assert "- The candidate is SLOWER." in lines
+
+
+def test_what_fell_short_and_what_comes_next_stand_last(report: Report) -> None:
+    *_, failed, blank, place, verdict = render_text(report, None, Path("out/tiny"), ["bundle: out/tiny"]).splitlines()
+    assert failed.startswith("  fail") and (blank, place) == ("", "bundle: out/tiny")
+    assert verdict.endswith("see why: compress why out/tiny")
+
+
+def test_a_terminal_gets_lines_of_its_width_and_colour(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = render_text(report, 60)
+    assert "\x1b[1;31mFAIL\x1b[0m: tiny" in text and "\x1b[1;32mholds\x1b[0m" in text
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = render_text(report, 60).splitlines()
+    assert max(map(len, plain)) <= 60 and "\x1b" not in "".join(plain)
+    assert "\x1b" not in render_text(report) and max(map(len, render_text(report).splitlines())) > 60
+
+
+def test_a_short_text_has_five_lines(report: Report) -> None:
+    lines = render_short(report, None, Path("out/tiny"), ["bundle: out/tiny", "page: p"]).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["size", "latency p50", "top1", "bundle", "FAIL"]
+    assert lines[0] == "size: 86.7 MiB -> 22.2 MiB, 3.90x"
 
 
 @pytest.mark.parametrize(

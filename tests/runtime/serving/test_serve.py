@@ -159,7 +159,7 @@ def test_a_decoder_generates(make_decoder_bundle: Callable[..., Path]) -> None:
         status, answer = call("{at}/generate", {"text_input": "ab", "parameters": {"max_new_tokens": 5}})
         assert status == 200 and answer["text_output"] == bundle.generate("ab", max_new_tokens=5).text
         status, answer = call("{at}/generate", {"text_input": "ab", "parameters": {"max_tokens": 5}})
-        assert status == 400 and "unknown setting 'max_tokens'; did you mean max_new_tokens?" in answer["error"]
+        assert status == 400 and "unknown setting 'max_tokens'; did you mean 'max_new_tokens'?" in answer["error"]
         status, answer = call("{at}/generate", {"text_input": "ab", "max_tokens": 5})
         assert status == 400 and "generate: 'max_tokens' is not known here; known are id, parameters" in answer["error"]
         for name, value in (

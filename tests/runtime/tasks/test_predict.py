@@ -222,6 +222,18 @@ def test_bundle_predicts_what_users_have(
         for given in (images, list(images), paths, [str(p) for p in paths], [Image.open(p) for p in paths]):
             out = bundle.predict(given)
             np.testing.assert_array_equal(out["logits"], expected["logits"])
+        (tmp_path / "r.jsonl").write_text("".join(f'{{"image": "{i}.png", "id": {i}}}\n' for i in range(7)))
+        for given in (tmp_path, f"imagefolder:{tmp_path}", tmp_path / "r.jsonl", str(tmp_path / "r.jsonl")):
+            np.testing.assert_array_equal(bundle.predict(given)["logits"], expected["logits"])
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "odd.jsonl").write_text('{"picture": "0.png"}\n')
+        for given, message in (
+            (tmp_path / "empty", r"empty: holds no image files \(\.png"),
+            ("imagefolder:nowhere", "imagefolder:nowhere: no such file or folder"),
+            (tmp_path / "odd.jsonl", "sample 1 has no 'image'; it has: picture"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                bundle.predict(given)
         best = expected["logits"].argmax(axis=1)
         assert [p["label"] for p in expected.predictions] == ["abcde"[c] for c in best]
         assert expected["prediction"] is expected.predictions and list(expected) == ["logits"]

@@ -1,0 +1,70 @@
+"""What a word that is none of ours was meant as: other people's words for our things, and misspellings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from itertools import islice
+
+OTHER_WORDS = {
+    **dict.fromkeys(("int4", "4bit", "w4", "nf4"), ("W4A16",)),
+    **dict.fromkeys(("int8_weights_only", "int8_weight_only", "weight_only", "w8"), ("W8A16",)),
+    "int3": ("W3A16",),
+    "int2": ("W2A16",),
+    **dict.fromkeys(
+        ("accuracy", "acc", "top_1", "top1_accuracy"),
+        ("top1", "pixel_accuracy", "label_f1_macro", "span_f1", "squad_f1", "token_agreement", "exact_match", "map"),
+    ),
+    **dict.fromkeys(("map50", "map_50", "ap"), ("ap50", "map")),
+    **dict.fromkeys(("iou", "mean_iou", "jaccard"), ("miou",)),
+    **dict.fromkeys(("f1", "f1_score"), ("f1_macro", "label_f1_macro", "span_f1", "squad_f1", "dice")),
+    **dict.fromkeys(("ppl", "loss", "cross_entropy"), ("perplexity", "nll", "kl")),
+    **dict.fromkeys(("latency", "speed", "speedup", "time"), ("latency_p50",)),
+    **dict.fromkeys(("fps", "qps"), ("throughput",)),
+    **dict.fromkeys(("compression", "compression_ratio"), ("size_ratio",)),
+    **dict.fromkeys(("memory", "ram"), ("peak_memory",)),
+    **dict.fromkeys(("onnx", "onnxruntime", "ort", "cpu"), ("onnxruntime-cpu",)),
+    **dict.fromkeys(("cuda", "gpu"), ("onnxruntime-cuda", "tensorrt")),
+    "trt": ("tensorrt",),
+    **dict.fromkeys(("gguf", "llamacpp", "llama_cpp"), ("llama.cpp",)),
+    **dict.fromkeys(("quantize", "quantization", "ptq", "static_quantization"), ("int8",)),
+    **dict.fromkeys(("prune", "pruning", "structured_pruning"), ("prune_channels", "prune_layers")),
+    **dict.fromkeys(("fuse", "fusion", "fuse_bn", "fold_bn"), ("fold_batchnorm",)),
+    **dict.fromkeys(("fp16", "bf16", "half"), ("autocast",)),
+    **dict.fromkeys(("distillation", "kd"), ("distill",)),
+    **dict.fromkeys(
+        ("classification", "classifier"), ("image-classification", "text-classification", "audio-classification")
+    ),
+    **dict.fromkeys(("detection", "object_detector", "yolo"), ("object-detection",)),
+    **dict.fromkeys(("segmentation", "semseg"), ("semantic-segmentation",)),
+    **dict.fromkeys(("llm", "causal_lm", "language_model"), ("text-generation",)),
+    **dict.fromkeys(("embedding", "embeddings", "sentence_similarity"), ("feature-extraction",)),
+    **dict.fromkeys(("ner", "tagging"), ("token-classification",)),
+    **dict.fromkeys(("asr", "speech_recognition"), ("automatic-speech-recognition",)),
+}
+"""Another tool's word, in small letters with underscores -> ours for the same thing, of which those count that fit."""
+MOST_MEANT = 3
+MOST_COMPARED, MOST_OPTIONS = 80, 1000
+"""Length of a word that another may have been meant by, and how many others are looked at."""
+
+
+def find_meant(word: object, options: Iterable[object]) -> list[str]:
+    """Return those of the options that a word may have been meant as: ours for it, else the nearest in spelling."""
+    text = str(word)[: MOST_COMPARED + 1].lower()
+    if len(text) > MOST_COMPARED:
+        return []
+    by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS)}
+    ours = [name for name in OTHER_WORDS.get(text.replace("-", "_").replace(" ", "_"), ()) if name.lower() in by_fold]
+    return ours[:MOST_MEANT] or [by_fold[near] for near in get_close_matches(text, by_fold, n=1, cutoff=0.6)]
+
+
+def did_you_mean(word: object, options: Iterable[object]) -> str:
+    """Return "; did you mean 'x'?", or "" where none of the options can have been meant."""
+    meant = " or ".join(f"'{name}'" for name in find_meant(word, options))
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def suggest(word: object, options: Iterable[object]) -> str:
+    """Return the words of `did_you_mean`, or list all the options where none is near."""
+    known = list(options)
+    return did_you_mean(word, known) or (f"; known: {', '.join(map(str, known))}" if known else "")

@@ -1,0 +1,171 @@
+"""What people get wrong: each wrong input is refused with its place, its value and the way out, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compress.cli import app
+from compress.data.find_sets import parse_mapping
+from compress.errors import CompressError
+from compress.planning.draft import make_recipe, name_recipe
+from compress.planning.usual import find_scheme
+from compress.recipe.goal import read_goals
+from runtime.errors import UsageError
+from runtime.metrics import check_name
+from runtime.tasks import find_task
+
+RECIPE = """\
+version: 1
+name: tiny
+model: {source: "python:model.py:build", task: image-classification}
+preprocess: {kind: image, mean: [0.5], std: [0.25]}
+passes:
+  - {kind: int8}
+validate:
+  gates:
+    - {metric: top1, max_drop: 0.01}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refuse(*args: str) -> str:
+    done = CliRunner().invoke(app, list(args))
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "said"),
+    [
+        ("passes:", "pases:", "5:1: pases", "unknown key; did you mean 'passes'?"),
+        ("kind: int8", "kind: int9", "6:12: passes.0.kind", "unknown pass 'int9'; did you mean 'int8'?"),
+        ("kind: int8", "kind: quantize", "passes.0.kind", "unknown pass 'quantize'; did you mean 'int8'?"),
+        ("kind: int8", "kind: prune", "passes.0.kind", "did you mean 'prune_channels' or 'prune_layers'?"),
+        (
+            "kind: int8",
+            "kind: gptq, scheme: INT4",
+            "passes.0.scheme",
+            "there is no scheme 'INT4'; did you mean 'W4A16'?",
+        ),
+        ("kind: int8", "kind: rtn, scheme: int8 weights-only", "passes.0.scheme", "did you mean 'W8A16'?"),
+        ("mean:", "maen:", "4:27: preprocess.maen", "unknown key; did you mean 'mean'?"),
+        ("[0.5]", "[123.7]", "preprocess.mean", "give 0.485, or scale: 1"),
+        ("top1,", "accuracy,", "9:16: validate.gates.0.metric", "unknown metric 'accuracy'; did you mean 'top1'?"),
+        ("top1,", "f1,", "validate.gates.0.metric", "did you mean 'f1_macro'?"),
+        ("max_drop: 0.01", "max_drop: 1", "validate.gates.0", "1 % is 0.01"),
+        ("max_drop: 0.01", "max_drop: 1%", "validate.gates.0.max_drop", "found text '1%'; write 0.01"),
+        ("max_drop: 0.01", "max_drop: '0.01'", "validate.gates.0.max_drop", "leave out the quotes"),
+        ("image-classification", "classification", "model.task", "did you mean 'image-classification' or 'text-"),
+        ("image-classification", "generic", "validate.gates.0", "top1"),
+        ("preprocess: {kind: image, mean: [0.5], std: [0.25]}\n", "", "preprocess", "add `preprocess: {kind: image"),
+    ],
+)
+def test_a_recipe_is_refused_where_it_is_wrong(old: str, new: str, place: str, said: str) -> None:
+    assert old in RECIPE
+    Path("r.yaml").write_text(RECIPE.replace(old, new))
+    (line,) = refuse("check", "r.yaml").splitlines()
+    assert line.startswith("r.yaml:") and place in line and said in line
+
+
+def test_other_tasks_get_other_metrics() -> None:
+    for task, metric in (("object-detection", "map"), ("semantic-segmentation", "pixel_accuracy")):
+        Path("r.yaml").write_text(RECIPE.replace("top1,", "accuracy,").replace("image-classification", task))
+        assert f"unknown metric 'accuracy'; did you mean '{metric}'?" in refuse("check", "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.onnx", b"\x08\x09\xff\xfe", "a model, not a recipe; write one for it: compress new --model model.onnx"),
+        ("recipe.yaml", b"version: \xff", "recipe.yaml: not UTF-8 text (byte 9)"),
+        ("recipe.yaml", b"", "the file is empty; a recipe starts with 'version: 1'"),
+    ],
+)
+def test_what_is_no_recipe_is_named(name: str, content: bytes, said: str) -> None:
+    Path(name).write_bytes(content)
+    assert said in refuse("check", name)
+
+
+@pytest.mark.parametrize(
+    ("args", "place", "said"),
+    [
+        (["new", "--task", "classification"], "--task classification", "did you mean 'image-classification' or 'text"),
+        (["new", "--task", "detection"], "--task detection", "did you mean 'object-detection'?"),
+        (["new", "--source", "model.py"], "--source model.py", "expected hf:<hub id>, "),
+        (["new", "--data", "x.csv"], "--data", "give --model, too"),
+        (["new", "--model", "nowhere.onnx"], "nowhere.onnx: no such file or folder", "a model is hf:"),
+        (["sweep", "r.yaml", "--budget", "soon"], "--budget soon", "as in 45m, 2h or 1h30m"),
+    ],
+)
+def test_a_call_is_refused_by_its_flag(args: list[str], place: str, said: str) -> None:
+    Path("r.yaml").write_text(RECIPE)
+    error = refuse(*args)
+    assert place in error and said in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "said"),
+    [
+        ("--preprocess", "kind: image, mean: [0.3", "write '{kind: image, mean: [0.3, 0.3, 0.3]}'"),
+        ("--preprocess", "image", "--preprocess image: not a mapping; write '{kind: image"),
+        ("--data", "{source: x", "write '{source: FILE, columns: {text: 1}}'"),
+    ],
+)
+def test_a_mapping_that_is_none_is_answered_with_one_that_is(flag: str, text: str, said: str) -> None:
+    with pytest.raises(CompressError) as refused:
+        parse_mapping(text, flag)
+    (problem,) = refused.value.problems
+    assert problem.startswith(flag) and said in problem and refused.value.exit_code == 2
+
+
+def test_a_flags_mapping_is_refused_as_a_recipes_is() -> None:
+    model = {"source": "python:m.py:f", "task": "image-classification"}
+    with pytest.raises(CompressError) as refused:
+        make_recipe({"version": 1, "name": "x", "model": model, "preprocess": {"kind": "image", "maen": [0]}}, Path())
+    assert refused.value.problems == ("--preprocess.maen: unknown key; did you mean 'mean'?",)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("INT4", "--scheme INT4: unknown scheme; did you mean 'W4A16'?; there are FP16"),
+        ("int8 weights-only", "did you mean 'W8A16'?"),
+        ("", "say what the numbers become, such as INT8; there are"),
+    ],
+)
+def test_a_scheme_is_answered_with_ours(name: str, said: str) -> None:
+    with pytest.raises(CompressError) as refused:
+        find_scheme(name, "onnxruntime-cpu")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("goal", "said"),
+    [
+        ("accuracy drop <= 0.01", "there is no metric 'accuracy'; did you mean 'top1'"),
+        ("latency >= 2x", "there is no metric 'latency'; did you mean 'latency_p50'?"),
+        ("smaller", "write a metric, >= or <=, and a number: size >= 6x"),
+    ],
+)
+def test_a_goal_is_answered_with_ours(goal: str, said: str) -> None:
+    with pytest.raises(ValueError, match="metric") as refused:
+        read_goals([goal])
+    assert str(refused.value).startswith(f"'{goal}'") and said in str(refused.value)
+
+
+def test_the_runtime_answers_with_ours() -> None:
+    with pytest.raises(UsageError, match="unknown metric 'accuracy'; did you mean 'top1'"):
+        check_name("accuracy")
+    with pytest.raises(UsageError, match="unknown task 'ner'; did you mean 'token-classification'"):
+        find_task("ner")
+
+
+def test_a_factory_called_like_any_other_names_no_recipe() -> None:
+    assert name_recipe("python:digits/model.py:build") == "digits"
