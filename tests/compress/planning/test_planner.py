@@ -96,6 +96,8 @@ def test_every_layer_is_spoken_of_and_what_is_kept_has_a_reason(tmp_path: Path, 
 def test_a_further_flavour_must_hold_what_the_passes_leave(tmp_path: Path) -> None:
     both = "export=[{kind: onnx}, {kind: onnx, target: tensorrt}]"
     assert export_problems(recipe(tmp_path, both), ModelFacts("torch", "Net", "generic", (), (), ())) == []
+    with pytest.raises(PlanError, match=r"export\.1: int8: target tensorrt has no run-time activation quantization"):
+        planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
 
 
 @pytest.mark.parametrize("target", ["vllm", "llama.cpp"])
@@ -104,8 +106,6 @@ def test_a_target_of_language_models_alone_is_refused_once(tmp_path: Path, targe
     (problem,) = export_problems(recipe(tmp_path, f"target={target}"), facts)
     assert problem.startswith(f"target: {target} serves language models from")
     assert problem.endswith("use onnxruntime-cpu or openvino")
-    with pytest.raises(PlanError, match=r"export\.1: int8: target tensorrt has no run-time activation quantization"):
-        planned(tmp_path, both, "passes=[{kind: int8, mode: dynamic}]")
 
 
 def test_a_graph_too_old_for_a_pass(tmp_path: Path) -> None:
