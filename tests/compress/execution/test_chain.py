@@ -182,7 +182,7 @@ def test_the_plan_says_what_is_measured(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
     (text,) = said(recipe_of(Shake(), INT8))
     assert "is not measured after shake, as the model has" in text and "more than 1000 B" in text
-    assert "is measured, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
+    assert "is measured after shake, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
 
 
 def test_the_knob(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
