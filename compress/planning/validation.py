@@ -203,8 +203,8 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
             problems.append(f"{where}: opset {export.opset}, but another has {recipe.opset}; one graph serves them all")
         form = "onnx" if isinstance(export, GraphExport) else export.kind
         if form != target.reads:
-            text = f"kind: {export.kind} is no file for {name}, which reads {target.reads}; name its target"
-            problems.append(f"{where}: {text}")
+            misfit = f"kind: {export.kind} is no file for {name}, which reads {target.reads}; name its target"
+            problems.append(f"{where}: {misfit}")
         if (form, name) in seen:
             problems.append(f"{where}: a second file for target {name}; give each target once")
         seen.add((form, name))
