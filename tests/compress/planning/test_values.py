@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import graphs
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
+from onnx import helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -119,3 +122,26 @@ def test_a_file_that_is_no_image(tmp_path: Path) -> None:
     file.write_bytes(b"no image at all")
     said = refusal(tmp_path, f"data.calibration={{source: 'imagefolder:{tmp_path}/images'}}")
     assert f"{file.name} cannot be read as an image" in said
+
+
+@pytest.mark.parametrize("integers", ["MatMulInteger", "QLinearMatMul"])
+def test_a_file_that_is_quantized_already(tmp_path: Path, integers: str) -> None:
+    node, rng = helper.make_node, np.random.default_rng(0)
+    scaled = ["q", *([] if integers == "MatMulInteger" else ["one", "zero"]), "weight"]
+    scaled += ["zero", "none"] if integers == "MatMulInteger" else ["one", "none", "one", "zero"]
+    back = "Cast" if integers == "MatMulInteger" else "DequantizeLinear"
+    nodes = [
+        node("QuantizeLinear", ["x", "one", "zero"], ["q"]),
+        node(integers, scaled, ["p"]),
+        node("Cast", ["p"], ["y"], to=1) if back == "Cast" else node(back, ["p", "one", "zero"], ["y"]),
+    ]
+    constants = {"weight": rng.integers(-9, 9, (8, 5), np.int8), "none": np.int8(0), "zero": np.uint8(0)}
+    constants["one"] = np.float32(0.1)
+    tensors = {name: np.asarray(values) for name, values in constants.items()}
+    ir.save(graphs.build(nodes, tensors, {"x": ("n", 8)}, {"y": ("n", 5)}), tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=rng.random((8, 8), np.float32))
+    sets = f"data={{calibration: {{source: 'npz:{tmp_path}/x.npz'}}, evaluation: {{source: 'npz:{tmp_path}/x.npz'}}}}"
+    overrides = [f"model={{source: 'onnx:{tmp_path}/m.onnx', task: generic}}", "preprocess={kind: tensor}", sets]
+    said = refusal(tmp_path, *overrides)
+    assert f"m.onnx is quantized already ({integers}" in said.replace("(DequantizeLinear, ", "(")
+    assert f"{integers} compute" in read_notes(tmp_path, *overrides, "passes=[]").replace("DequantizeLinear, ", "")
