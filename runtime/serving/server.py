@@ -137,7 +137,7 @@ class GuardedProtocol(H11Protocol):
         if not self._refused:
             super().data_received(data)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to keep a connection whose client sends no more: while it waits for an answer."""
         self._half_closed = True
         return self._answer_waits()
