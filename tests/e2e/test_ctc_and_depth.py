@@ -57,7 +57,7 @@ def test_ctc(tmp_path: Path, cache: Path) -> None:
     )
     with torch.no_grad():
         ids = Wav2Vec2ForCTC.from_pretrained(folder).eval()(**feeds).logits.argmax(-1)
-    wanted = Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).batch_decode(ids, skip_special_tokens=True)
+    wanted = Wav2Vec2CTCTokenizer(str(folder / "vocab.json")).batch_decode(ids)
     assert any(wanted)
     rows = [json.dumps({"audio": path, "text": text}) for path, text in zip(paths, wanted, strict=True)]
     (tmp_path / "d.jsonl").write_text("\n".join(rows))
