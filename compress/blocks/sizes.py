@@ -169,8 +169,8 @@ def rebuild_config(config: Any, changes: Mapping[str, Any]) -> Any:
 
     Raises UNFIT_NUMBERS where its class refuses them.
     """
-    record = json.loads(config.to_json_string(use_diff=False)) | dict(changes)
-    return type(config).from_dict(record)
+    # not by way of JSON: that has no word for infinity, which some recurrent models' time_step_limit is
+    return type(config).from_dict({**config.to_dict(), **changes})
 
 
 TensorHolders = list[tuple[nn.Module, str]]

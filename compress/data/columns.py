@@ -13,11 +13,12 @@ from compress.data.chat import MESSAGES, TOOLS, ChatEncoder, read_tools, read_tu
 from compress.data.table import Table
 from compress.errors import SourceError
 from compress.specs import DataSpec, MessageKeys
+from compress.store.digests import READ_AT_ONCE_BYTES
 from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
-from runtime.encode.images import load_pixels
+from runtime.encode.images import check_image_file, load_pixels
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -247,6 +248,23 @@ class ColumnReader:
                 raise self.fail(column, i, str(error)) from error
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
+
+    def check_headers(self, column: str, masks: bool) -> bool:
+        """Look at the headers of a column's image files, and return whether pixels are left that nothing is known of.
+
+        `masks`: they may have more than 8 bits. SourceError for the first that cannot be read.
+        """
+        if isinstance(self.table.read(column, self.rows[:1]), np.ndarray):  # of one array the first row tells all
+            return False
+        if self.table.n_bytes > READ_AT_ONCE_BYTES and len(self.table.files) == 1:  # they lie in it, and are decoded
+            return True
+        for i, item in enumerate(raw := self.table.read(column, self.rows)):
+            try:
+                if isinstance(item, str | Path):
+                    check_image_file(self._find_file(item), any_depth=masks)
+            except UsageError as error:
+                raise self.fail(column, i, str(error)) from error
+        return any(isinstance(item, str | Path) for item in raw)
 
     def _load_audio(self, column: str, rates: str | None) -> dict[str, Any]:
         """Return the columns "audio" (float32 or int16 [T] each, one channel) and "rate" int64 [N]. SourceError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, s
 from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
+from compress.store.digests import READ_AT_ONCE_BYTES
 from compress.tasks import find_torch_task
 from runtime.encode.audio import AUDIO, RATE
 
@@ -37,6 +38,8 @@ class DataFacts:
     digest: str
     rate: int | None = None
     """Samples a second of the first row's audio."""
+    readers: tuple[tuple[ColumnReader, Mapping[str, str]], ...] = field(default=(), compare=False, repr=False)
+    """Of each file: what reads the rows that are drawn, and its roles."""
 
     @property
     def has_labels(self) -> bool:
@@ -52,13 +55,16 @@ def inspect_data(
     images: bool = False,
     slices: Sequence[str] = (),
     chats: ChatEncoder | None = None,
+    seed: int = 0,
 ) -> DataFacts:
     """Return the facts of a data set without loading it. Arguments as for `load_samples`.
 
     Checked are that the file is there and readable, that its columns fit the task and that it has the samples asked
-    for; of the values only the first row's. Raises SourceError naming file, column, rule and way out.
+    for; of the values only the first row's: `check_values` looks at the others. Raises SourceError naming file, column,
+    rule and way out.
     """
-    parts = [_inspect_part(part, root, task, input_names, class_names, images, slices, chats) for part in spec.parts]
+    about = root, task, input_names, class_names, images, slices, chats, seed
+    parts = [_inspect_part(part, *about) for part in spec.parts]
     same_roles([(part.source, part.columns) for part in parts])
     return parts[0] if len(parts) == 1 else _merge_facts(parts)
 
@@ -72,6 +78,7 @@ def _merge_facts(parts: Sequence[DataFacts]) -> DataFacts:
         n_samples=sum(part.n_samples for part in parts),
         n_bytes=sum({part.source: part.n_bytes for part in parts}.values()),
         digest=hashlib.sha256(" ".join(part.digest for part in parts).encode()).hexdigest(),
+        readers=tuple(reader for part in parts for reader in part.readers),
     )
 
 
@@ -84,11 +91,12 @@ def _inspect_part(
     images: bool,
     slices: Sequence[str],
     chats: ChatEncoder | None,
+    seed: int,
 ) -> DataFacts:
     table = open_source(spec, root, task)
     roles = resolve_roles(spec, table, task, input_names, images, slices)
     n = n_rows(table, roles)
-    n_samples = len(draw_rows(spec, table, n, seed=0))
+    rows = draw_rows(spec, table, n, seed)
     reader = ColumnReader(
         table,
         np.array([0]),
@@ -104,7 +112,31 @@ def _inspect_part(
         reader.read_slice(name, column)
     shapes = {role: _shape(values) for role, values in first.items()}
     rate = int(first[RATE][0]) if AUDIO in sample_roles(task, images) and RATE in first else None
-    return DataFacts(spec.source, n, n_samples, roles, shapes, table.n_bytes, table.digest, rate)
+    drawn = (replace(reader, rows=rows), roles)
+    return DataFacts(spec.source, n, len(rows), roles, shapes, table.n_bytes, table.digest, rate, (drawn,))
+
+
+def check_values(facts: DataFacts, n_classes: int | None) -> list[str]:
+    """Look at the values of the samples drawn, and return what was not looked at, for it takes what loading takes.
+
+    Labels and texts are read whole; of image files the headers; of arrays what lies in files of READ_AT_ONCE_BYTES.
+    SourceError for a value that no sample may have.
+    """
+    passed_over = []
+    for reader, roles in facts.readers:
+        reader, rest = replace(reader, n_classes=n_classes), dict(roles)
+        names = sample_roles(reader.task.name, reader.images)
+        pictures = ["image", *(["label"] if reader.task.loss == "pixel classes" else [])] if "image" in names else []
+        for role in (role for role in pictures if role in rest):
+            if reader.check_headers(rest.pop(role), masks=role == "label"):
+                passed_over.append(f"the pixels of {len(reader.rows)} images")
+        if AUDIO in names and rest.pop(AUDIO, None) is not None:
+            passed_over.append(f"{len(reader.rows)} recordings")
+        if reader.table.n_bytes > READ_AT_ONCE_BYTES:
+            large = [role for role in rest if role not in (*names, "label")]
+            passed_over += [f"the numbers of '{rest.pop(role)}'" for role in large]
+        reader.read_all(rest)
+    return list(dict.fromkeys(passed_over))
 
 
 def _shape(values: Any) -> tuple[tuple[int, ...], str]:

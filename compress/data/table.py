@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
+LONGEST_LINE = 2**24
+"""Characters of a sample in JSON; a line of 100 MB took a plan over two minutes."""
+
+
 @dataclass(frozen=True)
 class Table:
     """`lengths` is column name -> number of rows (columns of an npz may differ).
@@ -188,9 +192,14 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _parse_json_object(path: Path, number: int, line: str) -> dict[str, Any]:
+    if len(line) > LONGEST_LINE:
+        raise SourceError(
+            f"{path}: line {number}: has {len(line)} characters, and a sample {LONGEST_LINE} at most; cut it, or give "
+            "arrays as npz or parquet"
+        )
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: line {number}: is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise SourceError(

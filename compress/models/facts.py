@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
 from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
+from compress.blocks.sizes import transformers_config
 from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, run, trace, weight_shape
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
@@ -43,6 +45,8 @@ Traced = tuple[Trace, list[str]]
 MOST_NAMED = 6
 MOST_BUILT = 2**30
 """Bytes of weights up to which a factory's model is built for a plan to run it; larger ones are run once loaded."""
+DECLARED = re.compile(r"layer|block|module|depth")
+"""Keys of config.json that count blocks, those of next-token predictors among them."""
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
@@ -76,6 +80,7 @@ def model_facts(
     unread: dict[str, int] = {}
     if source.kind == "huggingface" and not source.config and not quantization_of(source.folder):
         unread = find_unread_tensors(source.weights, module, parts)
+        _refuse_lost_blocks(spec, module, unread)
     if unread:  # more than transformers tells, which is silent on next-token blocks of some families
         notes = (*(note for note in notes if not note.startswith(huggingface.UNUSED)), describe_unread(unread))
     names = parameters(spec, source, module)
@@ -358,6 +363,30 @@ def find_float_bytes(n_bytes: int, other_bytes: int, layers: Sequence[LayerFacts
     """Return the bytes of a number where files of `n_bytes` hold a model's floats: 2 or 4; 4 where there are none."""
     n_floats = other_bytes // FLOAT_BYTES + sum({layer.weight: layer.n_weights for layer in layers}.values())
     return 2 if 0 < n_bytes < 3 * n_floats else FLOAT_BYTES
+
+
+def _refuse_lost_blocks(spec: ModelSpec, module: nn.Module, unread: Collection[str]) -> None:
+    """Raise SourceError where the files hold more of the model's own blocks than config.json says.
+
+    But for as many as the configuration declares in a number of its own, such as num_nextn_predict_layers.
+    """
+    config = transformers_config(module)
+    if config is None:
+        return
+    numbers = {key: value for key, value in config.to_dict().items() if type(value) is int and DECLARED.search(key)}
+    prefix = getattr(getattr(module, "wrapped", module), "base_model_prefix", "")
+    for path, part in module.named_modules():
+        if not isinstance(part, nn.ModuleList):
+            continue
+        name = plain(path).partition(".")[2].removeprefix(f"{prefix}.")  # without the wrapper's
+        pattern = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(name)}\.(\d+)\.")
+        found = {int(match[1]) for tensor in unread if (match := pattern.match(tensor))}
+        surplus = sum(number >= len(part) for number in found)
+        if surplus and surplus not in (number for number in numbers.values() if number != len(part)):
+            raise SourceError(
+                f"{spec.source}: config.json describes {len(part)} blocks {name}, and the weights hold "
+                f"{len(part) + surplus}: without the last ones it is another model; mend config.json, or remove them"
+            )
 
 
 def describe_unread(unread: Mapping[str, int]) -> str:

@@ -470,7 +470,6 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
 
 
 OTHER_TASKS = {
-    "speech recognition without a decoder (CTC)": ("MODEL_FOR_CTC_MAPPING_NAMES",),
     "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }

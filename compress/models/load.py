@@ -163,6 +163,8 @@ def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
 
 def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
     task = find_torch_task(spec.task)
+    if task.read_class_names is not None and source.folder is not None:
+        return task.read_class_names(source.folder)
     if source.kind != "huggingface" or not (task.chooses or task.needs_class_names):
         return ()
     return huggingface.class_names(huggingface.load_config(spec, source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from runtime.bundle.manifest import fixed_batch
 
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Tensor name -> (shape, bytes per element)."""
+INTEGER_PRODUCTS = re.compile(r"^QLinear(Conv|MatMul)$|Integer|^MatMulNBits$|^QGemm$|^DynamicQuantizeMatMul$")
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -89,6 +91,9 @@ def _list_notes(model: ir.Model, layers: Sequence[LayerFacts]) -> Iterator[str]:
             f"{len(integers)} constants are stored as integers already, and layers that read them stay as they are; "
             "give the float model to have them compressed"
         )
+    rounded = sorted({node.op_type for node in every if INTEGER_PRODUCTS.search(node.op_type)})
+    if rounded:
+        yield f"{', '.join(rounded)} compute with integers already, and stay as they are; better give the float model"
 
 
 def _without_weights(model: ir.Model) -> onnx.ModelProto:

@@ -95,9 +95,13 @@ def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
     SourceError where the task needs them and there are none.
     """
     task = find_torch_task(spec.task)
-    if spec.class_names or not (task.needs_class_names or task.uses_class_names):
+    if spec.class_names or not (task.needs_class_names or task.uses_class_names or task.read_class_names):
         return spec.class_names
     folder = locate(spec, root).folder
+    if task.read_class_names is not None:
+        if folder is None:
+            raise SourceError(f'model.class_names: {spec.task} needs what each output writes, "" for the blank')
+        return task.read_class_names(folder)
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
     if isinstance(labels, dict) and not all(str(key).isdecimal() for key in labels):
         raise SourceError(f"{folder}: config.json: id2label has keys that are no numbers; give model.class_names")
@@ -393,6 +397,11 @@ def _read_resize_and_crop(
     config: dict[str, Any], path: Path
 ) -> tuple[int | tuple[int, int] | None, tuple[int, int] | None]:
     resize = _parse_size(config.get("size"), path) if config.get("do_resize", True) else None
+    if config.get("keep_aspect_ratio") and isinstance(resize, tuple):
+        raise SourceError(
+            f"{path}: keep_aspect_ratio makes each image of another size; give all one: preprocess: {{kind: image, "
+            f"resize: [{resize[0]}, {resize[1]}], mean: ..., std: ...}}"
+        )
     crop_size = _parse_size(config.get("crop_size"), path) if config.get("do_center_crop", False) else None
     crop = (crop_size, crop_size) if isinstance(crop_size, int) else crop_size
     fraction = config.get("crop_pct")  # ConvNeXt: resize to size / crop_pct, then cut; whole from 384 on

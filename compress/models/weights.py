@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -94,11 +94,43 @@ def load_state(module: nn.Module, path: Path) -> None:
 
 
 def check_finite(module: nn.Module, where: str) -> None:
-    """Raise SourceError that names every weight or buffer that holds NaN or infinity."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    bad = [plain(name) for name, tensor in tensors if tensor.is_floating_point() and not finite(tensor.detach())]
-    if bad:
-        raise SourceError(f"{where}: NaN or infinity in {_format_names(bad)}; the weights are not usable")
+    """Raise SourceError that names every weight that holds NaN or infinity, and every buffer that holds NaN.
+
+    An infinity in a buffer is common: what hides tokens from attention is one.
+    """
+    tensors = [(name, finite(tensor.detach())) for name, tensor in module.named_parameters()]
+    tensors += [(n, not tensor.isnan().any()) for n, tensor in module.named_buffers() if tensor.is_floating_point()]
+    _refuse_bad([plain(name) for name, fits in tensors if not fits], where)
+
+
+def check_finite_file(path: Path, passed_over: Collection[str], buffers: Collection[str]) -> None:
+    """Raise SourceError for NaN and infinity in a weight file, as `check_finite` does, one tensor in memory at a time.
+
+    `passed_over`: tensors that are no part of the model; `buffers`: plain names of the module's.
+    """
+    state = _load_pickle(path, "cpu").items() if path.suffix != ".safetensors" else _iter_tensors(path)
+    bad = []
+    for name, tensor in state:
+        if name in passed_over or not tensor.is_floating_point():
+            continue
+        values = tensor.float() if tensor.element_size() == 1 else tensor
+        may_be_infinite = any(buffer == name or buffer.endswith(f".{name}") for buffer in buffers)
+        if (may_be_infinite and values.isnan().any()) or not (may_be_infinite or finite(values)):
+            bad.append(name)
+    _refuse_bad(bad, str(path))
+
+
+def _iter_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+def _refuse_bad(names: list[str], where: str) -> None:
+    if names:
+        raise SourceError(f"{where}: NaN or infinity in {_format_names(names)}; the weights are not usable")
 
 
 def _load_pickle(path: Path, device: str) -> dict[str, Tensor]:

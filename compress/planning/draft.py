@@ -220,9 +220,10 @@ def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dic
     if folder is not None and (named := find_task_of_folder(folder)) is not None:
         return _try_task(base, named[0], spec, root, f"found in {named[1]}")
     if located.kind == "huggingface":
-        known = ", ".join(name for name, other in TORCH_TASKS.items() if other.outputs)
         raise RecipeError(
-            f"{source}: its config.json names no class of a task that is known here; give --task: {known}"
+            f"{source}: its config.json names no class of a task that is known here; if its task is one all the same, "
+            f"give --task; else write a function that returns the model, and give FILE.py:FUNCTION with --task "
+            f"{GENERIC.name}, which takes whatever a model reads and gives"
         )
     if spec is None:
         if located.onnx is None:

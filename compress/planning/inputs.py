@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer
 from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
-from compress.data.inspect import DataFacts, inspect_data
+from compress.data.inspect import DataFacts, check_values, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
 from compress.errors import PlanError, SourceError
@@ -41,11 +41,12 @@ from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
 from compress.models.source import Source, list_weight_files, locate, model_digest
+from compress.models.weights import check_finite_file
 from compress.passes.distill_student import Student
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
-from compress.store.digests import FileDigests, identify_file
+from compress.store.digests import READ_AT_ONCE_BYTES, FileDigests, identify_file
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
 from compress.tasks.base import MaskIds
@@ -74,6 +75,7 @@ from runtime.encode.preprocess import (
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.metrics import METRICS
+from runtime.report.units import size_text
 from runtime.tasks.predict import encoding_views
 from runtime.words import suggest
 
@@ -116,6 +118,8 @@ class Inputs:
     chats: ChatEncoder | None = None
     """Encodes conversations, of a model that reads them."""
     unread: tuple[Path, ...] = ()
+    passed_over: tuple[str, ...] = ()
+    """What was not looked at, in words for a sentence."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -135,7 +139,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     for name, declared in recipe.data.declared.items():
         try:
             slices, images = recipe.validate_.slices if name == "evaluation" else (), preprocess.kind == "image"
-            data[name] = inspect_data(declared, root, spec.task, names, class_names, images, slices, chats)
+            about = names, class_names, images, slices, chats, recipe.seed
+            data[name] = inspect_data(declared, root, spec.task, *about)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     problems += _suggest_states(opened, problems)
@@ -166,6 +171,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections, reads_apart=apart
     )
     problems += students.problems
+    passed_over = [*_check_weights(opened, facts.unread), *_check_samples(spec.task, data, facts, problems)]
     return Inputs(
         recipe,
         preprocess,
@@ -181,6 +187,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         class_names,
         chats,
         tuple(_list_weight_files(recipe)),
+        tuple(passed_over),
     )
 
 
@@ -196,6 +203,45 @@ def _suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:
         for name, output in like.items()
         if output
     ]
+
+
+def _check_weights(opened: OpenedModel, unread: Mapping[str, int]) -> list[str]:
+    """Raise SourceError for NaN or infinity in a torch model's files; return what is too large to be looked at.
+
+    An ONNX file is looked at where one sample is run. `unread`: tensors that are no part of the model.
+    """
+    files = list_weight_files(opened.source) if opened.module is not None else []
+    n_bytes = sum(path.stat().st_size for path in files)
+    if n_bytes > READ_AT_ONCE_BYTES:
+        return [f"the values of the weights ({size_text(n_bytes)})"]
+    assert opened.module is not None or not files
+    buffers = tuple(plain(name) for name, _ in opened.module.named_buffers()) if opened.module is not None else ()
+    for path in files:
+        _check_file(path, identify_file(path), tuple(unread), buffers)
+    return []
+
+
+@lru_cache(maxsize=64)
+def _check_file(path: Path, marks: str, unread: tuple[str, ...], buffers: tuple[str, ...]) -> None:
+    check_finite_file(path, unread, buffers)
+
+
+def _check_samples(task: str, data: Mapping[str, DataFacts], facts: ModelFacts, problems: list[str]) -> list[str]:
+    """Look at the values of all sets: add what is wrong to `problems`, and return what was not looked at.
+
+    What a language model reads is looked at where its tokens are counted, but for what it learns from.
+    """
+    torch_task, passed_over = find_torch_task(task), []
+    if torch_task.task.generates:
+        return ["the texts of data.train"] if "train" in data else []
+    for name, found in data.items():
+        try:
+            passed_over += [
+                f"{what} of data.{name}" for what in check_values(found, torch_task.count_classes(facts.outputs))
+            ]
+        except SourceError as error:
+            problems += [f"data.{name}: {problem}" for problem in error.problems]
+    return passed_over
 
 
 def _note_unpacked(opened: OpenedModel) -> list[str]:

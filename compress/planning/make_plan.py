@@ -141,6 +141,7 @@ def make_plan(
         *(Note("info", text) for text in told),
         *_collect_notes(inputs),
         *_note_unread(inputs),
+        *_note_passed_over(inputs),
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
@@ -189,6 +190,11 @@ def _note_unread(inputs: Inputs) -> list[Note]:
         return []
     text = f"no digest of the weights ({size_text(n_bytes)}) is known yet: apply reads them once, and then knows"
     return [Note("info", f"{text} what the cache holds of them")]
+
+
+def _note_passed_over(inputs: Inputs) -> list[Note]:
+    """Say what the plan did not look at, and apply may refuse."""
+    return [Note("info", f"not looked at before apply: {', '.join(inputs.passed_over)}")] if inputs.passed_over else []
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from compress.engine.orders import engine_exports, find_needed_ranges, profile_p
 from compress.export.openvino import missing_packages, reads_texts
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
 from compress.formats.targets import TARGETS
+from compress.models.onnx_facts import INTEGER_PRODUCTS, PRODUCTS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
 from compress.planning.inputs import TEXTS, Inputs, generation_of
@@ -43,6 +44,7 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished results."""
     recipe, facts = inputs.recipe, inputs.facts
     return [
+        *quantized_problems(recipe, facts),
         *data_problems(inputs),
         *class_problems(recipe.model.task, facts.outputs),
         *order_problems(recipe.passes, facts),
@@ -62,6 +64,17 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
         *openvino_problems(inputs),
         *limit_problems(recipe, expected, root),
         *device_problems(recipe),
+    ]
+
+
+def quantized_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
+    """Report an ONNX file whose products are quantized already, all of them, where a pass is to work on it."""
+    quantized = [kind for kind in facts.operators if kind == "DequantizeLinear" or INTEGER_PRODUCTS.search(kind)]
+    if not recipe.passes or not quantized or any(layer.op in PRODUCTS for layer in facts.layers):
+        return []
+    return [
+        f"model: {recipe.model.source} is quantized already ({', '.join(quantized)}), and no product is left in float; "
+        "give the float model that it was made of"
     ]
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
 from compress.tasks.automatic_speech_recognition import AUTOMATIC_SPEECH_RECOGNITION
 from compress.tasks.base import TorchTask
+from compress.tasks.ctc_speech_recognition import CTC_SPEECH_RECOGNITION
+from compress.tasks.depth_estimation import DEPTH_ESTIMATION
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
@@ -29,6 +31,7 @@ _OWN = {
         AUDIO_CLASSIFICATION,
         OBJECT_DETECTION,
         SEMANTIC_SEGMENTATION,
+        DEPTH_ESTIMATION,
         TEXT_CLASSIFICATION,
         TOKEN_CLASSIFICATION,
         QUESTION_ANSWERING,
@@ -36,6 +39,7 @@ _OWN = {
         TEXT_GENERATION,
         TEXT2TEXT_GENERATION,
         AUTOMATIC_SPEECH_RECOGNITION,
+        CTC_SPEECH_RECOGNITION,
         ZERO_SHOT_IMAGE_CLASSIFICATION,
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,

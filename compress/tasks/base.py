@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -161,6 +162,8 @@ class TorchTask:
     """Whether outputs and labels say nothing without the classes' names; those of the model's folder count, too."""
     uses_class_names: bool = False
     """Whether labels may be written as the names of the classes that the model's folder has."""
+    read_class_names: Callable[[Path], tuple[str, ...]] | None = None
+    """Reads the classes' names from a model's folder, where config.json has none and outputs say nothing without."""
     auto_class: str = ""
     """The class of transformers that opens a Hugging Face folder for the task; "": the one that optimum has for it."""
     model_task: str = ""

@@ -6,6 +6,8 @@ Pillow is used only where a file is read, a size changed or colours converted.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -306,17 +308,40 @@ def _import_pillow() -> Any:
 
 
 def _read_image(path: Path, name: str) -> Array:
+    with _open_image(path, name) as image:
+        return _from_pillow(_import_pillow().ImageOps.exif_transpose(image), name)
+
+
+def check_image_file(path: str | Path, any_depth: bool) -> None:
+    """Raise UsageError unless a file's header is that of an image that can be read; its pixels are not decoded.
+
+    `any_depth`: it may have more than 8 bits a channel, as masks may.
+    """
+    with _open_image(Path(path), "image") as image:
+        if not any_depth:
+            _check_depth(image, f"image: {path}")
+
+
+def _check_depth(image: Any, name: str) -> None:
+    if image.mode.startswith(("I", "F")):
+        raise UsageError(f"{name}: mode {image.mode} has more than 8 bits a channel; convert it to 8 bits first")
+
+
+@contextmanager
+def _open_image(path: Path, name: str) -> Iterator[Any]:
+    """Yield a file as a Pillow image, not decoded yet; UsageError where that fails, or where decoding it does."""
     pillow = _import_pillow()
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise UsageError(f"{name}: {path} is no file; give the path of an image")
     try:
         with pillow.Image.open(path) as image:
-            return _from_pillow(pillow.ImageOps.exif_transpose(image), name)
+            yield image
     except (OSError, ValueError, SyntaxError, pillow.Image.DecompressionBombError) as error:
         raise UsageError(f"{name}: {path} cannot be read as an image: {error}") from error
 
 
 def _from_pillow(image: Any, name: str) -> Array:
-    if image.mode.startswith(("I", "F")):
-        raise UsageError(f"{name}: mode {image.mode} has more than 8 bits a channel; convert it to 8 bits first")
+    _check_depth(image, name)
     return np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGB"))
 
 

@@ -110,6 +110,7 @@ class GuardedProtocol(H11Protocol):
         self._service = service
         self._deadline: asyncio.TimerHandle | None = None
         self._refused = False
+        self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and give it time for its first request."""
@@ -136,6 +137,15 @@ class GuardedProtocol(H11Protocol):
         if not self._refused:
             super().data_received(data)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep a connection whose client sends no more: while it waits for an answer."""
+        self._half_closed = True
+        return self._answer_waits()
+
+    def _answer_waits(self) -> bool:
+        whole = self.conn.their_state is not h11.SEND_BODY
+        return self.cycle is not None and not self.cycle.response_complete and whole
+
     def shutdown(self) -> None:
         """Begin to end; a request that is on its way is told so, where closing would reset it."""
         if self.cycle is None or self.cycle.response_complete:
@@ -153,6 +163,8 @@ class GuardedProtocol(H11Protocol):
         """Give the connection time for its next request, and for taking the answer."""
         self._start_deadline(self._service.limits.request_timeout)
         super().on_response_complete()
+        if self._half_closed and not self._answer_waits():
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in JSON."""

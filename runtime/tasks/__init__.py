@@ -9,6 +9,8 @@ from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.audio_classification import AudioClassification
 from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognition
 from runtime.tasks.base import Task
+from runtime.tasks.ctc_speech_recognition import CtcSpeechRecognition
+from runtime.tasks.depth_estimation import DepthEstimation
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
 from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
@@ -30,6 +32,7 @@ _OWN = {
         AudioClassification(),
         ObjectDetection(),
         SemanticSegmentation(),
+        DepthEstimation(),
         TextClassification(),
         TokenClassification(),
         QuestionAnswering(),
@@ -37,6 +40,7 @@ _OWN = {
         TextGeneration(),
         Text2TextGeneration(),
         AutomaticSpeechRecognition(),
+        CtcSpeechRecognition(),
         ZeroShotImageClassification(),
         *MULTI_LABEL_TASKS,
         *REGRESSIONS,

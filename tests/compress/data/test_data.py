@@ -283,6 +283,8 @@ def test_float_images_and_differing_lengths(tmp_path: Path) -> None:
     [
         ("npz:a.npz", b"PK\x03\x04 not a zip", "cannot be read as an npz"),
         ("jsonl:a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: is not JSON"),
+        pytest.param("jsonl:a.jsonl", b"[" * 10_000 + b"]" * 10_000, "line 1: is not JSON", id="nested"),
+        pytest.param("jsonl:a.jsonl", b"1" * (2**24 + 1), "line 1: has 16777217 characters", id="long"),
         ("jsonl:a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', "line 2 has no 'text'"),
         ("jsonl:a.jsonl", b'{"text": "a"}\n{"text": 5}\n', "column 'text', line 2: expected a text, found int"),
         ("jsonl:a.jsonl", b"[1]\n", "line 1: is list; each line must be an object"),

@@ -12,6 +12,8 @@ import transformers
 
 from compress.errors import SourceError
 from compress.models.facts import model_facts
+from compress.models.huggingface import load_config
+from compress.models.source import locate
 from compress.specs import ModelSpec
 
 FEEDS: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask"), ((4,), "int64"))
@@ -77,3 +79,27 @@ def test_numbers_that_no_such_weights_have_are_refused_at_once(
     with pytest.raises(SourceError, match=why) as refusal:
         plan(tmp_path)
     assert refusal.value.exit_code == 2 and time.monotonic() - begun < 5
+
+
+def test_more_blocks_than_config_json_says_are_another_model(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 2}))
+    with pytest.raises(SourceError, match=r"describes 2 blocks layers, and the weights hold 3: .* mend config\.json"):
+        plan(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**record, "num_hidden_layers": 4}))
+    with pytest.raises(SourceError, match=r"lack 'model\.layers\.3\."):
+        plan(tmp_path)
+    declared = {**record, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    plan(tmp_path)
+
+
+def test_a_configuration_may_hold_infinity(tmp_path: Path) -> None:
+    """JSON has no word for it: transformers writes {"__float__": "Infinity"}."""
+    config = transformers.Mamba2Config(hidden_size=8, num_hidden_layers=1, vocab_size=12, num_heads=2, head_dim=8)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    spec = ModelSpec(source=f"dir:{tmp_path}", task="text-generation")
+    assert load_config(spec, locate(spec, tmp_path)).time_step_limit[1] == float("inf")

@@ -84,7 +84,7 @@ def test_what_config_json_says_beyond_the_class(place: Path, tmp_path: Path) -> 
         found = find_task_of_folder(changed_config(place / "classifier", tmp_path / task, **changes))
         assert found is not None and found[0] == task
     nobody = changed_config(place / "classifier", tmp_path / "nobody", architectures=["BertForPreTraining"])
-    assert "give --task: image-classification, " in refuse(place, str(nobody))
+    assert "give FILE.py:FUNCTION with --task generic, " in refuse(place, str(nobody))
     sentences = changed_config(place / "encoder", tmp_path / "sentences", architectures=["BertForMaskedLM"])
     (sentences / "modules.json").write_text("[]")
     assert draft(place, str(sentences)).task == "feature-extraction"

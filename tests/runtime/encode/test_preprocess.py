@@ -342,6 +342,9 @@ def test_tokenizer_that_cannot_be_read(tmp_path: Path, tiny: Any) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match="not a tokenizer of the tokenizers library"):
         text_encoder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"single_word":' * (2**16 + 1))
+    with pytest.raises(BundleError, match="adds 65537 tokens to its vocabulary, and 65536 are the most"):
+        text_encoder(tmp_path)
     tiny.write_tokenizer(tmp_path)
     for content, message in (("{", "cannot be read"), ("[]", "expected a JSON object")):
         (tmp_path / "tokenizer_config.json").write_text(content)

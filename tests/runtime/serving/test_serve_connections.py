@@ -6,6 +6,7 @@ import json
 import logging
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -285,13 +286,31 @@ def test_who_computes_does_not_keep_from_telling_that_it_lives(image_bundle: Pat
         assert read_answer(connection)[0] == 200
 
 
-def test_who_hung_up_is_not_computed_for(image_bundle: Path, held: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_who_has_closed_its_half_is_answered(image_bundle: Path, held: Any) -> None:
+    _, go_on, _ = held
+    go_on.set()
+    with running(image_bundle) as server:
+        for request, status in ((whole(pixels()), b"200"), (LIVE, b"200"), (whole(b"{"), b"400")):
+            with connected(server, request) as connection:
+                connection.shutdown(socket.SHUT_WR)
+                answer = read_all(connection)
+                assert answer.startswith(b"HTTP/1.1 " + status) and answer.endswith((b"}", b"]"))
+        with connected(server, whole(pixels())[:-1]) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert read_all(connection) == b""  # the rest cannot come
+
+
+def test_who_reset_the_connection_is_not_computed_for(
+    image_bundle: Path, held: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who only closes it cannot be told from who waits for the answer with its half closed."""
     began, go_on, calls = held
+    reset = struct.pack("ii", 1, 0)
     with running(image_bundle) as server, connected(server, whole(pixels())) as first:
         assert began.wait(30)
         for _ in range(5):
-            with connected(server, whole(pixels()) + LIVE):
-                pass
+            with connected(server, whole(pixels()) + LIVE) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         with connected(server, LIVE) as connection:
             assert read_answer(connection)[0] == 200  # those before it have been read
         go_on.set()
