@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from compress.facts import SampleShapes
 from compress.specs import DataSpec
 from compress.store.digests import READ_AT_ONCE_BYTES
 from compress.tasks import find_torch_task
+from runtime.bundle.columns import Columns
 from runtime.encode.audio import AUDIO, RATE
 
 
@@ -116,11 +117,12 @@ def _inspect_part(
     return DataFacts(spec.source, n, len(rows), roles, shapes, table.n_bytes, table.digest, rate, (drawn,))
 
 
-def check_values(facts: DataFacts, n_classes: int | None) -> list[str]:
+def check_values(facts: DataFacts, n_classes: int | None, look: Callable[[Columns], list[str]]) -> list[str]:
     """Look at the values of the samples drawn, and return what was not looked at, for it takes what loading takes.
 
     Labels and texts are read whole; of image files the headers; of arrays what lies in files of READ_AT_ONCE_BYTES.
-    SourceError for a value that no sample may have.
+    `look`: looks at the columns that were read, too, and returns what it passes over. SourceError for a value that no
+    sample may have.
     """
     passed_over = []
     for reader, roles in facts.readers:
@@ -135,7 +137,7 @@ def check_values(facts: DataFacts, n_classes: int | None) -> list[str]:
         if reader.table.n_bytes > READ_AT_ONCE_BYTES:
             large = [role for role in rest if role not in (*names, "label")]
             passed_over += [f"the numbers of '{rest.pop(role)}'" for role in large]
-        reader.read_all(rest)
+        passed_over += look(reader.read_all(rest))
     return list(dict.fromkeys(passed_over))
 
 

@@ -81,6 +81,8 @@ from runtime.words import suggest
 
 MOST_COUNTED = 512
 """Texts whose tokens a plan counts."""
+MOST_ENCODED = 4096
+"""Texts of a set whose token ids a plan looks at, in half a second."""
 BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
@@ -171,7 +173,9 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections, reads_apart=apart
     )
     problems += students.problems
-    passed_over = [*_check_weights(opened, facts.unread), *_check_samples(spec.task, data, facts, problems)]
+    passed_over = _check_weights(opened, facts.unread)
+    look = partial(_check_token_ids, opened.module, spec.task, preprocess, facts.inputs, tokenizer)
+    passed_over += _check_samples(spec.task, data, facts, look, problems)
     return Inputs(
         recipe,
         preprocess,
@@ -226,7 +230,40 @@ def _check_file(path: Path, marks: str, unread: tuple[str, ...], buffers: tuple[
     check_finite_file(path, unread, buffers)
 
 
-def _check_samples(task: str, data: Mapping[str, DataFacts], facts: ModelFacts, problems: list[str]) -> list[str]:
+def _check_token_ids(
+    module: torch.nn.Module | None,
+    task: str,
+    preprocess: PreprocessSpec,
+    specs: tuple[TensorSpec, ...],
+    tokenizer: Path | None,
+    columns: Columns,
+) -> list[str]:
+    """Raise SourceError for a text with a token that the model's table has no row for; return what was passed over."""
+    wrapped = getattr(module, "wrapped", None)
+    if preprocess.kind != "text" or "text" not in columns or not hasattr(wrapped, "get_input_embeddings"):
+        return []
+    n_rows = getattr(wrapped.get_input_embeddings(), "num_embeddings", None)
+    encoder = make_preprocessor(preprocess, specs, tokenizer)
+    for view in encoding_views(task, columns):
+        for start in range(0, min(count(view), MOST_ENCODED), IMAGE_BATCH):
+            rows = np.arange(start, min(start + IMAGE_BATCH, count(view)))
+            part = split_samples(encoder, {name: take(view, name, rows) for name in view}).columns
+            largest = int(encoder.encode(part)["input_ids"].max())
+            if n_rows is not None and largest >= n_rows:
+                raise SourceError(
+                    f"token id {largest}, in a text of samples {start} to {rows[-1]}, is beyond the model's "
+                    f"vocabulary of {n_rows} tokens: is this the model's own tokenizer?"
+                )
+    return [f"the tokens of texts after the first {MOST_ENCODED}"] if count(columns) > MOST_ENCODED else []
+
+
+def _check_samples(
+    task: str,
+    data: Mapping[str, DataFacts],
+    facts: ModelFacts,
+    look: Callable[[Columns], list[str]],
+    problems: list[str],
+) -> list[str]:
     """Look at the values of all sets: add what is wrong to `problems`, and return what was not looked at.
 
     What a language model reads is looked at where its tokens are counted, but for what it learns from.
@@ -234,12 +271,11 @@ def _check_samples(task: str, data: Mapping[str, DataFacts], facts: ModelFacts, 
     torch_task, passed_over = find_torch_task(task), []
     if torch_task.task.generates:
         return ["the texts of data.train"] if "train" in data else []
+    n_classes = torch_task.count_classes(facts.outputs)
     for name, found in data.items():
         try:
-            passed_over += [
-                f"{what} of data.{name}" for what in check_values(found, torch_task.count_classes(facts.outputs))
-            ]
-        except SourceError as error:
+            passed_over += [f"{what} of data.{name}" for what in check_values(found, n_classes, look)]
+        except (SourceError, UsageError) as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
     return passed_over
 

@@ -9,9 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+import transformers
 from onnx import helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_lm import write_tokenizer
 
 from compress.errors import CompressError
 from compress.planning.make_plan import make_plan
@@ -145,3 +147,16 @@ def test_a_file_that_is_quantized_already(tmp_path: Path, integers: str) -> None
     said = refusal(tmp_path, *overrides)
     assert f"m.onnx is quantized already ({integers}" in said.replace("(DequantizeLinear, ", "(")
     assert f"{integers} compute" in read_notes(tmp_path, *overrides, "passes=[]").replace("DequantizeLinear, ", "")
+
+
+def test_tokens_that_the_model_has_no_row_for(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=20, num_labels=3, max_position_embeddings=64, **sizes)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    (tmp_path / "t.csv").write_text("text,label\n" + "abc,1\n" * 40 + "xyz,2\n")
+    sets = f"data={{calibration: {{source: 'csv:{tmp_path}/t.csv', samples: 40, shuffle: false}}, "
+    sets += f"evaluation: {{source: 'csv:{tmp_path}/t.csv'}}}}"
+    model = f"model={{source: 'dir:{tmp_path}/m', task: text-classification}}"
+    said = refusal(tmp_path, model, "preprocess={kind: text, max_length: 16}", sets)
+    assert "data.evaluation: token id 30, in a text of samples 32 to 40, is beyond the model's vocabulary of 20" in said
