@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,12 @@ def _check_token_ids(
 ) -> list[str]:
     """Raise SourceError for a text with a token that the model's table has no row for; return what was passed over."""
     wrapped = getattr(module, "wrapped", None)
-    if preprocess.kind != "text" or "text" not in columns or not hasattr(wrapped, "get_input_embeddings"):
+    if (
+        preprocess.kind != "text"
+        or "text" not in columns
+        or wrapped is None
+        or not hasattr(wrapped, "get_input_embeddings")
+    ):
         return []
     n_rows = getattr(wrapped.get_input_embeddings(), "num_embeddings", None)
     encoder = make_preprocessor(preprocess, specs, tokenizer)
