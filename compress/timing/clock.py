@@ -90,7 +90,7 @@ class Clock:
                 seen = np.concatenate([seen, ms[:, :1] / ms])
                 estimates = [process_interval(row, CONFIDENCE) for row in seen.T]
                 # calls of a large model outlast any budget: it is not for them to be asked four times
-                spent = len(seen) == MOST_TIMES * PROCESSES or time.monotonic() - begun > 2 * MOST_TIMES * budget_s
+                spent = len(seen) == MOST_TIMES * PROCESSES or time.monotonic() - begun > MOST_TIMES * budget_s
                 if spent or is_clear(estimates):
                     break
         return estimates
