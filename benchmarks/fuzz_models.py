@@ -353,8 +353,8 @@ def in_this_process() -> Iterator[None]:
 
     from compress.models import onnx_check, onnx_graph
 
-    def run(path: Path, shapes: str, _: object) -> str:
-        return onnx_graph._find_run_problem(path, json.loads(shapes))
+    def run(path: Path, order: str, _: object) -> Any:
+        return onnx_graph._run_samples(path, **json.loads(order))
 
     with (
         patch.object(onnx_check, "_examine_apart", lambda path, *_: onnx_check.examine(path)),

@@ -53,7 +53,7 @@ def find_meant(word: object, options: Iterable[object]) -> list[str]:
     text = str(word)[: MOST_COMPARED + 1].lower()
     if len(text) > MOST_COMPARED:
         return []
-    by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS)}
+    by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS) if str(option) != word}
     ours = [name for name in OTHER_WORDS.get(text.replace("-", "_").replace(" ", "_"), ()) if name.lower() in by_fold]
     return ours[:MOST_MEANT] or [by_fold[near] for near in get_close_matches(text, by_fold, n=1, cutoff=0.6)]
 

@@ -25,7 +25,7 @@ def _check_table_scheme(name: str) -> str:
     if full not in _TABLE_SCHEMES:
         known = ", ".join(("W8", "W4", *_TABLE_SCHEMES))
         raise ValueError(
-            f"there is no scheme {name!r} for weights alone{did_you_mean(name, PRESETS)}; there are {known}"
+            f"there is no scheme {name!r} for weights alone{did_you_mean(name, _TABLE_SCHEMES)}; there are {known}"
         )
     return full
 

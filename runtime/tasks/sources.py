@@ -27,8 +27,11 @@ def read_sources(manifest: Manifest, sources: Sequence[str | Path]) -> Any:
     """
     role = str(manifest.preprocess["kind"])
     paths = [_find_path(str(source)) for source in sources]
-    if len(paths) == 1 and paths[0].suffix in (".npz", ".jsonl") and paths[0].exists():
-        return _read_columns(manifest, paths[0])
+    if len(paths) == 1 and paths[0].suffix in (".npz", ".jsonl"):
+        if paths[0].exists():
+            return _read_columns(manifest, paths[0])
+        if role in FILES:  # else it may be a text that ends so
+            raise UsageError(f"{paths[0]}: no such file")
     if role not in FILES or not any(path.is_dir() for path in paths):
         return None
     return [file for path in paths for file in (_list_files(path, role) if path.is_dir() else [str(path)])]

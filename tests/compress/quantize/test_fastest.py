@@ -226,7 +226,7 @@ def test_the_pass_names_the_layers_that_it_lets_compute_in_float_and_times_are_o
     assert decided["dw1"].action == "int8" and "computed in float" in decided["dw1"].reason
     shared = [note.text for note in result.notes if not note.here]
     (here,) = [note.text for note in result.notes if note.here]
-    assert "2 layers are computed in float" in shared[0] and "1.67x instead of 0.83x" in here
+    assert "2 layers compute in float" in shared[0] and "at 0.83x, this at 1.67x" in here
     assert not re.search(r"[0-9]x", " ".join([*shared, *(d.reason for d in result.decisions)])), "what is hashed"
     assert result.choice.keys() == {"key", "kind", "in_float"}
 

@@ -189,7 +189,9 @@ def test_what_cannot_be_is_refused_in_the_plan() -> None:
     )
     graph = replace(facts(), source="onnx")
     assert "need a torch model" in Rtn(embeddings="W4").check(graph, CPU).problems[-1]
-    with pytest.raises(ValidationError, match="no scheme 'W8A8' for weights alone; there are W8, W4, "):
+    with pytest.raises(
+        ValidationError, match="no scheme 'W8A8' for weights alone; did you mean 'W8A16'\\?; there are W8, W4, "
+    ):
         Rtn(embeddings="W8A8")
 
 

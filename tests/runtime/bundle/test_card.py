@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,27 @@ def make_images(root: Path, tiny: Any, task: str) -> Path:
     return root
 
 
-def make_audio(root: Path, tiny: Any, task: str) -> Path:
-    x, logits = (tensor(name, ["batch", size]) for name, size in (("x", 8), ("logits", 5)))
-    nodes = [helper.make_node("MatMul", ["x", "weight"], ["logits"])]
+def make_audio(root: Path, tiny: Any, task: str, shape: Sequence[int] = (5,)) -> Path:
+    x, logits = tensor("x", ["batch", 8]), tensor("logits", ["batch", *shape])
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["flat"]),
+        helper.make_node("Reshape", ["flat", "shape"], ["logits"]),
+    ]
     for seed, folder in enumerate(("model", "baseline")):
-        weight = np.random.default_rng(seed).normal(size=(8, 5)).astype(np.float32)
-        tiny.save(root / folder / "model.onnx", nodes, [x], [logits], {"weight": weight})
+        weight = np.random.default_rng(seed).normal(size=(8, math.prod(shape))).astype(np.float32)
+        weights = {"weight": weight, "shape": np.array([-1, *shape])}
+        tiny.save(root / folder / "model.onnx", nodes, [x], [logits], weights)
     sounds = {"audio": np.zeros((12, 8), np.float32), "rate": np.full(12, 16000)}
     write_bundle(root, tiny.stage(root, task, AudioPreprocess(seconds=8 / 16000), sounds))
+    return root
+
+
+def make_depths(root: Path, tiny: Any, task: str) -> Path:
+    nodes = [helper.make_node("ReduceSum", ["pixels", "channels"], ["depths"], keepdims=0)]
+    ends = [tensor("pixels", ["batch", 3, 4, 4])], [tensor("depths", ["batch", 4, 4])]
+    for folder in ("model", "baseline"):
+        tiny.save(root / folder / "model.onnx", nodes, *ends, {"channels": np.array([1])})
+    write_bundle(root, tiny.stage(root, task, tiny.image_spec, {"image": np.zeros((12, 4, 4, 3), np.uint8)}))
     return root
 
 
@@ -104,6 +118,8 @@ def test_every_command_of_a_card_works(
         "semantic-segmentation": lambda: tiny.segment_bundle(tmp_path / "bundle"),
         "object-detection": lambda: tiny.box_bundle(tmp_path / "bundle"),
         "question-answering": lambda: tiny.span_bundle(tmp_path / "bundle"),
+        "depth-estimation": lambda: make_depths(tmp_path / "bundle", tiny, task),
+        "ctc-speech-recognition": lambda: make_audio(tmp_path / "bundle", tiny, task, shape=(3, 5)),
         "generic": lambda: make_generic(tmp_path / "bundle", tiny),
         "text-generation": lambda: request.getfixturevalue("make_decoder_bundle")(),
     }

@@ -349,7 +349,7 @@ def test_templates_that_are_none(
         ("x", {"repetition_penalty": 0.0}, "repetition_penalty is 0.0: give a number above 0"),
         ("x", {"stop": "end"}, "stop is 'end': give a list of texts"),
         ("x", {"stop": [""]}, "none of them empty"),
-        ("x", {"temprature": 1}, "unknown setting 'temprature'; did you mean temperature"),
+        ("x", {"temprature": 1}, "unknown setting 'temprature'; did you mean 'temperature'"),
         ([], {}, "no prompt"),
         ([3], {}, "a prompt is a text, not int"),
     ],
