@@ -201,7 +201,8 @@ class BlockTime:
         logits = max((shape[0] for _, shape in self._late()), default=0)
         late = sum(math.prod(shape) for _, shape in self._late())
         both = 2 * (self.read_seconds() + self.forward_seconds(tokens) + self.head_seconds(tokens.n))
-        return both + unpacked + 2 * late / self.rates.read + tokens.n * logits / self.rates.compare(logits)
+        compared = tokens.n * logits / self.rates.compare(logits) if logits else 0.0
+        return both + unpacked + 2 * late / self.rates.read + compared
 
     def _list_layers(self) -> list[str]:
         structure = self.facts.structure

@@ -127,7 +127,9 @@ def gated(net: Net, tmp_path: Path, cache: Path, gate: dict[str, Any]) -> tuple[
 def test_a_gate_that_fails_ends_with_3_and_the_bundle_is_there(net: Net, cache: Path, tmp_path: Path) -> None:
     done, report = gated(net, tmp_path, cache, {"metric": "size_ratio", "min": 100})
     assert done.exit_code == 3 and "FAIL" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"bundle: {tmp_path / 'b'}"
+    *before, verdict = done.stdout.splitlines()
+    assert f"bundle: {tmp_path / 'b'}" in before
+    assert verdict.startswith("FAIL: ") and verdict.endswith(f"see why: compress blame {tmp_path / 'b'}")
     assert report["verdict"] == "fail" and run("verify", tmp_path / "b").exit_code == 0
 
 

@@ -136,7 +136,7 @@ def test_where_it_cannot_be_compiled_the_order_waits(
         return
     with monkeypatch.context() as broken:
         broken.setattr("compress.engine.compile._explain_library_trouble", lambda runtime: "")
-        broken.setattr("compress.commands.compile.validate", lambda path: 1 / 0)
+        broken.setattr("compress.commands.compile.validate", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compile_bundle(tmp_path / "b")
     assert verify(tmp_path / "b").waiting()  # it is as it was

@@ -77,7 +77,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def compare(timer: StateTimer, states: Sequence[GraphState], budget_s: float) -> list[Estimate]:
+def compare(timer: StateTimer, states: Sequence[GraphState], budget_s: float, is_clear: Any = None) -> list[Estimate]:
     """Fresh processes that agree with this one."""
     first, *rest = timer.time(states, budget_s)
     return [exact(first / ms) for ms in (first, *rest)]
