@@ -340,7 +340,7 @@ def make_module(seed: int) -> Any:
     made = [pick(*flat, *(maps if deep else ()))() for _ in range(int(chance.integers(*LAYERS)))]
     head = [nn.Flatten(), nn.Linear(48 if deep else 12, 5)]
     module = nn.Sequential(*made, *head).eval()
-    module.sample_shape = (4, 12) if deep else (12,)
+    module.sample_shape = (4, 12) if deep else (12,)  # type: ignore[assignment]
     return module
 
 
@@ -349,7 +349,7 @@ def in_this_process() -> Iterator[None]:
     """Do here what a process of its own does with an ONNX file, and time nothing."""
     from unittest.mock import patch
 
-    from shortcuts import quick_export, quick_judge
+    from shortcuts import quick_export, quick_judge  # type: ignore[import-not-found]
 
     from compress.models import onnx_check, onnx_graph
 
@@ -395,7 +395,7 @@ def find_fault(kind: str, seed: int, folder: Path) -> str:
     """Return what does not hold of the model of that number; "" where all does, "refused: ..." where plan says no."""
     source, samples = write_case(kind, seed, folder)
     wanted = run_source(folder, seed, samples)
-    np.savez(folder / "samples.npz", **samples)
+    np.savez(folder / "samples.npz", **samples)  # type: ignore[arg-type]
     pass_ = PASSES[seed % len(PASSES)]
     recipe = {
         "version": 1,
