@@ -228,12 +228,8 @@ def is_share(metric: Metric | None) -> bool:
 def share_text(value: float, ends: tuple[float, float] | None = None, unit: str = " %") -> str:
     """Format a share, or a change of one in points, with its interval: "99.37 % [98.54, 99.80]"."""
     sign = "" if unit == " %" else "+z"
-    return f"{100 * value:{sign}.2f}{unit} {interval_brackets(scale_ends(ends, 100), f'{sign}.2f')}".rstrip()
-
-
-def scale_ends(ends: tuple[float, float] | None, by: float) -> tuple[float, float] | None:
-    """Return the ends of an interval in another unit."""
-    return None if ends is None else (ends[0] * by, ends[1] * by)
+    shown = None if ends is None else (100 * ends[0], 100 * ends[1])
+    return f"{100 * value:{sign}.2f}{unit} {interval_brackets(shown, f'{sign}.2f')}".rstrip()
 
 
 Cells = list[str | Markup]

@@ -130,9 +130,7 @@ class Row:
 def table_rows(report: Findings) -> list[Row]:
     """Return what the terminal shows: size, quality with intervals, latency, throughput, memory, load time."""
     before, after = report.baseline, report.candidate
-    rows = [
-        Row("size", size_text(before.size_bytes), size_text(after.size_bytes), _format_ratio(report, "size"), "size")
-    ]
+    rows = [_make_ratio_row(report, "size", size_text(before.size_bytes), size_text(after.size_bytes), "size")]
     rows += [_make_metric_row(report, name) for name in order_metrics(after.metrics)]
     rows += [_make_decoder_row(report, name) for name in OF_DECODERS if name in after.generation]
     for p in ("p50", "p95", "p99") if not after.generation else ():  # of a decoder they are the time between tokens

@@ -20,6 +20,20 @@ MEASURED = ("compress.log", "host.json", *REPORTS)
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}
 """Benchmark settings under which nothing about speed can be said, which no test here does."""
 
+DIGITS_RECIPE = """\
+version: 1
+name: digits
+vars: {digits: "${package:compress}/zoo/digits"}
+model:
+  source: "python:compress.zoo.digits_resnet:digits_resnet"
+  weights: "${digits}/digits_resnet.safetensors"
+  task: image-classification
+preprocess: {kind: image, channels: L}
+data:
+  calibration: {source: "npz:${digits}/train.npz", samples: 64}
+  evaluation: {source: "npz:${digits}/test.npz"}
+passes: [{kind: int8}]
+"""
 NET = '''
 import torch
 from torch import nn

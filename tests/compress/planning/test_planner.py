@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
+from makers import DIGITS_RECIPE
 from rich.console import Console
 
 from compress.errors import PlaceError, PlanError, SourceError
@@ -22,21 +23,7 @@ from compress.recipe.schema import Recipe
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TextPreprocess
 
-RECIPE = """\
-version: 1
-name: digits
-vars: {digits: "${package:compress}/zoo/digits"}
-model:
-  source: "python:compress.zoo.digits_resnet:digits_resnet"
-  weights: "${digits}/digits_resnet.safetensors"
-  task: image-classification
-preprocess: {kind: image, channels: L}
-data:
-  calibration: {source: "npz:${digits}/train.npz", samples: 64}
-  evaluation: {source: "npz:${digits}/test.npz"}
-passes: [{kind: int8}]
-validate: {gates: [{metric: top1, max_drop: 0.01}]}
-"""
+RECIPE = DIGITS_RECIPE + "validate: {gates: [{metric: top1, max_drop: 0.01}]}\n"
 
 
 def recipe(folder: Path, *overrides: str) -> Recipe:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from makers import DIGITS_RECIPE
 from onnx import helper
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -19,25 +20,11 @@ from compress.errors import CompressError
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 
-RECIPE = """\
-version: 1
-name: spoilt
-vars: {digits: "${package:compress}/zoo/digits"}
-model:
-  source: "python:compress.zoo.digits_resnet:digits_resnet"
-  weights: "${digits}/digits_resnet.safetensors"
-  task: image-classification
-preprocess: {kind: image, channels: L}
-data:
-  calibration: {source: "npz:${digits}/train.npz", samples: 64}
-  evaluation: {source: "npz:${digits}/test.npz"}
-passes: [{kind: int8}]
-"""
 DIGITS = Path(__file__).parents[3] / "compress/zoo/digits"
 
 
 def read_notes(folder: Path, *overrides: str) -> str:
-    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "r.yaml").write_text(DIGITS_RECIPE)
     plan = make_plan(load_recipe(folder / "r.yaml", overrides), folder / "cache")
     return "\n".join(note.text for note in plan.notes)
 
