@@ -26,10 +26,9 @@ from compress.quantize.placement import ACTIVATIONS, after_activation, decide_ki
 from compress.quantize.qdq import BLOCK_OPSET, placement_of
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.state import GraphState, Range
-from compress.timing.clock import Clock
+from compress.timing.clock import Clock, GraphTimes
 from runtime.clock.graphs import Attribute, Node, write_model
 from runtime.errors import RuntimeFailure
-from runtime.judge.stats import Estimate
 
 COPIES = 3
 LAYER_BUDGET_S = 0.6
@@ -108,9 +107,9 @@ class StateTimer:
         self,
         states: Sequence[GraphState],
         budget_s: float,
-        is_clear: Callable[[Sequence[Estimate]], bool] = lambda estimates: True,
-    ) -> list[Estimate]:
-        """Return how many times as fast as the first each state is, as `Clock.compare`."""
+        is_clear: Callable[[GraphTimes], bool] = lambda times: True,
+    ) -> GraphTimes:
+        """Return what fresh processes saw of the states, as `Clock.compare`."""
         return self.clock.compare([self.write(state) for state in states], self.feeds, budget_s, is_clear)
 
     def time_layers(

@@ -32,6 +32,20 @@ MOST_TIMES = 4
 
 
 @dataclass(frozen=True)
+class GraphTimes:
+    """Milliseconds of a call of some graphs, in each of several fresh processes."""
+
+    ms: np.ndarray  # [processes, graphs]
+
+    def speed(self, graph: int, than: int = 0) -> Estimate:
+        """Return how many times as fast as another a graph is, with the interval that the processes give.
+
+        Of the two alone: a third that is now slow, now fast would widen it.
+        """
+        return process_interval(self.ms[:, than] / self.ms[:, graph], CONFIDENCE)
+
+
+@dataclass(frozen=True)
 class Clock:
     """A backend and its threads; what was measured there and is kept."""
 
@@ -74,26 +88,25 @@ class Clock:
         graphs: Sequence[ir.Model],
         feeds: Sequence[Feeds],
         budget_s: float,
-        is_clear: Callable[[Sequence[Estimate]], bool] = lambda estimates: True,
-    ) -> list[Estimate]:
-        """Return how many times as fast as the first each graph is, with the interval that fresh processes give.
+        is_clear: Callable[[GraphTimes], bool] = lambda times: True,
+    ) -> GraphTimes:
+        """Return what fresh processes saw of the graphs.
 
         In `budget_s`; while `is_clear` says no of what they saw, with more processes, up to MOST_TIMES as many. Raises
         what the backend raises.
         """
         with temporary_folder() as folder:
             files = [_save(graph, folder / str(number)) for number, graph in enumerate(graphs)]
-            seen, begun = np.empty((0, len(files))), time.monotonic()  # [processes, graphs]
+            seen, begun = np.empty((0, len(files))), time.monotonic()
             while True:
                 seed = self.seed + len(seen)
                 ms = compare_files(self.backend, self.threads, files, feeds, PROCESSES, budget_s, seed).ms
-                seen = np.concatenate([seen, ms[:, :1] / ms])
-                estimates = [process_interval(row, CONFIDENCE) for row in seen.T]
+                seen = np.concatenate([seen, ms])
                 # calls of a large model outlast any budget: it is not for them to be asked four times
                 spent = len(seen) == MOST_TIMES * PROCESSES or time.monotonic() - begun > MOST_TIMES * budget_s
-                if spent or is_clear(estimates):
+                if spent or is_clear(GraphTimes(seen)):
                     break
-        return estimates
+        return GraphTimes(seen)
 
 
 def _save(graph: ir.Model, folder: Path) -> Path:
