@@ -5,7 +5,6 @@ In turn in this process while one out of many is looked for; in fresh processes 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from compress.store.durable import temporary_folder
 from compress.timing.kept import Kept
 from runtime.backends import find_backend
 from runtime.clock.compare import compare_files
-from runtime.clock.turns import make_call, time_in_turns
+from runtime.clock.turns import MIN_ROUNDS, make_call, time_in_turns
 from runtime.judge.stats import Estimate, process_interval
 
 CALLS = 200
@@ -97,14 +96,13 @@ class Clock:
         """
         with temporary_folder() as folder:
             files = [_save(graph, folder / str(number)) for number, graph in enumerate(graphs)]
-            seen, begun = np.empty((0, len(files))), time.monotonic()
+            seen, calls_s = np.empty((0, len(files))), 0.0
             while True:
                 seed = self.seed + len(seen)
                 ms = compare_files(self.backend, self.threads, files, feeds, PROCESSES, budget_s, seed).ms
                 seen = np.concatenate([seen, ms])
-                # calls of a large model outlast any budget: it is not for them to be asked four times
-                spent = len(seen) == MOST_TIMES * PROCESSES or time.monotonic() - begun > MOST_TIMES * budget_s
-                if spent or is_clear(GraphTimes(seen)):
+                calls_s += max(budget_s, MIN_ROUNDS * float(ms.sum()) / 1000)  # those of a large model outlast a budget
+                if calls_s >= MOST_TIMES * budget_s or is_clear(GraphTimes(seen)):
                     break
         return GraphTimes(seen)
 
