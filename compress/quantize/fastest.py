@@ -5,8 +5,8 @@ with weights that are stored in eight bits and unpacked once, as the file is loa
 whole graph, so that borders (Q, DQ, copies into another layout) count as they are: all of one form together, and all
 that read maps of some size or larger, which have one border at their end. A choice decides the file's bytes, and a
 clock never reads twice alike: so a step must gain WORTH of a whole call, of steps as good within CLOSE the one with the
-fewest layers in float is taken, and the outcome must beat the rule without a clock by WORTH, beyond the interval. Else
-the rule decides, or float where that is as much faster. What lies near such a border is timed in more fresh processes.
+fewest layers in float is taken, and the outcome must beat the rule without a clock beyond the interval. Else the rule
+decides, or float where that is faster by WORTH. What lies near such a border is timed in more fresh processes.
 """
 
 from __future__ import annotations
@@ -103,17 +103,17 @@ def choose_fastest(
         least = WORTH if fastest == rule else CLOSE
         chosen, steps = _choose_step({step: write(step) for step in steps}, graph, timer, least), []
     choices = (rule, fastest, replace(rule, in_float=tuple(sorted(state.integer))))
-    graphs = [write(rule), graph, GraphState(state.model)]
+    asked, border = (2, 1 + WORTH) if fastest == rule else (1, 1.0)  # a step was worth it already: is there any gain?
 
     def is_clear(times: GraphTimes) -> bool:
-        return all(speed.low >= 1 + WORTH or speed.high < 1 + WORTH for speed in (times.speed(1), times.speed(2)))
+        speed = times.speed(asked)
+        return speed.low >= border or speed.high < border
 
+    graphs = [write(rule), graph, GraphState(state.model)]
     times = timer.compare(graphs, GRAPH_BUDGET_S * len(graphs), is_clear)
-
-    def gains(graph: int, over: int) -> bool:
-        return times.speed(graph, over).low >= 1 + WORTH
-
-    taken = 1 if gains(1, over=0) and not gains(2, over=1) else 2 if gains(2, over=0) else 0
+    taken = 2 if times.speed(2).low >= 1 + WORTH else 0
+    if fastest != rule and times.speed(1).low >= 1 and times.speed(2, than=1).low < 1 + WORTH:
+        taken = 1
     everywhere, speed = (round(times.speed(graph, than=2).value, 4) for graph in (0, taken))
     return choices[taken], PlacementTimes(everywhere, speed)
 
