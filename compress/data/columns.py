@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
-from runtime.encode.images import check_image_file, load_pixels
+from runtime.encode.images import load_pixels, read_image_size
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -175,6 +175,7 @@ def _match_usual_names(
     return columns
 
 
+CheckSize = Callable[[tuple[int, int]], None]
 USUAL_MASKS, USUAL_KEYS = MaskIds(), MessageKeys()
 
 
@@ -249,10 +250,11 @@ class ColumnReader:
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
 
-    def check_headers(self, column: str, masks: bool) -> bool:
+    def check_headers(self, column: str, masks: bool, check_size: CheckSize) -> bool:
         """Look at the headers of a column's image files, and return whether pixels are left that nothing is known of.
 
-        `masks`: they may have more than 8 bits. SourceError for the first that cannot be read.
+        `masks`: they may have more than 8 bits, and any size. SourceError for the first that cannot be read, and where
+        `check_size` raises UsageError for its (height, width).
         """
         if isinstance(self.table.read(column, self.rows[:1]), np.ndarray):  # of one array the first row tells all
             return False
@@ -261,9 +263,12 @@ class ColumnReader:
         for i, item in enumerate(raw := self.table.read(column, self.rows)):
             try:
                 if isinstance(item, str | Path):
-                    check_image_file(self._find_file(item), any_depth=masks)
+                    size = read_image_size(self._find_file(item), any_depth=masks)
+                    if not masks:
+                        check_size(size)
             except UsageError as error:
-                raise self.fail(column, i, str(error)) from error
+                name = "" if str(item) in str(error) else f"{item}: "
+                raise self.fail(column, i, f"{name}{error}") from error
         return any(isinstance(item, str | Path) for item in raw)
 
     def _load_audio(self, column: str, rates: str | None) -> dict[str, Any]:

@@ -289,6 +289,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring.append(Note("warning", text, here=True))
     if unread := plan.before.unread:
         scoring.append(Note("warning", describe_unread(unread)))
+    told = {note.text for result in passed.results for note in result.notes}
+    scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,
