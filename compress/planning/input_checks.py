@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -43,15 +42,6 @@ from runtime.tasks.predict import encoding_views
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""
 ENCODED_AT_ONCE = 32
-
-
-@contextmanager
-def place_errors(place: str) -> Iterator[None]:
-    """Raise SourceError, each problem led by its place in the recipe, for a UsageError while the context is open."""
-    try:
-        yield
-    except UsageError as error:
-        raise SourceError([f"{place}: {problem}" for problem in error.problems]) from error
 
 
 def suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
-from compress.errors import PlanError, SourceError
+from compress.errors import PlanError, SourceError, place_errors
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.graph.specs import input_specs
@@ -48,7 +48,6 @@ from compress.planning.input_checks import (
     note_masks,
     note_packing,
     note_unpacked,
-    place_errors,
     suggest_states,
 )
 from compress.recipe.schema import Recipe
