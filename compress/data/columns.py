@@ -327,7 +327,7 @@ class ColumnReader:
         if array.dtype.kind == "f":
             bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))
             if len(bad):
-                raise self.fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
+                raise self.fail(column, int(bad[0]), f"holds NaN or infinity ({_count_rows(bad)})")
         return array
 
     def read_numbers(self, column: str, raw: Sequence[Any]) -> Array:
@@ -359,14 +359,13 @@ class ColumnReader:
         broken = np.flatnonzero(values != np.floor(values))
         if len(broken):
             raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
-        labels = values.astype(np.int64)
         n_classes = self.count_classes()
-        bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
+        bad = np.flatnonzero((values < least) | (values >= (n_classes or 2**63)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
-            problem = f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)"
+            problem = f"label {int(values[bad[0]])} is not in {limit} ({_count_rows(bad)})"
             raise self.fail(column, int(bad[0]), problem)
-        return labels
+        return values.astype(np.int64)
 
     def _map_class_names(self, column: str, raw: Any) -> Sequence[int] | None:
         """Return class numbers by `class_names` where labels are names or the file names its class ids, else None."""
@@ -405,6 +404,11 @@ class ColumnReader:
             if all(text.lstrip("+-").isdecimal() for text in texts)
             else [float(t) for t in texts]
         )
+
+
+def _count_rows(bad: Array) -> str:
+    """Return how many rows are like one that is named."""
+    return "1 such row" if len(bad) == 1 else f"{len(bad)} such rows"
 
 
 def _is_number(text: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import graphs
+import makers
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -24,7 +26,6 @@ from compress.recipe.goal import read_goals
 from runtime.errors import UsageError
 from runtime.metrics import check_name
 from runtime.tasks import find_task
-from tests.helpers import graphs, makers
 
 RECIPE = """\
 version: 1
