@@ -200,7 +200,10 @@ def save_images(folder: Path, sizes: list[tuple[int, int]]) -> None:
         ({"passes": [{"kind": "int8"}, {"kind": "rtn"}]}, ["passes.1: rtn", "must come before int8"]),
         ({"passes": [{"kind": "int8"}, {"kind": "equalize"}]}, ["must come before the pass that rounds conv"]),
         ({"passes": [{"kind": "int8"}, {"kind": "smoothquant"}]}, ["must come before the pass that rounds conv"]),
-        ({"model": {"weights": "net.pt"}}, ["model.weights: net.pt: no such file", "did you mean 'net.safetensors'?"]),
+        (
+            {"model": {"weights": "nets.safetensors"}},
+            ["model.weights: nets.safetensors: no such file", "did you mean 'net.safetensors'?"],
+        ),
         ({"model": {"weights": "x.pt"}}, ["model.weights: x.pt: no such file", "; there is net.safetensors, other.s"]),
         ({"model": {"weights": "pickled.pth"}}, ["pickled.pth: holds Python objects", "safetensors.torch.save_file("]),
         (
@@ -218,7 +221,8 @@ def test_a_plan_says_each_cause_once(changes: dict[str, Any], said: list[str], m
     torch.save(torch.nn.Linear(1, 1), "pickled.pth")
     if recipe["model"]["weights"] is None:
         del recipe["model"]["weights"]
-        onnx.save(ir.to_proto(graphs.one_layer()), "far.onnx", True, location="far.onnx.data", size_threshold=0)
+        far = {"save_as_external_data": True, "location": "far.onnx.data", "size_threshold": 0}
+        onnx.save(ir.to_proto(graphs.one_layer()), "far.onnx", **far)
         Path("far.onnx.data").unlink()
     makers.write_recipe(Path("r.yaml"), recipe)
     (line,) = refuse("plan", "r.yaml", "--cache", "cache").splitlines()
