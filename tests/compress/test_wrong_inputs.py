@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,25 @@ def test_files_whose_names_hardly_fit_are_another_model_s() -> None:
     shapes = {"weight": (1, 1), **{f"b{i}": (2,) for i in range(3)}}
     with pytest.raises(CompressError, match="1 of 4 names fit: weights of another model"):
         check_shapes(torch.nn.Linear(1, 1), shapes, "w.safetensors")
+
+
+@pytest.mark.parametrize("task", ["token-classification", "image-classification"])
+def test_a_task_that_config_json_denies(task: str) -> None:
+    makers.text_folder(Path("lm"), "classifier")
+    error = refuse("new", "--model", "lm", "--task", task)
+    assert (
+        f"--task {task}: config.json of dir:lm names BertForSequenceClassification" in error and "leave it out" in error
+    )
+
+
+def test_a_target_that_is_not_installed_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    recipe = makers.changed(makers.image_recipe(Path()), target="openvino")
+    notes = [note.text for note in makers.plan(recipe, Path(), Path("cache")).notes]
+    assert any("openvino does not run here: " in text and "pip install openvino" in text for text in notes)
+
+
+def test_calls_without_what_they_need_are_given_an_example() -> None:
+    Path("m.onnx").write_bytes(ir.to_proto(graphs.one_layer()).SerializeToString())
+    assert "--scheme : say what the numbers become, such as INT8" in refuse("quantize", "m.onnx")
+    assert "--goal '': write what is to be reached, as in size >= 6x" in refuse("auto", "m.onnx")
