@@ -209,10 +209,11 @@ def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module
             f"the forward pass needs values ({first}); it was run on the CPU"
         ]
     except factory.USER_ERRORS as error:
-        found = _find_channels(lambda others: _build_and_run(spec, source, root, others), feeds)
+        images = find_task(spec.task).preprocess in ("image", "image-text")
+        found = _find_channels(lambda others: _build_and_run(spec, source, root, others), feeds) if images else None
         if found is not None:
             raise SourceError(
-                f"preprocess.channels: the images that {spec.source} takes have {found}, and {4 - found} is made: set "
+                f"preprocess.channels: {spec.source} takes images with {found} of them, and gets {4 - found}: set "
                 f"channels: {'RGB' if found == 3 else 'L'}"
             ) from error
         raise forward_failure(spec, feeds, error) from error
