@@ -216,8 +216,8 @@ def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dic
     located = locate(make_model_spec(base, GENERIC.name), root)
     folder = located.folder or (located.onnx.parent if located.onnx is not None else None)
     if task is not None:
-        if located.kind == "huggingface" and located.folder and (named := explain_other_task(task, located.folder)):
-            raise RecipeError(f"--task {task}: config.json of {source} names {named}, which has another; leave it out")
+        if located.kind == "huggingface" and located.folder and (other := explain_other_task(task, located.folder)):
+            raise RecipeError(f"--task {task}: config.json of {source} names {other}, which has another; leave it out")
         return _try_task(base, task, spec, root, "given")
     if folder is not None and (named := find_task_of_folder(folder)) is not None:
         return _try_task(base, named[0], spec, root, f"found in {named[1]}")
