@@ -6,7 +6,10 @@ run of `compress check` or `compress plan` shows everything that is wrong at onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from runtime.errors import UsageError
 
 
 class CompressError(Exception):
@@ -57,3 +60,12 @@ class PlaceError(OutputError):
     """The call names an output folder that is in use, not ours to replace, or in a place that cannot be written."""
 
     exit_code = 2
+
+
+@contextmanager
+def place_errors(place: str) -> Iterator[None]:
+    """Raise SourceError, each problem led by its place in the recipe, for a UsageError while the context is open."""
+    try:
+        yield
+    except UsageError as error:
+        raise SourceError([f"{place}: {problem}" for problem in error.problems]) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
-from runtime.encode.images import check_image_file, load_pixels
+from runtime.encode.images import load_pixels, read_image_size
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -175,6 +175,7 @@ def _match_usual_names(
     return columns
 
 
+CheckSize = Callable[[tuple[int, int]], None]
 USUAL_MASKS, USUAL_KEYS = MaskIds(), MessageKeys()
 
 
@@ -249,10 +250,11 @@ class ColumnReader:
         same_size = len({image.shape for image in images}) == 1
         return np.stack(images) if same_size else images
 
-    def check_headers(self, column: str, masks: bool) -> bool:
+    def check_headers(self, column: str, masks: bool, check_size: CheckSize) -> bool:
         """Look at the headers of a column's image files, and return whether pixels are left that nothing is known of.
 
-        `masks`: they may have more than 8 bits. SourceError for the first that cannot be read.
+        `masks`: they may have more than 8 bits, and any size. SourceError for the first that cannot be read, and where
+        `check_size` raises UsageError for its (height, width).
         """
         if isinstance(self.table.read(column, self.rows[:1]), np.ndarray):  # of one array the first row tells all
             return False
@@ -261,9 +263,12 @@ class ColumnReader:
         for i, item in enumerate(raw := self.table.read(column, self.rows)):
             try:
                 if isinstance(item, str | Path):
-                    check_image_file(self._find_file(item), any_depth=masks)
+                    size = read_image_size(self._find_file(item), any_depth=masks)
+                    if not masks:
+                        check_size(size)
             except UsageError as error:
-                raise self.fail(column, i, str(error)) from error
+                name = "" if str(item) in str(error) else f"{item}: "
+                raise self.fail(column, i, f"{name}{error}") from error
         return any(isinstance(item, str | Path) for item in raw)
 
     def _load_audio(self, column: str, rates: str | None) -> dict[str, Any]:
@@ -322,7 +327,7 @@ class ColumnReader:
         if array.dtype.kind == "f":
             bad = np.flatnonzero(~np.isfinite(array.reshape(len(array), -1)).all(axis=1))
             if len(bad):
-                raise self.fail(column, int(bad[0]), f"holds NaN or infinity ({len(bad)} such rows)")
+                raise self.fail(column, int(bad[0]), f"holds NaN or infinity ({_count_rows(bad)})")
         return array
 
     def read_numbers(self, column: str, raw: Sequence[Any]) -> Array:
@@ -354,14 +359,13 @@ class ColumnReader:
         broken = np.flatnonzero(values != np.floor(values))
         if len(broken):
             raise self.fail(column, int(broken[0]), f"label {values[broken[0]]} is not a class number")
-        labels = values.astype(np.int64)
         n_classes = self.count_classes()
-        bad = np.flatnonzero((labels < least) | (labels >= (n_classes or np.inf)))
+        bad = np.flatnonzero((values < least) | (values >= (n_classes or 2**63)))
         if len(bad):
             limit = f"{least}..{n_classes - 1}, the model's classes" if n_classes else f"{least} or above"
-            problem = f"label {labels[bad[0]]} is not in {limit} ({len(bad)} such rows)"
+            problem = f"label {int(values[bad[0]])} is not in {limit} ({_count_rows(bad)})"
             raise self.fail(column, int(bad[0]), problem)
-        return labels
+        return values.astype(np.int64)
 
     def _map_class_names(self, column: str, raw: Any) -> Sequence[int] | None:
         """Return class numbers by `class_names` where labels are names or the file names its class ids, else None."""
@@ -400,6 +404,11 @@ class ColumnReader:
             if all(text.lstrip("+-").isdecimal() for text in texts)
             else [float(t) for t in texts]
         )
+
+
+def _count_rows(bad: Array) -> str:
+    """Return how many rows are like one that is named."""
+    return "1 such row" if len(bad) == 1 else f"{len(bad)} such rows"
 
 
 def _is_number(text: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from compress.data.chat import ChatEncoder
-from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles, sample_roles
+from compress.data.columns import CheckSize, ColumnReader, resolve_roles, resolve_slices, same_roles, sample_roles
 from compress.data.samples import draw_rows, n_rows, open_source
 from compress.facts import SampleShapes
 from compress.specs import DataSpec
@@ -117,12 +117,14 @@ def _inspect_part(
     return DataFacts(spec.source, n, len(rows), roles, shapes, table.n_bytes, table.digest, rate, (drawn,))
 
 
-def check_values(facts: DataFacts, n_classes: int | None, look: Callable[[Columns], list[str]]) -> list[str]:
+def check_values(
+    facts: DataFacts, n_classes: int | None, look: Callable[[Columns], list[str]], check_size: CheckSize
+) -> list[str]:
     """Look at the values of the samples drawn, and return what was not looked at, for it takes what loading takes.
 
     Labels and texts are read whole; of image files the headers; of arrays what lies in files of READ_AT_ONCE_BYTES.
-    `look`: looks at the columns that were read, too, and returns what it passes over. SourceError for a value that no
-    sample may have.
+    `look`: looks at the columns that were read, too, and returns what it passes over; `check_size`: raises UsageError
+    for an image's (height, width). SourceError for a value that no sample may have.
     """
     passed_over = []
     for reader, roles in facts.readers:
@@ -130,7 +132,7 @@ def check_values(facts: DataFacts, n_classes: int | None, look: Callable[[Column
         names = sample_roles(reader.task.name, reader.images)
         pictures = ["image", *(["label"] if reader.task.loss == "pixel classes" else [])] if "image" in names else []
         for role in (role for role in pictures if role in rest):
-            if reader.check_headers(rest.pop(role), masks=role == "label"):
+            if reader.check_headers(rest.pop(role), role == "label", check_size):
                 passed_over.append(f"the pixels of {len(reader.rows)} images")
         if AUDIO in names and rest.pop(AUDIO, None) is not None:
             passed_over.append(f"{len(reader.rows)} recordings")

@@ -68,6 +68,7 @@ from runtime.judge.validate import validate
 from runtime.report.passes import PassModel
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
+from runtime.report.units import size_text
 
 LOG = "compress.log"
 
@@ -174,13 +175,13 @@ def _check_room(plan: Plan, out: Path, cache: Path) -> None:
     """Raise PlaceError if the disk of `out` has no room for the bundle: the plan has looked at the cache's alone."""
     expected = plan.forecast
     shared = out.parent.stat().st_dev == cache.stat().st_dev
-    needed = (expected.disk_bytes if shared else expected.bundle_bytes) / 2**30
-    free = shutil.disk_usage(out.parent).free / 2**30
+    needed = expected.disk_bytes if shared else expected.bundle_bytes
+    free = shutil.disk_usage(out.parent).free
     if needed > free:
         what = "bundle and cache" if shared else "the bundle"
         raise PlaceError(
-            f"{out.parent}: about {needed:.1f} GiB are needed for {what} and {free:.1f} are free; make room, or choose "
-            "another --out"
+            f"{out.parent}: about {size_text(needed)} are needed for {what} and {size_text(free)} are free; make room, "
+            "or choose another --out"
         )
 
 
@@ -289,6 +290,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring.append(Note("warning", text, here=True))
     if unread := plan.before.unread:
         scoring.append(Note("warning", describe_unread(unread)))
+    told = {note.text for result in passed.results for note in result.notes}
+    scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
     with journal.time_stage("writing the bundle"), blame(staging.parent):
         _, notes = assemble(
             staging,

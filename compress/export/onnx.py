@@ -63,14 +63,12 @@ from compress.quantize.float_blocks import MOST_AXES, is_float_block
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight, UnreadWeight
 from compress.quantize.state import GraphState, Range
-from runtime.backends.onnxruntime_cpu import failures
+from runtime.backends.onnxruntime_cpu import MOST_SAID, describe_failure, failures
 from runtime.bundle.files import ENCODER
 
 SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
 WAY_OUT = "change that code, or give the model as an ONNX file (source: onnx:...), or export a checkpoint alone"
-MOST_SAID = 300
-"""Letters of what the exporter says."""
 Weight = tuple[tuple[int, ...], Callable[[str], np.ndarray]]
 """Of a parameter that stays in its file: its shape, and what reads it by name, float32."""
 MOST_SHARED = 2**16
@@ -102,7 +100,7 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
         session: Any = open_session(graph)
         session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}, quiet)
     except failures() as error:  # of a LSTM with a projection the exporter writes what nothing runs
-        said = f"ONNX Runtime does not run the exported graph: {_first_lines(error)[:MOST_SAID]}"
+        said = f"ONNX Runtime does not run the exported graph: {describe_failure(error)}"
         raise NotExportable(f"{loaded.architecture}: {said}; {WAY_OUT}") from error
     return graph
 
@@ -219,7 +217,7 @@ def _save_one(model: ir.Model, path: Path, load: bool) -> None:
         if load and not computes_in_bfloat16(model) and not needs_tensorrt(model):
             open_session(path)
     except refusals as error:
-        raise ExportError(f"{path.name}: the exported graph is refused: {_first_lines(error)}") from error
+        raise ExportError(f"{path.name}: the exported graph is refused: {describe_failure(error)}") from error
 
 
 def _without_inferred(model: ir.Model) -> ir.Model:
@@ -459,12 +457,6 @@ def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
     assert value.const_value is not None
     value.const_value.name = name
     model.graph.register_initializer(value)
-
-
-def _first_lines(error: Exception, most: int = 6) -> str:
-    """Return what an error says, on one line of bounded length."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return " | ".join(line for line in lines if line[:1] not in ("", "=", "-"))[: most * 160]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import re
 import traceback
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,12 +205,38 @@ def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
-        real = _build_untrained(spec, source, root)
-        return trace(real, zeros(feeds, "cpu"), compute=True), [
+        return _build_and_run(spec, source, root, feeds), [
             f"the forward pass needs values ({first}); it was run on the CPU"
         ]
     except factory.USER_ERRORS as error:
+        images = find_task(spec.task).preprocess in ("image", "image-text")
+        found = _find_channels(lambda others: _build_and_run(spec, source, root, others), feeds) if images else None
+        if found is not None:
+            raise SourceError(
+                f"preprocess.channels: {spec.source} takes images with {found} of them, and gets {4 - found}: set "
+                f"channels: {'RGB' if found == 3 else 'L'}"
+            ) from error
         raise forward_failure(spec, feeds, error) from error
+
+
+def _build_and_run(spec: ModelSpec, source: Source, root: Path, feeds: SampleShapes) -> Trace:
+    return trace(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+
+
+def _find_channels(run: Callable[[SampleShapes], Trace], feeds: SampleShapes) -> int | None:
+    """Return how many channels an image has with which a model runs that does not with those of `feeds`; None: other.
+
+    Images are grey or in colour, and channels come first or last.
+    """
+    for name, (shape, dtype) in feeds.items():
+        for axis in (0, -1) if len(shape) == 3 else ():
+            if (n := 4 - shape[axis]) in (1, 3):
+                sizes = list(shape)
+                sizes[axis] = n
+                with contextlib.suppress(*factory.USER_ERRORS):
+                    run({**feeds, name: (tuple(sizes), dtype)})
+                    return n
+    return None
 
 
 def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from compress.errors import SourceError
+from compress.errors import SourceError, place_errors
 from compress.facts import SampleShapes
 from compress.models import huggingface
 from compress.models.meta import OpenedModel
@@ -31,7 +31,7 @@ from runtime.encode.preprocess import (
     TextPreprocess,
 )
 from runtime.encode.seq2seq import DECODER_IDS
-from runtime.encode.texts import FEEDS
+from runtime.encode.texts import FEEDS, find_width
 from runtime.tasks import find_task
 
 
@@ -64,6 +64,10 @@ def _shapes_of(
     spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
 ) -> SampleShapes:
     """Return shape and dtype of what these inputs are fed with for one sample, made by one kind of preprocessing."""
+    if isinstance(preprocess, TextPreprocess) and (path := locate(spec, root).onnx) is not None:
+        with place_errors("preprocess"):
+            width = find_width(preprocess, onnx_io(spec, path).inputs)
+        return dict.fromkeys(names, ((width or preprocess.max_length,), "int64"))
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
     if isinstance(preprocess, ImagePreprocess):

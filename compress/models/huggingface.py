@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -369,7 +370,8 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors has bars of its own
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

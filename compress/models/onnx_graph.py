@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from compress.graph.run import open_session, run_batches
 from compress.models.batch_axis import TOLERANCE, Arrays, BatchAxis, draw_sample, find_batch_axis
 from compress.models.onnx_check import COPIES, bound_process, run_apart
 from compress.models.source import onnx_external_files, read_onnx
-from runtime.backends.onnxruntime_cpu import failures
+from runtime.backends.onnxruntime_cpu import describe_failure, failures
 
 DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft")
 """Of operators that ONNX Runtime has."""
@@ -143,7 +142,8 @@ def _run_samples(
         session = open_session(model, threads=1)
     except failures() as error:
         return (
-            f"{path}: ONNX Runtime cannot load it: {_tell(error)}; export it for this version, or upgrade onnxruntime"
+            f"{path}: ONNX Runtime cannot load it: {describe_failure(error)}; export it for this version, or upgrade "
+            "onnxruntime"
         )
 
     def run(given: Arrays) -> Arrays:
@@ -158,7 +158,7 @@ def _run_samples(
         try:
             outputs = run({name: np.stack([values] * (fixed or 1)) for name, values in samples[0].items()})
         except failures() as error:
-            why = why or _tell(error)
+            why = why or describe_failure(error)
         else:
             if state:
                 return _find_lost_state(path, outputs, states, state) or asdict(BatchAxis(False))
@@ -177,12 +177,6 @@ def _find_lost_state(path: Path, outputs: Arrays, states: Arrays, state: Mapping
                 "check which output is which input's"
             )
     return ""
-
-
-def _tell(error: Exception) -> str:
-    """Return a library's error as one line, without its number and its own code's places."""
-    text = " ".join(str(error).rpartition("[ONNXRuntimeError] : ")[2].split())
-    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ .*?\) (?=[A-Z'\"])", "", text)[:300]
 
 
 def check_finite_onnx(model: ir.Model, path: Path) -> None:

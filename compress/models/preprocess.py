@@ -109,7 +109,8 @@ def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
     if not names or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
         if not task.needs_class_names:
             return ()
-        raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [O, B-PER, ...]")
+        some = "O, B-PER" if task.loss == "token classes" else "cat, dog"
+        raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [{some}, ...]")
     return names
 
 

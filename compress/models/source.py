@@ -264,6 +264,8 @@ def _check_shards(folder: Path) -> None:
         raise SourceError(f"{folder}: shards are missing: {', '.join(missing)}; copy or download them again")
 
 
+MOST_NAMED = 4
+"""Weight files that are offered in the place of one that is not there."""
 LONGEST_NAME = 255
 """Bytes of a file's name: what the usual file systems hold."""
 
@@ -316,7 +318,8 @@ def _find_weights(text: str, root: Path) -> Path:
         return resolve_path(root, text)
     except SourceError as error:
         folders = [folder / Path(text).parent for folder in (Path.cwd(), root.absolute())]
-        near = did_you_mean(Path(text).name, (p.name for f in folders for p in f.glob("*") if p.suffix in WEIGHTS))
+        beside = sorted({p.name for f in folders for p in f.glob("*") if p.suffix in WEIGHTS})
+        near = did_you_mean(Path(text).name, beside) or (f"; there is {', '.join(beside[:MOST_NAMED])}" * bool(beside))
         raise SourceError(f"model.weights: {error}{near}") from error
 
 

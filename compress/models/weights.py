@@ -70,11 +70,10 @@ def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where
         for name, tensor in wanted.items()
         if name in shapes and shapes[name] != tuple(tensor.shape)
     ]
-    if len(unexpected) == len(shapes) and shapes and not _suggest_prefix(unexpected, wanted):
-        shown = f"it has {_format_names(list(shapes), 2)}, the model {_format_names(list(wanted), 2)}"
-        raise SourceError(
-            f"{where}: none of its {len(shapes)} names is in the model: {shown}; weights of another model?"
-        )
+    fit = len(shapes) - len(unexpected)
+    if 2 * fit < len(shapes) and not _suggest_prefix(unexpected, wanted):
+        shown = f"it has {_format_names(unexpected, 2)}, the model {_format_names(missing or list(wanted), 2)}"
+        raise SourceError(f"{where}: {fit or 'none'} of {len(shapes)} names fit: weights of another model? {shown}")
     problems = [f"{where}: missing: {_format_names(missing)}"] if missing else []
     problems += (
         [f"{where}: not in the model: {_format_names(unexpected)}{_suggest_prefix(unexpected, wanted)}"]

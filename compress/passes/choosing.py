@@ -45,11 +45,16 @@ def choose_layers(
 
 
 def tell_float_share(
-    kind: str, facts: ModelFacts, kept: Sequence[LayerDecision], unfit: Callable[[LayerFacts], str | None]
+    kind: str,
+    facts: ModelFacts,
+    kept: Sequence[LayerDecision],
+    unfit: Callable[[LayerFacts], str | None],
+    other: tuple[str, Callable[[LayerFacts], str | None]] | None = None,
 ) -> list[Note]:
     """Return notes on what of the model's bytes stays float because the pass has no form for it, with their share.
 
-    Tables are not among them: whether they are rounded is the recipe's choice.
+    Tables are not among them: whether they are rounded is the recipe's choice. `other`: a pass and its `unfit`, named
+    where it takes what this one leaves, and that is most of the model.
     """
     names = {decision.layer for decision in kept}
     by_reason: dict[str, dict[str, int]] = {}
@@ -57,6 +62,14 @@ def tell_float_share(
         able = layer.type == "Embedding" or layer.bits < 16 or layer.name not in names
         if not able and (why := unfit(layer)):
             by_reason.setdefault(why, {})[layer.name] = layer.n_bytes
+    unable = {name for sizes in by_reason.values() for name in sizes}
+    left = [layer for layer in facts.distinct_layers() if layer.name in unable and other and not other[1](layer)]
+    if other and sum(layer.n_bytes for layer in left) > facts.n_bytes / 2:
+        reached = [layer for layer in facts.distinct_layers() if layer.name not in names]
+        share = sum(layer.n_bytes for layer in reached) / facts.n_bytes
+        what = f"layer {reached[0].name}" if len(reached) == 1 else f"{len(reached)} layers"
+        text = f"{kind} reaches only {what} ({share:.0%} of the weights): use {other[0]}, which takes "
+        return [Note("warning", text + _list_some([layer.name for layer in left]))]
     worth = WORTH_NAMING * max(facts.n_bytes, 1)
     told = {why: sizes for why, sizes in by_reason.items() if sum(sizes.values()) >= worth}
     if facts.outside:
@@ -65,9 +78,12 @@ def tell_float_share(
 
 
 def _tell_share(kind: str, facts: ModelFacts, sizes: Mapping[str, int], why: str) -> Note:
-    share, names = sum(sizes.values()) / max(facts.n_bytes, 1), list(sizes)
-    some = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
-    return Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {some} ({why})")
+    share = sum(sizes.values()) / max(facts.n_bytes, 1)
+    return Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {_list_some(list(sizes))} ({why})")
+
+
+def _list_some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
 def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[str, Sequence[str]]) -> list[str]:
@@ -79,6 +95,12 @@ def pattern_problems(layers: Sequence[LayerFacts], kind: str, fields: Mapping[st
                 some = ", ".join(layer.name for layer in layers[:3])
                 problems.append(f"{kind}: {field}: {pattern!r} matches no layer (this model has {some}, ...)")
     return problems
+
+
+def refuse_rounded(kind: str, facts: ModelFacts, op: str = "") -> list[str]:
+    """Return a sentence where a layer, one of that `op` if it is given, is rounded that the pass works on in float."""
+    rounded = [layer.name for layer in facts.layers if layer.bits < 16 and op in ("", layer.op)]
+    return [f"{kind}: must come before the pass that rounds {rounded[0]}"] if rounded else []
 
 
 def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[Note], list[str]]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
+from compress.passes.choosing import refuse_rounded
 from compress.passes.distill_student import Student, student_facts
 from compress.passes.training import LearningPass
 from compress.specs import Record
@@ -56,10 +57,7 @@ class Distill(LearningPass):
         problems, task = self.training_problems(facts), find_task(facts.task)
         facts, more, who = student_facts(self.student, facts)
         problems += [f"distill: {problem}" for problem in more]
-        rounded = [layer.name for layer in facts.layers if layer.bits < 16]
-        if rounded:
-            problems.append(f"distill: must come before the pass that rounds {rounded[0]}")
-        problems += self.term_problems(facts)
+        problems += [*refuse_rounded(self.kind, facts), *self.term_problems(facts)]
         if self.sequences is not None and (not task.generates or task.encodes):
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)

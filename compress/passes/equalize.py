@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Pass
-from compress.passes.choosing import choose_layers, pattern_problems
+from compress.passes.choosing import choose_layers, pattern_problems, refuse_rounded
 from compress.specs import LayerPattern
 
 
@@ -33,7 +33,7 @@ class Equalize(Pass):
         taken, kept = choose_layers(facts.layers, (), self.ignore, self.unfit)
         problems = pattern_problems(facts.layers, self.kind, {"ignore": self.ignore})
         if len(taken) < 2:
-            problems.append("equalize: the model has no two layers in a row")
+            problems += refuse_rounded(self.kind, facts) or ["equalize: the model has no two layers in a row"]
         decisions = [
             LayerDecision(layer.name, layer.type, "equalized", "where only a ReLU stands before it") for layer in taken
         ]

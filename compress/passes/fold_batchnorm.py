@@ -7,6 +7,7 @@ from typing import Literal
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Pass
+from compress.passes.choosing import refuse_rounded
 
 
 class FoldBatchNorm(Pass):
@@ -23,9 +24,7 @@ class FoldBatchNorm(Pass):
             )
         elif not any("batchnorm" in operator.lower().replace("_", "") for operator in facts.operators):
             problems.append("fold_batchnorm: the model has no batch normalisation; remove the pass")
-        rounded = [layer.name for layer in facts.layers if layer.op == "Conv" and layer.bits < 16]
-        if rounded:
-            problems.append(f"fold_batchnorm: must come before the pass that rounds {rounded[0]}")
+        problems += refuse_rounded(self.kind, facts, "Conv")
         decisions = [
             LayerDecision(layer.name, layer.type, "folded into", "") for layer in facts.layers if layer.op == "Conv"
         ]

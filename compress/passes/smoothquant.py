@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import Pass, Stage
-from compress.passes.choosing import choose_layers, pattern_problems
+from compress.passes.choosing import choose_layers, pattern_problems, refuse_rounded
 from compress.specs import LayerPattern
 from runtime.tasks import find_task
 
@@ -42,7 +42,8 @@ class SmoothQuant(Pass):
         taken, kept = choose_layers(facts.layers, (), self.ignore, self.unfit)
         problems = pattern_problems(facts.layers, self.kind, {"ignore": self.ignore})
         if not taken:
-            problems.append("smoothquant: the model has no float matrix product to smooth")
+            nothing = "smoothquant: the model has no float matrix product to smooth"
+            problems += refuse_rounded(self.kind, facts) or [nothing]
         how = "alpha searched" if self.alpha is None else f"alpha {self.alpha:g}"
         decisions = [LayerDecision(layer.name, layer.type, "smoothed", how) for layer in taken]
         text = (

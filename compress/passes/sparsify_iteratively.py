@@ -11,7 +11,7 @@ from pydantic import Field
 from compress.distill.course import Course
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
-from compress.passes.choosing import choose_layers, pattern_problems
+from compress.passes.choosing import choose_layers, pattern_problems, refuse_rounded
 from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems, gain
 from compress.passes.training import LearningPass
 from compress.specs import LayerPattern
@@ -76,7 +76,7 @@ class SparsifyIteratively(LearningPass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         taken, kept = self.choose_layers(facts.layers)
-        problems = [*self.training_problems(facts), *self.term_problems(facts), *self._order_problems(facts)]
+        problems = [*self.training_problems(facts), *self.term_problems(facts), *refuse_rounded(self.kind, facts)]
         problems += pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             problems.append(f"{self.kind}: no layer is left to make sparse")
@@ -93,10 +93,6 @@ class SparsifyIteratively(LearningPass):
         back = "as learned" if self.rewind == "never" else f"rewound to {self.rewind:.0%} of the training"
         how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
         return LayerDecision(layer.name, layer.type, "sparse", how)
-
-    def _order_problems(self, facts: ModelFacts) -> list[str]:
-        rounded = [layer.name for layer in facts.layers if layer.bits < 16]
-        return [f"{self.kind}: must come before the pass that rounds {rounded[0]}"] if rounded else []
 
     def _find_problem(self, layer: LayerFacts) -> str | None:
         if self.scope == "layer" and round(self.sparsity * layer.n_weights) == layer.n_weights:

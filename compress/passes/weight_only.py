@@ -24,6 +24,7 @@ from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, 
 from compress.formats.targets import Format, Target
 from compress.passes.base import BlockWorkload, Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
+from compress.passes.int8 import Int8
 from compress.passes.layer_schemes import (
     count_stored_bits,
     describe_scheme,
@@ -231,7 +232,7 @@ class WeightPass(WeightNumbers, Pass):
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
-        notes += tell_float_share(self.kind, facts, kept, self.unfit)
+        notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:

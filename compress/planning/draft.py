@@ -17,7 +17,7 @@ from compress.data.samples import n_rows, open_source
 from compress.data.table import Table
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.formats.targets import TARGETS
-from compress.models.find_task import find_task_of_folder
+from compress.models.find_task import explain_other_task, find_task_of_folder
 from compress.models.meta import open_on_meta
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import locate
@@ -212,11 +212,13 @@ def _gather_sets(data: DataGiven | None, given: Mapping[str, DataGiven], root: P
 def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dict[str, Any]], root: Path) -> Draft:
     """Return the draft with its task, and what is known of the model with it; its sets are yet to be divided."""
     spec = next((sets[name] for name in ("data", "evaluation", "calibration", "train") if name in sets), None)
-    if task is not None:
-        return _try_task(base, task, spec, root, "given")
     source = base["model"]["source"]
     located = locate(make_model_spec(base, GENERIC.name), root)
     folder = located.folder or (located.onnx.parent if located.onnx is not None else None)
+    if task is not None:
+        if located.kind == "huggingface" and located.folder and (other := explain_other_task(task, located.folder)):
+            raise RecipeError(f"--task {task}: config.json of {source} names {other}, which has another; leave it out")
+        return _try_task(base, task, spec, root, "given")
     if folder is not None and (named := find_task_of_folder(folder)) is not None:
         return _try_task(base, named[0], spec, root, f"found in {named[1]}")
     if located.kind == "huggingface":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,11 @@ import onnx_ir as ir
 import torch
 
 from compress.blocks.experts import unstack_experts
-from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
 from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
-from compress.data.inspect import DataFacts, check_values, inspect_data
+from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
-from compress.errors import PlanError, SourceError
+from compress.errors import PlanError, SourceError, place_errors
 from compress.facts import ModelFacts, Note, SampleShapes
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.graph.specs import input_specs
@@ -35,21 +33,29 @@ from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.huggingface import reads_samples_apart
 from compress.models.language import read_generation, tokenizer_folder
 from compress.models.load import TorchModel, load_torch_model
-from compress.models.meta import OpenedModel, open_on_meta
-from compress.models.onnx_ends import find_alike, onnx_io
+from compress.models.meta import open_on_meta
+from compress.models.onnx_ends import onnx_io
 from compress.models.onnx_graph import open_onnx
-from compress.models.packed import quantization_of
-from compress.models.preprocess import find_class_names, resolve_preprocess, shifts_masks
+from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.source import Source, list_weight_files, locate, model_digest
-from compress.models.weights import check_finite_file
 from compress.passes.distill_student import Student
+from compress.planning.input_checks import (
+    check_samples,
+    check_token_ids,
+    check_weights,
+    find_rate_problems,
+    make_image_part,
+    note_masks,
+    note_packing,
+    note_unpacked,
+    suggest_states,
+)
 from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.store.cache import default_root
-from compress.store.digests import READ_AT_ONCE_BYTES, FileDigests, identify_file
+from compress.store.digests import FileDigests, identify_file
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
-from compress.tasks.base import MaskIds
 from runtime.backends.base import iter_calls
 from runtime.backends.onnxruntime_cpu import InferenceSession
 from runtime.bundle.columns import Columns, count, take
@@ -66,7 +72,6 @@ from runtime.encode.language import (
     make_language_encoder,
 )
 from runtime.encode.preprocess import (
-    AudioPreprocess,
     PreprocessSpec,
     Seq2SeqPreprocess,
     make_preprocessor,
@@ -75,14 +80,11 @@ from runtime.encode.preprocess import (
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
 from runtime.metrics import METRICS
-from runtime.report.units import size_text
 from runtime.tasks.predict import encoding_views
 from runtime.words import suggest
 
 MOST_COUNTED = 512
 """Texts whose tokens a plan counts."""
-MOST_ENCODED = 4096
-"""Texts of a set whose token ids a plan looks at, in half a second."""
 BYTES_A_TOKEN = 2.0
 """Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
@@ -134,7 +136,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     root, spec = recipe.root, recipe.model
     preprocess = resolve_preprocess(spec, recipe.preprocess, root)
     opened = open_on_meta(spec, root)
-    unpacked = _note_unpacked(opened)
+    unpacked = note_unpacked(opened)
     names = model_inputs(opened)
     class_names = find_class_names(spec, root)
     data, problems, chats = {}, [], _make_chat_encoder(recipe)
@@ -145,14 +147,17 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
             data[name] = inspect_data(declared, root, spec.task, *about)
         except SourceError as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
-    problems += _suggest_states(opened, problems)
+    problems += suggest_states(opened, problems)
     if not data and not problems:
         raise PlanError("data: the recipe names no data set; an evaluation set is what the result is judged on")
     if not data:
         raise SourceError(problems)
-    problems += _find_rate_problems(preprocess, data)
+    problems += find_rate_problems(preprocess, data)
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(spec, root, preprocess, shapes, names)
+    if opened.source.onnx is not None:
+        with place_errors("preprocess"):
+            make_image_part(preprocess, onnx_io(spec, opened.source.onnx).inputs)
     coupling, blocks = (
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
@@ -164,18 +169,18 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     students = _look_at_students(recipe, feeds, coupling, blocks)
     tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
     detections = read_detections(spec, root, facts.outputs)
-    notes = [*notes, *unpacked, *_note_masks(recipe, data, folder)]
+    notes = [*notes, *unpacked, *note_masks(recipe, data, folder)]
     if spec.encodes and folder is not None:
         notes += describe_not_followed(folder)
     apart = any(declared.packing for declared in recipe.data.declared.values()) and reads_samples_apart(opened.module)
-    notes += [] if apart else _note_packing(recipe)
+    notes += [] if apart else note_packing(recipe)
     facts = replace(
         facts, notes=(*facts.notes, *notes), students=students.facts, detections=detections, reads_apart=apart
     )
     problems += students.problems
-    passed_over = _check_weights(opened, facts.unread)
-    look = partial(_check_token_ids, opened.module, spec.task, preprocess, facts.inputs, tokenizer)
-    passed_over += _check_samples(spec.task, data, facts, look, problems)
+    passed_over = check_weights(opened, facts.unread)
+    look = partial(check_token_ids, opened.module, spec.task, preprocess, facts.inputs, tokenizer)
+    passed_over += check_samples(spec.task, data, facts, look, preprocess, problems)
     return Inputs(
         recipe,
         preprocess,
@@ -193,120 +198,6 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(_list_weight_files(recipe)),
         tuple(passed_over),
     )
-
-
-def _suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:
-    """Return what a recipe may say of inputs that an output is like, where something is wrong with the data."""
-    if opened.source.onnx is None or not problems:
-        return []
-    ends = onnx_io(opened.spec, opened.source.onnx)
-    like = {spec.name: find_alike(spec, ends.outputs) for spec in ends.inputs if len(ends.inputs) > 1}
-    return [
-        f"model: input '{name}' is of the shape of output '{output}'; if the next call reads there what a call gives, "
-        f"say model.state: {{{output}: {name}}}"
-        for name, output in like.items()
-        if output
-    ]
-
-
-def _check_weights(opened: OpenedModel, unread: Mapping[str, int]) -> list[str]:
-    """Raise SourceError for NaN or infinity in a torch model's files; return what is too large to be looked at.
-
-    An ONNX file is looked at where one sample is run. `unread`: tensors that are no part of the model.
-    """
-    files = list_weight_files(opened.source) if opened.module is not None else []
-    n_bytes = sum(path.stat().st_size for path in files)
-    if n_bytes > READ_AT_ONCE_BYTES:
-        return [f"the values of the weights ({size_text(n_bytes)})"]
-    assert opened.module is not None or not files
-    buffers = tuple(plain(name) for name, _ in opened.module.named_buffers()) if opened.module is not None else ()
-    for path in files:
-        _check_file(path, identify_file(path), tuple(unread), buffers)
-    return []
-
-
-@lru_cache(maxsize=64)
-def _check_file(path: Path, marks: str, unread: tuple[str, ...], buffers: tuple[str, ...]) -> None:
-    check_finite_file(path, unread, buffers)
-
-
-def _check_token_ids(
-    module: torch.nn.Module | None,
-    task: str,
-    preprocess: PreprocessSpec,
-    specs: tuple[TensorSpec, ...],
-    tokenizer: Path | None,
-    columns: Columns,
-) -> list[str]:
-    """Raise SourceError for a text with a token that the model's table has no row for; return what was passed over."""
-    wrapped = getattr(module, "wrapped", None)
-    if (
-        preprocess.kind != "text"
-        or "text" not in columns
-        or wrapped is None
-        or not hasattr(wrapped, "get_input_embeddings")
-    ):
-        return []
-    n_rows = getattr(wrapped.get_input_embeddings(), "num_embeddings", None)
-    encoder = make_preprocessor(preprocess, specs, tokenizer)
-    for view in encoding_views(task, columns):
-        for start in range(0, min(count(view), MOST_ENCODED), IMAGE_BATCH):
-            rows = np.arange(start, min(start + IMAGE_BATCH, count(view)))
-            part = split_samples(encoder, {name: take(view, name, rows) for name in view}).columns
-            largest = int(encoder.encode(part)["input_ids"].max())
-            if n_rows is not None and largest >= n_rows:
-                raise SourceError(
-                    f"token id {largest}, in a text of samples {start} to {rows[-1]}, is beyond the model's "
-                    f"vocabulary of {n_rows} tokens: is this the model's own tokenizer?"
-                )
-    return [f"the tokens of texts after the first {MOST_ENCODED}"] if count(columns) > MOST_ENCODED else []
-
-
-def _check_samples(
-    task: str,
-    data: Mapping[str, DataFacts],
-    facts: ModelFacts,
-    look: Callable[[Columns], list[str]],
-    problems: list[str],
-) -> list[str]:
-    """Look at the values of all sets: add what is wrong to `problems`, and return what was not looked at.
-
-    What a language model reads is looked at where its tokens are counted, but for what it learns from.
-    """
-    torch_task, passed_over = find_torch_task(task), []
-    if torch_task.task.generates:
-        return ["the texts of data.train"] if "train" in data else []
-    n_classes = torch_task.count_classes(facts.outputs)
-    for name, found in data.items():
-        try:
-            passed_over += [f"{what} of data.{name}" for what in check_values(found, n_classes, look)]
-        except (SourceError, UsageError) as error:
-            problems += [f"data.{name}: {problem}" for problem in error.problems]
-    return passed_over
-
-
-def _note_unpacked(opened: OpenedModel) -> list[str]:
-    """Return a note where the weights of a folder are quantized already, and are read as floats.
-
-    SourceError where they stay packed: there is nothing that a pass could round.
-    """
-    record = quantization_of(opened.source.folder) if opened.source.kind == "huggingface" else {}
-    if not record or opened.module is None:
-        return []
-    what = (
-        f"{opened.spec.source}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
-    )
-    packed = [name for name, layer in opened.module.named_modules() if is_layer(layer) and not _has_floats(layer)]
-    if packed:
-        more = f" and {len(packed) - 1} layers more" if len(packed) > 1 else ""
-        raise SourceError(f"{what}, and {plain(packed[0])}{more} stay packed; give the float model that it was made of")
-    return [f"{what}; they are read as floats, and a pass would round them a second time: better give the float model"]
-
-
-def _has_floats(layer: torch.nn.Module) -> bool:
-    """Return whether a layer holds its weight as floats that can be computed with, not as codes of 8 bits or fewer."""
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
 
 def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
@@ -354,40 +245,6 @@ def _list_weight_files(recipe: Recipe) -> list[Path]:
         with suppress(SourceError):
             files += list_weight_files(locate(student_spec(recipe.model, student), recipe.root))
     return list(dict.fromkeys(files))
-
-
-def _find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts]) -> list[str]:
-    """Return a problem for each set whose first audio has another rate than the model takes, unless it is changed."""
-    if not isinstance(preprocess, AudioPreprocess) or preprocess.resample:
-        return []
-    return [
-        f"data.{name}: {facts.source}: audio of {facts.rate} samples a second, and the model takes {preprocess.rate}: "
-        "set resample: true in preprocess, or change the files"
-        for name, facts in data.items()
-        if facts.rate not in (None, preprocess.rate)
-    ]
-
-
-def _note_masks(recipe: Recipe, data: Mapping[str, DataFacts], folder: Path | None) -> list[str]:
-    """Return a note for each set whose masks are read as they are, where the model's folder says otherwise."""
-    if find_torch_task(recipe.model.task).loss != "pixel classes" or not shifts_masks(folder):
-        return []
-    return [
-        f"data.{name}: the model's preprocessor_config.json says do_reduce_labels: 1 is the first class in its masks, "
-        "and 0 none; if these are so, add `masks: {first: 1, ignore: 0}`"
-        for name, facts in data.items()
-        if facts.has_labels and recipe.data.declared[name].masks == MaskIds()
-    ]
-
-
-def _note_packing(recipe: Recipe) -> list[str]:
-    """Return a note for each set whose samples share rows, where the model reads a row as one text."""
-    return [
-        f"data.{name}: packing: this model attends across the samples of a row: transformers makes it no mask by their "
-        "positions"
-        for name, declared in recipe.data.declared.items()
-        if declared.packing
-    ]
 
 
 def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
@@ -452,17 +309,15 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
         encoded = answer_encoder(
             make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
         )
-        try:
+        with place_errors(f"data.{name}"):
             encoded.references(samples.columns)
             split = split_samples(encoded, samples.columns)
-        except UsageError as error:
-            raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
         if name == "evaluation" and (split.rows_each > 1).all():
             _refuse_token_metrics(inputs.recipe.validate_)
         return samples
     assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
-    try:
+    with place_errors(f"data.{name}"):
         columns = _pack_samples(encoder, samples.columns, name, inputs)
         sequences, masks = encoder.sequences(columns), encoder.loss_masks(columns)
         if max(map(len, sequences)) < 2:
@@ -472,8 +327,6 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
                 f"the assistant says nothing in the first {inputs.preprocess.max_length} tokens of any conversation: "
                 "give others, a larger preprocess.max_length, or chat.loss_on: all"
             )
-    except UsageError as error:
-        raise SourceError([f"data.{name}: {problem}" for problem in error.problems]) from error
     return samples if columns is samples.columns else samples_of(dict(columns))
 
 

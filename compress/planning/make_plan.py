@@ -52,7 +52,7 @@ from compress.planning.judging import is_scored_by_torch
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
-from compress.planning.validation import engine_notes, objections
+from compress.planning.validation import engine_notes, objections, order_problems
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
 from compress.prune.shrink import remove_all
@@ -123,6 +123,8 @@ def make_plan(
     expected = forecast(*about)
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
+    misplaced = {text.partition(": ")[0] for text in order_problems(recipe.passes, before)}  # told of that alone
+    problems = [text for text in problems if text.partition(": ")[0] not in misplaced]
     problems = [*inputs.problems, *objections(inputs, expected, store.root), *problems]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
         problems = [problem for found, _ in checkpoints for problem in found]

@@ -32,6 +32,7 @@ from runtime.judge.gates import check_gates
 from runtime.judge.slices import LABEL, SET
 from runtime.measure.workload import MOST_FEED_BYTES, check_room
 from runtime.metrics import MEASURED, SIZES
+from runtime.report.units import size_text
 from runtime.tasks import find_task
 
 STAGES = ("model", "blocks", "graph")
@@ -340,21 +341,21 @@ def judging_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
 def limit_problems(recipe: Recipe, expected: Forecast, root: Path) -> list[str]:
     """Report more memory or disk than the recipe allows, or than is free on the disk where the results are kept."""
     limits, problems = recipe.limits, []
-    memory, disk = expected.memory_bytes / 2**30, expected.disk_bytes / 2**30
-    if limits.memory_gib is not None and memory > limits.memory_gib:
-        problems.append(
-            f"limits.memory_gib: about {memory:.1f} GiB are needed, {limits.memory_gib:g} are allowed; use a smaller "
-            "model, or raise the limit"
-        )
-    if limits.disk_gib is not None and disk > limits.disk_gib:
-        problems.append(f"limits.disk_gib: about {disk:.1f} GiB are needed, {limits.disk_gib:g} are allowed")
+    for name, needed, allowed in (
+        ("memory_gib", expected.memory_bytes, limits.memory_gib),
+        ("disk_gib", expected.disk_bytes, limits.disk_gib),
+    ):
+        if allowed is not None and needed > allowed * 2**30:
+            problems.append(
+                f"limits.{name}: about {size_text(needed)} are needed, {size_text(allowed * 2**30)} are allowed; use a "
+                "smaller model, or raise the limit"
+            )
     existing = next(folder for folder in (root, *root.parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free / 2**30
-    kept = disk - expected.bundle_bytes / 2**30
+    free, kept = shutil.disk_usage(existing).free, expected.disk_bytes - expected.bundle_bytes
     if kept > free:
         problems.append(
-            f"{existing}: about {kept:.1f} GiB are needed and {free:.1f} are free; make room, or set COMPRESS_CACHE to "
-            "a folder on another disk"
+            f"{existing}: about {size_text(kept)} are needed and {size_text(free)} are free; make room, or set "
+            "COMPRESS_CACHE to a folder on another disk"
         )
     return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, RuntimeFailure, UsageError
 
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
+MOST_SAID = 300
+"""Characters of an error that are shown."""
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
 
 
@@ -228,6 +231,12 @@ def failures() -> tuple[type[Exception], ...]:
 
     classes = (kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception))
     return (*classes, RuntimeError, UnicodeDecodeError)
+
+
+def describe_failure(error: Exception) -> str:
+    """Return an error of ONNX or ONNX Runtime as one line, without its number and its own code's places."""
+    text = " ".join(str(error).rpartition("[ONNXRuntimeError] : ")[2].split())
+    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ .*?\) (?=[A-Z'\"])", "", text)[:MOST_SAID]
 
 
 def _invalid_argument() -> type[Exception]:

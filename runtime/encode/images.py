@@ -23,6 +23,8 @@ MOST_PIXELS = 2**14
 """A side of an image."""
 MOST_SCALE = 1e12
 """Of scale, mean and std: larger ones leave float32, in which pixels are normalised."""
+ORIENTATION = 0x0112
+"""EXIF's tag of how the camera was held."""
 LONGEST_SIDES = 32
 """Times the shorter side: a row of a thousand pixels, resized to 256 rows, would become a quarter of a million long."""
 
@@ -110,17 +112,18 @@ class ImageEncoder:
 
     def _encode(self, images: Any) -> dict[str, Array]:
         pixels = batch_pixels(images, self.spec)  # [n, H, W, C]
-        self._check_size(pixels.shape[1:3])
+        self.check_size(pixels.shape[1:3])
         if self.input.dtype == "uint8":
             return {self.input.name: np.ascontiguousarray(_to_layout(pixels, self.spec))}
         return {self.input.name: normalize_pixels(pixels, self.spec).astype(self.input.dtype, copy=False)}
 
-    def _check_size(self, size: tuple[int, ...]) -> None:
+    def check_size(self, size: tuple[int, ...]) -> None:
+        """Raise UsageError unless images of that (height, width), preprocessed, are what the model takes."""
         wanted = self.input.shape[2:4] if self.spec.layout == "NCHW" else self.input.shape[1:3]
         if any(isinstance(want, int) and want != have for want, have in zip(wanted, size, strict=True)):
             raise UsageError(
                 f"images are {size[0]}x{size[1]} after preprocessing, but the model's input '{self.input.name}' takes "
-                f"{wanted[0]}x{wanted[1]} (height x width): set resize or crop"
+                f"{wanted[0]}x{wanted[1]} (height x width): set preprocess.resize: [{wanted[0]}, {wanted[1]}], or crop"
             )
 
 
@@ -135,7 +138,7 @@ def make_image_encoder(spec: ImagePreprocess, inputs: tuple[TensorSpec, ...]) ->
     if isinstance(channels, int) and channels != spec.n_channels:
         raise UsageError(
             f"input '{inputs[0].name}' {inputs[0].shape} has {channels} channels in layout {spec.layout}, "
-            f"but channels: {spec.channels} makes {spec.n_channels}"
+            f"but channels: {spec.channels} makes {spec.n_channels}: set preprocess.channels or preprocess.layout"
         )
     if inputs[0].dtype == "uint8" and (spec.scale != 1 or set(spec.mean) != {0} or set(spec.std) != {1}):
         raise UsageError(f"input '{inputs[0].name}' takes uint8 pixels as they are: set scale: 1, mean: [0], std: [1]")
@@ -312,14 +315,16 @@ def _read_image(path: Path, name: str) -> Array:
         return _from_pillow(_import_pillow().ImageOps.exif_transpose(image), name)
 
 
-def check_image_file(path: str | Path, any_depth: bool) -> None:
-    """Raise UsageError unless a file's header is that of an image that can be read; its pixels are not decoded.
+def read_image_size(path: str | Path, any_depth: bool) -> tuple[int, int]:
+    """Return the (height, width) of an image file, upright, from its header alone: its pixels are not decoded.
 
-    `any_depth`: it may have more than 8 bits a channel, as masks may.
+    `any_depth`: it may have more than 8 bits a channel, as masks may. UsageError where it cannot be read.
     """
     with _open_image(Path(path), "image") as image:
         if not any_depth:
             _check_depth(image, f"image: {path}")
+        turned = image.getexif().get(ORIENTATION, 1) >= 5  # by a quarter
+        return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def _check_depth(image: Any, name: str) -> None:

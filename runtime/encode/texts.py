@@ -231,7 +231,7 @@ def make_text_encoder(spec: TextPreprocess, inputs: tuple[TensorSpec, ...], mode
     sides come from tokenizer.json and tokenizer_config.json. BundleError if the tokenizer cannot be read; UsageError if
     the model takes inputs that texts do not make, or fewer tokens than max_length.
     """
-    width = _find_width(spec, inputs)
+    width = find_width(spec, inputs)
     if model_dir is None:
         raise UsageError("text preprocessing reads a tokenizer: give the model's folder")
     tokenizer = load_tokenizer(model_dir / spec.tokenizer)
@@ -292,7 +292,11 @@ def _pool_tokens(values: Array, mask: Array, spec: TextPreprocess) -> Array:
     return (values / np.maximum(norms, 1e-12)).astype(np.float32)
 
 
-def _find_width(spec: TextPreprocess, inputs: tuple[TensorSpec, ...]) -> int | None:
+def find_width(spec: TextPreprocess, inputs: tuple[TensorSpec, ...]) -> int | None:
+    """Return how many tokens every text is filled up to; None: to those of the longest of its batch.
+
+    UsageError for inputs that texts do not make, and for fewer tokens than `max_length`.
+    """
     names = [i.name for i in inputs]
     other = [name for name in names if name not in FEEDS]
     if other or "input_ids" not in names:
@@ -305,7 +309,7 @@ def _find_width(spec: TextPreprocess, inputs: tuple[TensorSpec, ...]) -> int | N
     width = int(max(fixed))
     if spec.max_length > width:
         raise UsageError(
-            f"max_length is {spec.max_length}, but the model takes {width} tokens: set max_length: {width}"
+            f"max_length is {spec.max_length}, but the model takes {width} tokens: set preprocess.max_length: {width}"
         )
     return width
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import graphs
+import makers
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from compress.cli import app
 from compress.data.find_sets import parse_mapping
 from compress.errors import CompressError
+from compress.models.weights import check_shapes
 from compress.planning.draft import make_recipe, name_recipe
 from compress.planning.usual import find_scheme
 from compress.recipe.goal import read_goals
@@ -169,3 +180,79 @@ def test_the_runtime_answers_with_ours() -> None:
 
 def test_a_factory_called_like_any_other_names_no_recipe() -> None:
     assert name_recipe("python:digits/model.py:build") == "digits"
+
+
+def save_images(folder: Path, sizes: list[tuple[int, int]]) -> None:
+    for number, size in enumerate(sizes):
+        place = folder / f"{number % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full(size, 20 * number, np.uint8)).save(place / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"preprocess": {"channels": "RGB"}}, ["preprocess.channels: ", "python:net.py:make", "set channels: L"]),
+        (
+            {"data": {"evaluation": {"source": "imagefolder:mixed"}}},
+            ["data.evaluation: ", "mixed/1/4.png: images are 9x8 after", "set preprocess.resize: [8, 8]"],
+        ),
+        ({"passes": [{"kind": "int8"}, {"kind": "prune_channels", "ratio": 0.5}]}, ["must come before int8"]),
+        ({"passes": [{"kind": "int8"}, {"kind": "rtn"}]}, ["passes.1: rtn", "must come before int8"]),
+        ({"passes": [{"kind": "int8"}, {"kind": "equalize"}]}, ["must come before the pass that rounds conv"]),
+        ({"passes": [{"kind": "int8"}, {"kind": "smoothquant"}]}, ["must come before the pass that rounds conv"]),
+        (
+            {"model": {"weights": "nets.safetensors"}},
+            ["model.weights: nets.safetensors: no such file", "did you mean 'net.safetensors'?"],
+        ),
+        ({"model": {"weights": "x.pt"}}, ["model.weights: x.pt: no such file", "; there is net.safetensors, other.s"]),
+        ({"model": {"weights": "pickled.pth"}}, ["pickled.pth: holds Python objects", "safetensors.torch.save_file("]),
+        (
+            {"model": {"weights": "other.safetensors"}},
+            ["other.safetensors: none of 37 names fit: weights of another model? it has 'b0', 'b1' and 35 more, the"],
+        ),
+        ({"model": {"source": "onnx:far.onnx", "weights": None}}, ["far.onnx.data is missing; copy it beside"]),
+    ],
+)
+def test_a_plan_says_each_cause_once(changes: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESS_TIMING", "off")
+    recipe = makers.changed(makers.image_recipe(Path()), **changes)
+    save_images(Path("mixed"), [(8, 8)] * 4 + [(9, 8)] * 2)
+    save_file({f"b{i}": torch.zeros(2) for i in range(37)}, "other.safetensors")
+    torch.save(torch.nn.Linear(1, 1), "pickled.pth")
+    if recipe["model"]["weights"] is None:
+        del recipe["model"]["weights"]
+        far = {"save_as_external_data": True, "location": "far.onnx.data", "size_threshold": 0}
+        onnx.save(ir.to_proto(graphs.one_layer()), "far.onnx", **far)
+        Path("far.onnx.data").unlink()
+    makers.write_recipe(Path("r.yaml"), recipe)
+    (line,) = refuse("plan", "r.yaml", "--cache", "cache").splitlines()
+    assert all(part in line for part in said), line
+
+
+def test_files_whose_names_hardly_fit_are_another_model_s() -> None:
+    shapes = {"weight": (1, 1), **{f"b{i}": (2,) for i in range(3)}}
+    with pytest.raises(CompressError, match="1 of 4 names fit: weights of another model"):
+        check_shapes(torch.nn.Linear(1, 1), shapes, "w.safetensors")
+
+
+@pytest.mark.parametrize("task", ["token-classification", "image-classification"])
+def test_a_task_that_config_json_denies(task: str) -> None:
+    makers.text_folder(Path("lm"), "classifier")
+    error = refuse("new", "--model", "lm", "--task", task)
+    assert (
+        f"--task {task}: config.json of dir:lm names BertForSequenceClassification" in error and "leave it out" in error
+    )
+
+
+def test_a_target_that_is_not_installed_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    recipe = makers.changed(makers.image_recipe(Path()), target="openvino")
+    notes = [note.text for note in makers.plan(recipe, Path(), Path("cache")).notes]
+    assert any("openvino does not run here: " in text and "pip install openvino" in text for text in notes)
+
+
+def test_calls_without_what_they_need_are_given_an_example() -> None:
+    Path("m.onnx").write_bytes(ir.to_proto(graphs.one_layer()).SerializeToString())
+    assert "--scheme : say what the numbers become, such as INT8" in refuse("quantize", "m.onnx")
+    assert "--goal '': write what is to be reached, as in size >= 6x" in refuse("auto", "m.onnx")

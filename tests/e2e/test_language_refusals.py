@@ -193,7 +193,7 @@ def test_not_enough_disk(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     done = run("plan", recipe)
-    assert done.exit_code == 2 and "GiB are needed and 0.0 are free; make room" in done.stderr
+    assert done.exit_code == 2 and "MiB are needed and 1000 B are free; make room" in done.stderr
 
 
 def test_a_pass_over_blocks_of_a_graph(recipe: dict[str, Any]) -> None:

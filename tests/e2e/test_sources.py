@@ -27,8 +27,8 @@ def kinds(report: Any) -> dict[str, str]:
     return {row["layer"]: row["action"] for row in report.layers if row["layer"]}
 
 
-def test_python_factory_of_a_package(tmp_path: Path, cache: Path) -> None:
-    recipe: dict[str, Any] = {
+def digits_recipe(*passes: str) -> dict[str, Any]:
+    return {
         "version": 1,
         "name": "digits",
         "vars": {"digits": "${package:compress}/zoo/digits"},
@@ -42,13 +42,21 @@ def test_python_factory_of_a_package(tmp_path: Path, cache: Path) -> None:
             "calibration": {"source": "npz:${digits}/train.npz", "samples": 32},
             "evaluation": {"source": "npz:${digits}/test.npz", "samples": 100},
         },
-        "passes": [{"kind": "autocast"}],
+        "passes": [{"kind": kind} for kind in passes],
         "validate": {"gates": [{"metric": "agreement", "min": 0.9}], "benchmark": QUICK},
     }
-    report = apply(recipe, tmp_path / "b", cache)
+
+
+def test_python_factory_of_a_package(tmp_path: Path, cache: Path) -> None:
+    report = apply(digits_recipe("autocast"), tmp_path / "b", cache)
     assert report.verdict == "pass" and report.candidate.metrics["top1"] > 0.95
     assert set(kinds(report).values()) == {"float16"} and report.ratios["size"] > 1.8
     assert serve(tmp_path / "b", IMAGES, tmp_path)["shapes"]["logits"] == [3, 10]
+
+
+def test_a_pass_that_reaches_little_is_told_of_in_the_end(tmp_path: Path, cache: Path) -> None:
+    advice = apply(digits_recipe("gptq"), tmp_path / "b", cache).advice
+    assert any("gptq reaches only layer linear (" in text and "use int8, which takes" in text for text in advice)
 
 
 def test_bfloat16_is_judged_where_it_runs(net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,8 +229,12 @@ def test_a_task_needs_its_output_shape(python_file: Callable[[str], str]) -> Non
         SourceError, match=r"needs one output \[batch, classes\], but forward gives output \[1, 4, 6, 6\]"
     ):
         model_facts(spec, Path(), DIGITS_FEEDS)
-    with pytest.raises(SourceError, match=r"forward fails on input \[1, 3, 8, 8\] float32: RuntimeError"):
+    with pytest.raises(
+        SourceError, match=r"channels: python:.* takes images with 1 of them, and gets 3: set channels: L"
+    ):
         model_facts(spec, Path(), {"pixel_values": ((3, 8, 8), "float32")})
+    with pytest.raises(SourceError, match=r"forward fails on input \[1, 1, 2, 2\] float32: RuntimeError"):
+        model_facts(spec, Path(), {"pixel_values": ((1, 2, 2), "float32")})
     with pytest.raises(SourceError, match="2 names, but the model has 10 classes"):
         model_facts(DIGITS_SPEC.model_copy(update={"class_names": ("a", "b")}), Path(), DIGITS_FEEDS)
 

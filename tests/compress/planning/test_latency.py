@@ -91,7 +91,7 @@ def test_an_onnx_file_s_forecast_is_that_of_the_placement_that_gains(tmp_path: P
     recipe = onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
     made = plan(recipe, tmp_path, tmp_path / "cache")
     assert (made.latency.float_ms, made.latency.compressed_ms, made.latency.in_float) == (4.0, 3.0, ("dw",))
-    assert "1 layer computes in float here" in notes(made) and "for size only" not in notes(made)
+    assert "1 layer computes in float here" in notes(made) and "no faster" not in notes(made)
     n_calls = len(timed)
     assert plan(recipe, tmp_path, tmp_path / "cache").latency == made.latency and len(timed) == n_calls
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import graphs
 import pytest
 import streaming
 import torch
@@ -130,3 +131,12 @@ def test_small_parts_are_not_named() -> None:
     facts = ModelFacts("onnx", "", "generic", (), (), layers).keep_worth_naming({"c": 4})
     told = [note.text for note in Int8().check(facts, TARGETS["onnxruntime-cpu"]).notes]
     assert not any("stay float" in text for text in told) and not facts.outside
+
+
+def test_a_pass_that_reaches_little_names_the_one_that_reaches_the_rest() -> None:
+    facts, target = graphs.facts_of(graphs.residual_cnn()), TARGETS["onnxruntime-cpu"]
+    told = [note.text for note in Gptq(group_size=-1).check(facts, target).notes]
+    share = facts.find_layer("fc").n_bytes / facts.n_bytes
+    assert f"gptq reaches only layer fc ({share:.0%} of the weights): use int8, which takes stem, " in told[-1]
+    assert not any("reaches" in note.text for note in Int8().check(facts, target).notes)
+    assert not any("reaches" in note.text for note in Gptq().check(graphs.facts_of(graphs.one_layer()), target).notes)

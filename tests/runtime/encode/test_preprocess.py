@@ -178,7 +178,7 @@ NOT_IMAGES = [
     (np.zeros((0, 8, 8, 3), np.uint8), "column 'image' holds no samples"),
     (
         np.zeros((2, 9, 7, 3), np.uint8),
-        r"images are 9x7 after preprocessing, .* takes 8x8 \(height x width\): set resize or crop",
+        r"images are 9x7 after preprocessing, .* takes 8x8 .*: set preprocess.resize: \[8, 8\], or crop",
     ),
     ([], "column 'image' holds no samples"),
     (["no such file.png"], "image 0: no such file.png cannot be read as an image"),
