@@ -76,7 +76,7 @@ SAID: dict[str, dict[str, Any]] = {
     "Run_1668423760_Stage_0": {"inputs": {"h0": 0}},
 }
 """File -> what its recipe says of its inputs: no file tells which are states, nor what is the same for all samples."""
-N_SAMPLES, CALLS = 8, 4
+N_SAMPLES, CALLS = 4, 4
 """For calibration and for judging, each; of a streaming model, the calls of a sample."""
 SIZES = (224, 48, 576, 16000, 1)
 """Of free dimensions: of all the same at first, then of each its own."""
