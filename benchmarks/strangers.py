@@ -166,7 +166,7 @@ def write_recipe(path: Path, folder: Path, quick: bool) -> Path:
     said = SAID.get(path.stem, {})
     np.savez(folder / "samples.npz", **draw_samples(path, said))  # type: ignore[arg-type]
     samples = {"source": f"npz:{folder}/samples.npz", "samples": N_SAMPLES}
-    speed = {"warmup": 1, "iterations": 2} if quick else {"throughput_batch_size": 8}
+    speed = {"throughput_batch_size": 1, **({"warmup": 1, "iterations": 2} if quick else {})}
     recipe = {
         "version": 1,
         "name": path.stem,
