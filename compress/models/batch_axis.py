@@ -16,8 +16,8 @@ TOLERANCE, SMALLEST, MOST_CHOICES = 1e-4, 1e-2, 0.01
 """Of an output's largest magnitude, or of SMALLEST where all of it is less; of whole numbers the share that may differ.
 Exports are held to the same: kernels that sum in another order stay ten times below."""
 SUMMED_ANEW = 2e-2
-"""TOLERANCE where kernels sum in another order, and the model enlarges that: magika, whose norms divide by nearly nothing
-on samples of one number, is 9e-3 off in a batch of two, be the other the same sample."""
+"""TOLERANCE where kernels sum in another order and the model enlarges that: magika, whose norms divide by nearly
+nothing on samples of one number, is 9e-3 off in a batch of two, be the other the same sample."""
 
 
 @dataclass(frozen=True)
