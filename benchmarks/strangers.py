@@ -134,7 +134,8 @@ def try_file(path: Path, folder: Path, quick: bool) -> Row:
         plan = make_plan(recipe, cache, timed=not quick)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is a finding)
         refused = isinstance(error, CompressError) and error.exit_code == 2
-        return row | {"outcome": "refused" if refused else "failed", "why": f"{error}" if refused else f"{error!r}"}
+        why = (f"{error}" if refused else f"{error!r}").replace(f"{path.parent}/", "")
+        return row | {"outcome": "refused" if refused else "failed", "why": why}
     try:
         apply_recipe(recipe, bundle, cache, quiet=True)
     except Exception as error:  # noqa: BLE001
