@@ -61,8 +61,8 @@ PACKAGES = {
 }
 """Requirement -> what its files are. All carry them in the wheel."""
 LEFT_OUT = ("node/", "simple/", "pytorch-", "real/", "light_bvlc_alexnet", "light_vgg19", "oskut-t", "oskut-ws")
-"""Parts of paths: operators' tests of the package onnx, two of half a gigabyte that foreign_onnx.py has, and one network
-trained on other texts."""
+"""Parts of paths: operators' tests of the package onnx, two of half a gigabyte that foreign_onnx.py has, and one
+network trained on other texts."""
 SPEECH, HIDDEN = {"inputs": {"sr": 16000}, "state": {"stateN": "state"}}, {"state": {"hn": "h", "cn": "c"}}
 SAID: dict[str, dict[str, Any]] = {
     "silero_vad": SPEECH,
