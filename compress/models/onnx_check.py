@@ -133,10 +133,12 @@ def _write_ranks(graph: Any) -> bool:
     values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
     found = False
     for node in graph.node:
-        if node.op_type != "Reshape" or node.input[1] not in values or node.output[0] not in values:
+        sized = node.op_type == "Reshape" and len(node.input) == 2  # before opset 5 the sizes are an attribute
+        if not sized or node.input[1] not in values or node.output[0] not in values:
             continue
         told, given = values[node.input[1]].shape.dim, values[node.output[0]]
         if told and told[0].HasField("dim_value") and not given.HasField("shape"):
+            given.shape.SetInParent()  # of a scalar, too, which has no axes
             given.shape.dim.extend([type(told[0])()] * told[0].dim_value)
             found = True
     return found
