@@ -56,7 +56,10 @@ PASSES = (
 
 
 class Graphs:
-    """Builds one random ONNX graph: a chain of nodes over float32 [N, ...], here and there joined with one before."""
+    """Builds one random ONNX graph: a chain of nodes over float32 [N, ...], here and there joined with one before.
+
+    Every fifth reads float16.
+    """
 
     def __init__(self, seed: int) -> None:
         self.chance = np.random.default_rng(seed)
@@ -70,6 +73,9 @@ class Graphs:
         self.input, self.input_shape = next(self.names), self.shape
         self.value = self.input
         self.batch: Any = self.pick("n", "n", "n", "", 1)
+        self.half = seed % 5 == 4
+        if self.half:
+            self.add("Cast", self.input, to=TensorProto.FLOAT)
 
     def _draw_names(self) -> Iterator[str]:
         odd = list(self.chance.permutation(NAMES))
@@ -130,8 +136,11 @@ class Graphs:
         self.nodes[-1].output[0] = self.value if self.value != self.input else head
         free = None if self.batch == "" else self.batch
         ends = [
-            [helper.make_tensor_value_info(name, TensorProto.FLOAT, [free, *shape])]
-            for name, shape in ((self.input, self.input_shape), (self.nodes[-1].output[0], self.shape))
+            [helper.make_tensor_value_info(name, kind, [free, *shape])]
+            for name, kind, shape in (
+                (self.input, TensorProto.FLOAT16 if self.half else TensorProto.FLOAT, self.input_shape),
+                (self.nodes[-1].output[0], TensorProto.FLOAT, self.shape),
+            )
         ]
         tensors = [numpy_helper.from_array(array, name) for name, array in self.weights.items()]
         if self.opset < 9 and self.pick(True, False):  # as old exporters list them
@@ -349,6 +358,7 @@ def in_this_process() -> Iterator[None]:
     """Do here what a process of its own does with an ONNX file, and time nothing."""
     from unittest.mock import patch
 
+    sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parent)]
     from shortcuts import quick_export, quick_judge  # type: ignore[import-not-found]
 
     from compress.models import onnx_check, onnx_graph
@@ -373,7 +383,7 @@ def write_case(kind: str, seed: int, folder: Path) -> tuple[str, dict[str, np.nd
         builder = Graphs(seed)
         onnx.save(builder.build(), folder / "model.onnx")
         samples = chance.standard_normal((SAMPLES, *builder.input_shape))
-        return "onnx:model.onnx", {builder.input: samples.astype(np.float32)}
+        return "onnx:model.onnx", {builder.input: samples.astype(np.float16 if builder.half else np.float32)}
     (folder / "model.py").write_text(MODULE.format(here=str(Path(__file__).parent), seed=seed))
     samples = chance.standard_normal((SAMPLES, *make_module(seed).sample_shape))
     return "python:model.py:build", {"input": samples.astype(np.float32)}
@@ -454,7 +464,6 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=n)
     given = parser.parse_args()
     ends: Counter[str] = Counter()
-    sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parent)]
     with in_this_process():
         for kind, n in (("graph", given.graphs), ("module", given.modules)):
             for seed in range(given.first, given.first + n):

@@ -109,11 +109,39 @@ def examine(path: Path) -> str | dict[str, list[int | str | None] | None]:
         if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
             onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
         forget_shapes(model)
-        light = _drop_weights(model, path.parent)
-        inferred = onnx.shape_inference.infer_shapes(light, check_type=True, strict_mode=True, data_prop=True)
+        inferred = _infer(_drop_weights(model, path.parent))
+        while not all(value.type.tensor_type.HasField("shape") for value in inferred.graph.output):
+            if not _write_ranks(inferred.graph):
+                break
+            inferred = _infer(inferred)
     except (*refusals, ValueError, RuntimeError) as error:
         return " ".join(str(error).split())[:500] or type(error).__name__
     return {value.name: _list_sizes(value.type.tensor_type) for value in inferred.graph.output}
+
+
+def _infer(model: Any) -> Any:
+    import onnx
+
+    return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+
+
+def _write_ranks(graph: Any) -> bool:
+    """Write, in place, how many axes a Reshape gives where inference stopped; return whether there was one.
+
+    Sizes that are computed are lost to it (by a Slice before opset 13), though it is known how many they are.
+    """
+    values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    found = False
+    for node in graph.node:
+        sized = node.op_type == "Reshape" and len(node.input) == 2  # before opset 5 the sizes are an attribute
+        if not sized or node.input[1] not in values or node.output[0] not in values:
+            continue
+        told, given = values[node.input[1]].shape.dim, values[node.output[0]]
+        if told and told[0].HasField("dim_value") and not given.HasField("shape"):
+            given.shape.SetInParent()  # of a scalar, too, which has no axes
+            given.shape.dim.extend([type(told[0])()] * told[0].dim_value)
+            found = True
+    return found
 
 
 def forget_shapes(model: Any) -> None:

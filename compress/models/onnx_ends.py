@@ -202,8 +202,14 @@ def find_alike(spec: TensorSpec, outputs: Sequence[TensorSpec]) -> str:
 
 def _make_tensor_spec(value: Any, task: str) -> TensorSpec:
     tensor = value.type.tensor_type
-    if tensor.elem_type not in DTYPES or not tensor.HasField("shape"):
-        raise SourceError(f"onnx: '{value.name}' has no shape or a dtype that cannot be fed from numpy")
+    if tensor.elem_type not in DTYPES:
+        kind, known = onnx.TensorProto.DataType.Name(tensor.elem_type).lower(), dict.fromkeys(DTYPES.values())
+        raise SourceError(f"onnx: '{value.name}' is {kind}; what is fed and answered is {', '.join(known)}")
+    if not tensor.HasField("shape"):
+        raise SourceError(
+            f"onnx: how many axes '{value.name}' has cannot be told from the graph; write its shape into the file, "
+            "with names for free sizes"
+        )
     dims = tuple(_name_dim(dim, axis, task) for axis, dim in enumerate(tensor.shape.dim))
     return TensorSpec(value.name, DTYPES[tensor.elem_type], dims)
 

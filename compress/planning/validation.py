@@ -45,7 +45,6 @@ def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished results."""
     recipe, facts = inputs.recipe, inputs.facts
     return [
-        *quantized_problems(recipe, facts),
         *data_problems(inputs),
         *class_problems(recipe.model.task, facts.outputs),
         *order_problems(recipe.passes, facts),

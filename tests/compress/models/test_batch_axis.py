@@ -30,6 +30,9 @@ def find(model: Model, fixed: int | None = None) -> BatchAxis:
     [
         (lambda x: {"y": x @ W, "class": (x @ W).argmax(-1)}, TOGETHER),
         (lambda x: {"y": np.cumsum(x @ W, axis=1)}, TOGETHER),  # a layer over time, batch first
+        (lambda x: {"y": x @ W * (1 + 1e-4 * x.size)}, TOGETHER),  # kernels of a batch sum in another order
+        (lambda x: {"y": x @ W * (1 + 1e-1 * x.size)}, ALONE),
+        (lambda x: {"y": x @ W + 1e-3 * x.sum()}, ALONE),  # however little comes of the others
         (lambda x: {"y": x @ W - (x @ W).mean(axis=(0, 1))}, ALONE),  # a norm that takes its batch's statistics
         (lambda x: {"y": (x @ W).mean(axis=(0, 1), keepdims=True)}, ALONE),
         (lambda x: {"y": np.reshape(x, (1, 5, 4)) @ W}, ALONE),  # of one sample, whatever its file declares

@@ -17,10 +17,10 @@ from compress.models.source import read_onnx
 WEIGHT = numpy_helper.from_array(np.ones((4, 5), np.float32), "w")
 
 
-def write(path: Path, nodes: list[onnx.NodeProto], *tensors: TensorProto, **more: object) -> Path:
+def write(path: Path, nodes: list[onnx.NodeProto], *tensors: TensorProto, opset: int = 20, **more: object) -> Path:
     """A model from x [n, 4] to y [n, 5]."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", n]) for name, n in (("x", 4), ("y", 5)))
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("own", 1)]
     graph = helper.make_graph(nodes, "net", [x], [y], tensors)
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=9, **more), path)
     return path
@@ -32,6 +32,21 @@ def product(path: Path, weight: TensorProto = WEIGHT) -> Path:
 
 def test_a_whole_model_is_taken(tmp_path: Path) -> None:
     assert examine(product(tmp_path / "a.onnx")) == check_onnx(tmp_path / "a.onnx") == {"y": ["n", 5]}
+
+
+def test_sizes_that_are_computed_have_a_number(tmp_path: Path) -> None:
+    """Before opset 13 inference loses track of a slice of sizes, and with it how many axes come of it."""
+    numbers = {"first": [0], "last": [1], "rest": [-1]}
+    nodes = [
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Slice", ["sizes", "first", "last"], ["batch"]),
+        helper.make_node("Concat", ["batch", "rest"], ["told"], axis=0),
+        helper.make_node("Reshape", ["x", "told"], ["same"]),
+        helper.make_node("MatMul", ["same", "w"], ["y"]),
+    ]
+    tensors = [numpy_helper.from_array(np.array(values, np.int64), name) for name, values in numbers.items()]
+    found = examine(write(tmp_path / "a.onnx", nodes, WEIGHT, *tensors, opset=11))
+    assert isinstance(found, dict) and found["y"] is not None and found["y"][1:] == [5]
 
 
 def tensor(**fields: object) -> TensorProto:
