@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.layers import find_layers
-from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_batches, take_each, tap
+from compress.graph.edit import append, reroute, take_over, tidy, uses_of
+from compress.graph.layers import find_layers, int_attribute
+from compress.graph.run import TAPPED, Feeds, clone, cut_batches, open_session, run_batches, take_each, tap
 from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
@@ -19,6 +20,9 @@ from compress.quantize.state import Flavour, GraphState
 
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
+
+CHOOSERS = {"TopK": 1, "NonMaxSuppression": 0}
+"""Operators that choose some of many by their scores -> which of their outputs says what was chosen."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,44 @@ def relative_difference(expected: np.ndarray, got: np.ndarray, smallest: float =
         return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
     scale = max(float(np.abs(expected).max(initial=0.0)), smallest)
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
+
+
+def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphState, Sequence[Feeds]]:
+    """Return the state and the batches with what the float graph chooses by scores as inputs, for comparisons.
+
+    Two objects of nearly equal score that change places are no error of rounding, but each row of what follows would be
+    held against another object's.
+    """
+    names = [str(node.outputs[CHOOSERS[node.op_type]].name) for node in _list_choosers(state.model)]
+    if not names:
+        return state, batches
+    chosen = run_batches(open_session(tap(state.model, names)), batches)
+    held = [
+        {**feeds, **{f"{name}/held": values for name, values in choices.items()}}
+        for feeds, choices in zip(batches, chosen, strict=True)
+    ]
+    model = clone(state.model)
+    for node in _list_choosers(model):
+        indices = node.outputs[CHOOSERS[node.op_type]]
+        given = ir.Value(name=f"{indices.name}/held", type=ir.TensorType(ir.DataType.INT64))
+        model.graph.inputs.append(given)
+        reroute(uses_of(indices), given)
+        if node.op_type == "TopK":
+            given.shape, values = (
+                indices.shape,
+                node.outputs[0],
+            )  # a row for each sample, which a NonMaxSuppression lacks
+            axis = {"axis": int_attribute(node, "axis", -1)}
+            take_over(
+                model, values, append(model, "GatherElements", [node.inputs[0], given], f"{values.name}/held", axis)
+            )
+    tidy(model)
+    return replace(state, model=model), held
+
+
+def _list_choosers(model: ir.Model) -> list[ir.Node]:
+    chosen = [(node, CHOOSERS[node.op_type]) for node in model.graph if node.op_type in CHOOSERS]
+    return [node for node, place in chosen if len(node.outputs) > place and node.outputs[place].name]
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
@@ -116,6 +158,7 @@ def measure_groups(
     progress: Callable[[Sequence[str]], Iterable[str]],
 ) -> list[float]:
     """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers."""
+    state, batches = hold_choices(state, batches)
     exact = outputs_of(state.model, batches)
     hurt = []
     for group in progress(list(groups)):

@@ -156,7 +156,9 @@ def test_a_detection_of_a_difficult_box_counts_for_nothing() -> None:
     assert METRICS["ap50"].compute(make_outputs(small), make_labels(real)) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("name", "alike"), [("map", 0.97), ("ap50", 0.85), ("box_recall", 0.999), ("box_iou", 0.999), ("f1_at", 0.999)])
+@pytest.mark.parametrize(
+    ("name", "alike"), [("map", 0.97), ("ap50", 0.85), ("box_recall", 0.999), ("box_iou", 0.999), ("f1_at", 0.999)]
+)
 def test_what_an_image_adds_is_what_is_lost_without_it(name: str, alike: float) -> None:
     """The infinitesimal jackknife against the statistic without each image, which goes in steps where recalls do."""
     outputs, labels = draw(3, n=150)
