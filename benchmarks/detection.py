@@ -1,4 +1,4 @@
-"""Claims of benchmarks/detection.yaml, a detector of blood cells, pruned, distilled and in int8, and of a one-to-one head.
+"""Claims of benchmarks/detection.yaml, a detector of blood cells, pruned, distilled and in int8; and of one-to-one heads.
 
 BCCD, its own splits: a small anchor-free detector learns on trainval (292 images, at most 15 minutes on two cores; its
 weights stay in benchmarks/.trained/), and is judged on test (72 images). Against ONNX Runtime on the float model, one
@@ -7,8 +7,8 @@ most 0.02; and mean average precision, of both models, as pycocotools has it, to
 minutes by the recipe. There is no peer: no other tool chains these. Recipes of other claims lie in recipes/claims/.
 
 benchmarks/detection_one_to_one.yaml: a smaller one that ends in boxes, nothing suppressed (YOLOv10's one-to-one head),
-of three seeds, each trained for at most 8 minutes on one core. `{kind: int8}` alone loses at most 0.01 AP50, and 0.02 F1
-at the float model's own threshold (`f1_at`).
+of three seeds, each trained for at most 8 minutes on one core. `{kind: int8}` alone loses at most 0.01 AP50, and 0.02
+F1 at the float model's own threshold (`f1_at`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PRUNED = "pruned"
 DETECTORS = {
     PRUNED: Detector(HERE / "detection.yaml", "grid_detector", 16, 2200, 900, threads=2),
     **{
-        f"one-to-one, seed {seed}": Detector(
+        f"one-to-one-{seed}": Detector(
             HERE / "detection_one_to_one.yaml", "one_to_one_detector", 8, 1200, 480, seed=seed
         )
         for seed in range(3)
@@ -87,7 +87,7 @@ def measure(call: Call) -> Measured:
 
 def measure_pruned(call: Call, name: str, detector: Detector) -> Measured:
     seconds = make_weights(call, name, detector)
-    sets = (f"vars.work={call.out}", f"vars.weights={name_weights(name)}", *(QUICK if call.quick else ()))
+    sets = (f"vars.work={call.out}", f"vars.weights={name}.safetensors", *(QUICK if call.quick else ()))
     bundle, report = run_recipe(detector.recipe, call, name, sets)
     judged = open_judged(bundle)
     entries = [Entry("float", judged.float_model), Entry("ours", judged.model_for(ONNXRUNTIME))]
@@ -108,8 +108,8 @@ def measure_pruned(call: Call, name: str, detector: Detector) -> Measured:
 
 def measure_one_to_one(call: Call, name: str, detector: Detector) -> Measured:
     seconds = make_weights(call, name, detector)
-    sets = (f"vars.work={call.out}", f"vars.weights={name_weights(name)}")
-    bundle, report = run_recipe(detector.recipe, call, name.replace(", ", "-").replace(" ", "-"), sets)
+    sets = (f"vars.work={call.out}", f"vars.weights={name}.safetensors")
+    bundle, report = run_recipe(detector.recipe, call, name, sets)
     judged = open_judged(bundle)
     entries = [Entry(f"{name}: float", judged.float_model), Entry(f"{name}: int8", judged.model_for(ONNXRUNTIME))]
     rows = compare(judged, entries, METRICS, {"latency_p50_ratio_batch1": TIMINGS["latency_p50_ratio_batch1"]})
@@ -120,10 +120,6 @@ def measure_one_to_one(call: Call, name: str, detector: Detector) -> Measured:
         at_most(f"{name}: f1_at_drop", drop(report, "f1_at"), 0.02),
     ]
     return claims, rows
-
-
-def name_weights(name: str) -> str:
-    return f"{name.replace(', ', '-').replace(' ', '-')}.safetensors"
 
 
 def write_set(folder: Path, split: str, out: Path) -> None:
@@ -151,7 +147,7 @@ def make_weights(call: Call, name: str, detector: Detector) -> float:
     settings = (SIZE, BATCH, LEARNING_RATE, detector.factory, detector.width, detector.steps, detector.seed)
     code = (zoo, train, read_set, change_images)
     listed = call.out / "trainval.jsonl"
-    return find_trained("detection", settings, code, lambda: train(listed, detector), call.out / name_weights(name))
+    return find_trained("detection", settings, code, lambda: train(listed, detector), call.out / f"{name}.safetensors")
 
 
 def train(listed: Path, detector: Detector) -> Any:

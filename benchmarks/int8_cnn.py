@@ -54,7 +54,7 @@ DEPTHWISE = HERE / "depthwise.yaml"
 NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", "data/cifar10/test.npz")
 METRICS = ("top1", "agreement")
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300), "latency_p50_ratio_batch64": Timing(64, 60)}
-SEEDS = {f"depthwise, seed {seed}": seed for seed in range(3)}
+SEEDS = {f"depthwise-{seed}": seed for seed in range(3)}
 EPOCHS, BATCH, LEARNING_RATE, MOST_SECONDS = 10, 128, 6e-3, 480
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -106,14 +106,13 @@ def list_claims(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Claim]:
 def measure_depthwise(call: Call, name: str) -> Measured:
     import compress.zoo.depthwise_cnn as zoo
 
-    folder = name.replace(", ", "-").replace(" ", "-")
     epochs, seed = 1 if call.quick else EPOCHS, SEEDS[name]
     settings = (epochs, BATCH, LEARNING_RATE, MEAN, STD, seed)
-    weights = call.out / f"{folder}.safetensors"
+    weights = call.out / f"{name}.safetensors"
     seconds = find_trained(
         "depthwise", settings, (zoo, train, draw_batch), lambda: train(call.bench, epochs, seed), weights
     )
-    bundle, report = run_recipe(DEPTHWISE, call, folder, (f"vars.work={call.out}", f"vars.weights={weights.name}"))
+    bundle, report = run_recipe(DEPTHWISE, call, name, (f"vars.work={call.out}", f"vars.weights={weights.name}"))
     judged = open_judged(bundle)
     entries = [Entry(f"{name}: float", judged.float_model), Entry(f"{name}: int8", judged.model_for(ONNXRUNTIME))]
     rows = compare(judged, entries, METRICS, TIMINGS)
@@ -127,7 +126,7 @@ def measure_depthwise(call: Call, name: str) -> Measured:
 
 
 def train(bench: Path, epochs: int, seed: int) -> Any:
-    """Train the depthwise network on one thread: AdamW, the rate rising and falling once; images shifted and flipped."""
+    """Train the depthwise network on one thread: AdamW, the rate rising and falling once."""
     from compress.zoo.depthwise_cnn import depthwise_cnn
 
     torch.set_num_threads(1)
@@ -153,7 +152,7 @@ def train(bench: Path, epochs: int, seed: int) -> Any:
 
 
 def draw_batch(padded: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
-    """Return float32 [n, 3, 32, 32] as the model reads it, of uint8 [n, 40, 40, 3]: cut at random, half of it flipped."""
+    """Return float32 [n, 3, 32, 32] as the model reads it, of uint8 [n, 40, 40, 3]: cut out and flipped at random."""
     n = len(padded)
     tops, lefts = rng.integers(0, 9, (2, n, 1))
     columns = np.where(rng.random((n, 1)) < 0.5, np.arange(32), np.arange(31, -1, -1)) + lefts  # [n, 32]

@@ -19,9 +19,11 @@ from compress.quantize.measure import (
     COLLAPSE,
     Restored,
     decibel,
+    hold_choices,
     layer_sqnr_db,
     list_answers,
     output_cosine,
+    outputs_of,
     restore_until_held,
     sensitivities,
     spread,
@@ -87,6 +89,29 @@ def test_every_output_but_a_cache_counts() -> None:
 
 def test_boxes_of_another_number_are_compared_as_a_whole() -> None:
     assert output_cosine([np.ones((4, 2))], [np.ones((1, 2))]) == pytest.approx(0.5)
+
+
+def test_objects_that_change_places_are_compared_each_with_itself() -> None:
+    """Of two equal scores rounding may put either first: that is no error of its rows."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "scores.weight"], ["scores"]),
+        helper.make_node("TopK", ["scores", "k"], ["best", "places"], axis=1),
+        helper.make_node("MatMul", ["x", "boxes.weight"], ["boxes"]),
+        helper.make_node("GatherElements", ["boxes", "places"], ["chosen"], axis=1),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {f"{name}.weight": rng.normal(size=(8, 40)).astype(np.float32) for name in ("scores", "boxes")}
+    weights["scores.weight"] = 0.01 * weights["scores.weight"] + weights["scores.weight"][:, :1]  # nearly equal ones
+    outputs = {"best": ("n", 10), "chosen": ("n", 10)}
+    model = graphs.build(nodes, {**weights, "k": np.array([10], np.int64)}, {"x": ("n", 8)}, outputs)
+    feeds = graphs.vectors(8)
+    state = apply_pass(Int8(placement="inputs"), GraphState(model), context(feeds)).model
+    assert output_cosine(outputs_of(model, feeds), outputs_of(write_state(state, "u8s8"), feeds)) < COLLAPSE
+    held, given = hold_choices(state, feeds)
+    exact = outputs_of(held.model, given)
+    for without, alone in zip(outputs_of(model, feeds), exact, strict=True):
+        np.testing.assert_array_equal(without, alone)
+    assert output_cosine(exact, outputs_of(write_state(held, "u8s8"), given)) > 0.99
 
 
 def test_decibels() -> None:

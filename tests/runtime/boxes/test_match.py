@@ -177,7 +177,7 @@ TWO_IMAGES = make_labels([[[0, *BOX, 0, 1600], [0, *OTHER, 0, 900]], [[1, *BOX, 
 
 
 def test_f1_is_taken_at_the_baselines_own_threshold() -> None:
-    """The baseline: 2/4, 2/5, 4/6 and 4/7 from .9, .6, .5 and .3 on, so that .4 parts what counts from what does not."""
+    """The baseline: 2/4, 2/5, 4/6 and 4/7 from .9, .6, .5 and .3 on, so that .4 parts them."""
     baseline = make_outputs([[(0, 0.9, BOX), (0, 0.6, AWAY), (0, 0.5, OTHER)], [(0, 0.3, BOX)]])
     candidate = make_outputs([[(0, 0.45, BOX), (0, 0.39, OTHER)], [(1, 0.8, AWAY)]])
     assert find_best_threshold(baseline, TWO_IMAGES) == pytest.approx(0.4)
