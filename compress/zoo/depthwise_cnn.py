@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-STAGES = ((24, 2, 1), (48, 3, 2), (96, 2, 2))
+STAGES = ((24, 1, 1), (48, 2, 2), (96, 2, 2))
 """Channels, blocks and the first one's stride."""
 
 
