@@ -86,7 +86,7 @@ class OneToOneDetector(GridDetector):
         if self.training:
             return self.read_heads(x) | {"once": once}
         sides = F.softplus(self.box_head(self.box_branch(x))).flatten(2).transpose(1, 2)
-        corners = find_corners(place_centres(*image.shape[2:]), sides)
+        corners = find_corners(place_centres(*image.shape[2:]).to(image.device), sides)
         scores, places = once.sigmoid().flatten(1).topk(self.most)  # of all cells and classes
         cells, classes = places // once.shape[2], places % once.shape[2]
         boxes = corners.gather(1, cells[..., None].expand(-1, -1, 4))
