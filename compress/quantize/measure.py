@@ -21,8 +21,8 @@ from compress.quantize.state import Flavour, GraphState
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
 
-CHOOSERS = {"TopK": 1, "NonMaxSuppression": 0}
-"""Operators that choose some of many by their scores -> which of their outputs says what was chosen."""
+CHOOSERS = {"TopK": (0, 1), "NonMaxSuppression": (1, 0)}
+"""Operators that choose some of many by their scores -> which input these are, and which output says what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -70,38 +70,40 @@ def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphStat
     """Return the state and the batches with what the float graph chooses by scores as inputs, for comparisons.
 
     Two objects of nearly equal score that change places are no error of rounding, but each row of what follows would be
-    held against another object's.
+    held against another object's. The scores themselves become outputs: beside boxes in pixels they would not count.
     """
-    names = [str(node.outputs[CHOOSERS[node.op_type]].name) for node in _list_choosers(state.model)]
+    names = [str(chosen.name) for _, _, chosen in _list_choices(state.model)]
     if not names:
         return state, batches
-    chosen = run_batches(open_session(tap(state.model, names)), batches)
+    choices = run_batches(open_session(tap(state.model, names)), batches)
     held = [
-        {**feeds, **{f"{name}/held": values for name, values in choices.items()}}
-        for feeds, choices in zip(batches, chosen, strict=True)
+        {**feeds, **{f"{name}/held": values for name, values in made.items()}}
+        for feeds, made in zip(batches, choices, strict=True)
     ]
     model = clone(state.model)
-    for node in _list_choosers(model):
-        indices = node.outputs[CHOOSERS[node.op_type]]
-        given = ir.Value(name=f"{indices.name}/held", type=ir.TensorType(ir.DataType.INT64))
+    for node, scores, chosen in _list_choices(model):
+        given = ir.Value(name=f"{chosen.name}/held", type=ir.TensorType(ir.DataType.INT64))
         model.graph.inputs.append(given)
-        reroute(uses_of(indices), given)
+        reroute(uses_of(chosen), given)
         if node.op_type == "TopK":
-            given.shape, values = (
-                indices.shape,
-                node.outputs[0],
-            )  # a row for each sample, which a NonMaxSuppression lacks
+            given.shape, best = chosen.shape, node.outputs[0]  # it has a row for each sample, a NonMaxSuppression not
             axis = {"axis": int_attribute(node, "axis", -1)}
-            take_over(
-                model, values, append(model, "GatherElements", [node.inputs[0], given], f"{values.name}/held", axis)
-            )
+            take_over(model, best, append(model, "GatherElements", [scores, given], f"{best.name}/held", axis))
+        if not scores.is_graph_output():
+            model.graph.outputs.append(scores)
     tidy(model)
     return replace(state, model=model), held
 
 
-def _list_choosers(model: ir.Model) -> list[ir.Node]:
-    chosen = [(node, CHOOSERS[node.op_type]) for node in model.graph if node.op_type in CHOOSERS]
-    return [node for node, place in chosen if len(node.outputs) > place and node.outputs[place].name]
+def _list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
+    """Return each node that chooses, the scores that it reads, and what it says is chosen."""
+    found = []
+    for node in (node for node in model.graph if node.op_type in CHOOSERS):
+        read, said = CHOOSERS[node.op_type]
+        scores, chosen = node.inputs[read], node.outputs[said] if len(node.outputs) > said else None
+        if scores is not None and scores.producer() is not None and chosen is not None and chosen.name:
+            found.append((node, scores, chosen))
+    return found
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
