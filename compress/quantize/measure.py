@@ -66,13 +66,33 @@ def relative_difference(expected: np.ndarray, got: np.ndarray, smallest: float =
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
 
 
+def share_of_strangers(expected: np.ndarray, got: np.ndarray, close: float, smallest: float = 1e-12) -> float:
+    """Return the share of rows [n, rows, ...] that no row of the same sample in `got` is like; 1 for fewer dimensions.
+
+    Of rows that a model puts in order by scores, two of nearly equal ones change places from one kernel to another.
+    Like is what differs by at most `close` of the largest magnitude, or of `smallest`.
+    """
+    if expected.ndim < 3 or expected.shape != got.shape or not (np.isfinite(expected).all() and np.isfinite(got).all()):
+        return 1.0
+    allowed = close * max(float(np.abs(expected).max(initial=0.0)), smallest)
+    strangers = []
+    for ours, theirs in zip(expected.astype(np.float64), got, strict=True):
+        for row, other in zip(ours, theirs, strict=True):
+            at_place = np.abs(row - other).max(initial=0.0) <= allowed
+            distances = (
+                np.zeros(1) if at_place else np.abs(row - theirs).reshape(len(theirs), -1).max(axis=1, initial=0.0)
+            )
+            strangers.append(distances.min() > allowed)
+    return float(np.mean(strangers)) if strangers else 0.0
+
+
 def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphState, Sequence[Feeds]]:
     """Return the state and the batches with what the float graph chooses by scores as inputs, for comparisons.
 
     Two objects of nearly equal score that change places are no error of rounding, but each row of what follows would be
     held against another object's. The scores themselves become outputs: beside boxes in pixels they would not count.
     """
-    names = [str(chosen.name) for _, _, chosen in _list_choices(state.model)]
+    names = [str(chosen.name) for _, _, chosen in list_choices(state.model)]
     if not names:
         return state, batches
     choices = run_batches(open_session(tap(state.model, names)), batches)
@@ -81,7 +101,7 @@ def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphStat
         for feeds, made in zip(batches, choices, strict=True)
     ]
     model = clone(state.model)
-    for node, scores, chosen in _list_choices(model):
+    for node, scores, chosen in list_choices(model):
         given = ir.Value(name=f"{chosen.name}/held", type=ir.TensorType(ir.DataType.INT64))
         model.graph.inputs.append(given)
         reroute(uses_of(chosen), given)
@@ -95,7 +115,7 @@ def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphStat
     return replace(state, model=model), held
 
 
-def _list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
+def list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
     """Return each node that chooses, the scores that it reads, and what it says is chosen."""
     found = []
     for node in (node for node in model.graph if node.op_type in CHOOSERS):

@@ -26,6 +26,7 @@ from compress.quantize.measure import (
     outputs_of,
     restore_until_held,
     sensitivities,
+    share_of_strangers,
     spread,
 )
 from compress.quantize.observers import Observer
@@ -113,6 +114,17 @@ def test_objects_that_change_places_are_compared_each_with_itself() -> None:
         np.testing.assert_array_equal(values, exact[place // 2 * 3 + place % 2])
     assert output_cosine(exact, outputs_of(write_state(held, "u8s8"), given)) > 0.99
     assert [value.name for value in held.model.graph.outputs] == ["best", "chosen", "scores"]
+
+
+def test_rows_in_another_order_are_no_strangers() -> None:
+    rows = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
+    turned = rows + np.float32(1e-6)
+    turned[1, [3, 4]] = turned[1, [4, 3]]
+    assert share_of_strangers(rows, turned, 1e-4) == 0
+    turned[1, 7] += 0.1
+    assert share_of_strangers(rows, turned, 1e-4) == pytest.approx(1 / 100)
+    assert share_of_strangers(rows, rows[::-1].copy(), 1e-4) == 1  # a row of another sample is none of this one
+    assert share_of_strangers(rows[0], rows[0, ::-1].copy(), 1e-4) == 1
 
 
 def test_decibels() -> None:
