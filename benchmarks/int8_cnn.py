@@ -103,16 +103,20 @@ def list_claims(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Claim]:
     ]
 
 
-def measure_depthwise(call: Call, name: str) -> Measured:
+def make_weights(call: Call, name: str) -> float:
+    """Put the trained weights into the work folder; the seconds that training took."""
     import compress.zoo.depthwise_cnn as zoo
 
     epochs, seed = 1 if call.quick else EPOCHS, SEEDS[name]
     settings = (epochs, BATCH, LEARNING_RATE, MEAN, STD, seed)
+    code = (zoo, train, draw_batch)
     weights = call.out / f"{name}.safetensors"
-    seconds = find_trained(
-        "depthwise", settings, (zoo, train, draw_batch), lambda: train(call.bench, epochs, seed), weights
-    )
-    bundle, report = run_recipe(DEPTHWISE, call, name, (f"vars.work={call.out}", f"vars.weights={weights.name}"))
+    return find_trained("depthwise", settings, code, lambda: train(call.bench, epochs, seed), weights)
+
+
+def measure_depthwise(call: Call, name: str) -> Measured:
+    seconds = make_weights(call, name)
+    bundle, report = run_recipe(DEPTHWISE, call, name, (f"vars.work={call.out}", f"vars.weights={name}.safetensors"))
     judged = open_judged(bundle)
     entries = [Entry(f"{name}: float", judged.float_model), Entry(f"{name}: int8", judged.model_for(ONNXRUNTIME))]
     rows = compare(judged, entries, METRICS, TIMINGS)
