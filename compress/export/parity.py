@@ -93,9 +93,10 @@ def _compare_outputs(expected: np.ndarray, got: np.ndarray, tolerance: float) ->
     if expected.dtype.kind not in "fc":
         return 0.0, float(np.mean(expected != got)) if expected.size else 0.0
     differs = relative_difference(expected, got, SMALLEST)
-    if differs > tolerance and (share := share_of_strangers(expected, got, tolerance, SMALLEST)) <= MOST_CHOICES:
-        return 0.0, share
-    return differs, 0.0
+    if differs <= tolerance:
+        return differs, 0.0
+    share = share_of_strangers(expected, got, tolerance, MOST_CHOICES, SMALLEST)
+    return (0.0, share) if share <= MOST_CHOICES else (differs, 0.0)
 
 
 def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> str:

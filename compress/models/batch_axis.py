@@ -99,7 +99,7 @@ def is_close(expected: np.ndarray, got: np.ndarray, close: float = TOLERANCE) ->
         return not expected.size or float(np.mean(expected != got)) <= MOST_CHOICES
     return (
         relative_difference(expected, got, SMALLEST) <= close
-        or share_of_strangers(expected, got, close, SMALLEST) <= MOST_CHOICES
+        or share_of_strangers(expected, got, close, MOST_CHOICES, SMALLEST) <= MOST_CHOICES
     )
 
 
