@@ -21,8 +21,8 @@ from compress.quantize.state import Flavour, GraphState
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
 
-CHOOSERS = {"TopK": (0, 1), "NonMaxSuppression": (1, 0)}
-"""Operators that choose some of many by their scores -> which input these are, and which output says what is chosen."""
+CHOOSERS = {"TopK": 1, "NonMaxSuppression": 0}
+"""Operators that choose some of many by their scores -> which of their outputs says what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphStat
     """Return the state and the batches with what the float graph chooses by scores as inputs, for comparisons.
 
     Two objects of nearly equal score that change places are no error of rounding, but each row of what follows would be
-    held against another object's. The scores themselves become outputs: beside boxes in pixels they would not count.
+    held against another object's. What is chosen by becomes an output: beside boxes in pixels scores would not count.
     """
-    names = [str(chosen.name) for _, _, chosen in list_choices(state.model)]
+    names = [str(chosen.name) for _, chosen in list_choices(state.model)]
     if not names:
         return state, batches
     choices = run_batches(open_session(tap(state.model, names)), batches)
@@ -102,30 +102,30 @@ def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphStat
         for feeds, made in zip(batches, choices, strict=True)
     ]
     model = clone(state.model)
-    for node, scores, chosen in list_choices(model):
+    for node, chosen in list_choices(model):
         given = ir.Value(name=f"{chosen.name}/held", type=ir.TensorType(ir.DataType.INT64))
         model.graph.inputs.append(given)
         reroute(uses_of(chosen), given)
+        read = [value for value in node.inputs if value is not None and value.producer() is not None]
         if node.op_type == "TopK":
             given.shape, best = chosen.shape, node.outputs[0]  # it has a row for each sample, a NonMaxSuppression not
             axis = {"axis": int_attribute(node, "axis", -1)}
-            take_over(model, best, append(model, "GatherElements", [scores, given], f"{best.name}/held", axis))
-        shown = append(model, "Identity", [scores], f"{scores.name}/held")  # what is an output itself is never rounded
-        shown.type, shown.shape = scores.type, scores.shape
-        model.graph.outputs.append(shown)
+            take_over(model, best, append(model, "GatherElements", [node.inputs[0], given], f"{best.name}/held", axis))
+        for value in read:
+            # a copy, for what is an output itself is never rounded
+            shown = append(model, "Identity", [value], f"{value.name}/chosen_by_{node.name}")
+            shown.type, shown.shape = value.type, value.shape
+            model.graph.outputs.append(shown)
     tidy(model)
     return replace(state, model=model), held
 
 
-def list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value, ir.Value]]:
-    """Return each node that chooses, the scores that it reads, and what it says is chosen."""
-    found = []
-    for node in (node for node in model.graph if node.op_type in CHOOSERS):
-        read, said = CHOOSERS[node.op_type]
-        scores, chosen = node.inputs[read], node.outputs[said] if len(node.outputs) > said else None
-        if scores is not None and scores.producer() is not None and chosen is not None and chosen.name:
-            found.append((node, scores, chosen))
-    return found
+def list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
+    """Return each node that chooses, and what it says is chosen."""
+    choosers = [(node, CHOOSERS[node.op_type]) for node in model.graph if node.op_type in CHOOSERS]
+    return [
+        (node, node.outputs[place]) for node, place in choosers if node.outputs[place:] and node.outputs[place].name
+    ]
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:

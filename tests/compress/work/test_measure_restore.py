@@ -113,7 +113,7 @@ def test_objects_that_change_places_are_compared_each_with_itself() -> None:
     for place, values in enumerate(outputs_of(model, feeds)):  # of each batch two, and with the scores three
         np.testing.assert_array_equal(values, exact[place // 2 * 3 + place % 2])
     assert output_cosine(exact, outputs_of(write_state(held, "u8s8"), given)) > 0.99
-    assert [value.name for value in held.model.graph.outputs] == ["best", "chosen", "scores/held"]
+    assert [value.name for value in held.model.graph.outputs] == ["best", "chosen", "scores/chosen_by_node_best"]
 
 
 def test_boxes_that_are_suppressed_are_those_of_the_float_graph() -> None:
