@@ -108,8 +108,10 @@ def run_model(judged: Judged, entry: Entry) -> dict[str, np.ndarray]:
 def quality(judged: Judged, entry: Entry, names: Sequence[str]) -> dict[str, float]:
     """The metrics `names` of a model over the frozen samples, by the arithmetic that wrote report.json."""
     outputs = run_model(judged, entry)
-    against = {"labels": judged.columns.get("label"), "baseline": judged.baseline}
-    return {name: METRICS[name].compute(outputs, against[METRICS[name].against]) for name in names}
+    labels = judged.columns.get("label")
+    against = {"labels": labels, "baseline": judged.baseline}
+    metrics = [METRICS[name].settle(judged.baseline, labels) for name in names]
+    return {metric.name: metric.compute(outputs, against[metric.against]) for metric in metrics}
 
 
 def feeds_for(judged: Judged, batch_size: int, sequence_length: int | None = None) -> list[Batch]:

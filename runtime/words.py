@@ -17,7 +17,7 @@ OTHER_WORDS = {
     ),
     **dict.fromkeys(("map50", "map_50", "ap"), ("ap50", "map")),
     **dict.fromkeys(("iou", "mean_iou", "jaccard"), ("miou",)),
-    **dict.fromkeys(("f1", "f1_score"), ("f1_macro", "label_f1_macro", "span_f1", "squad_f1", "dice")),
+    **dict.fromkeys(("f1", "f1_score"), ("f1_macro", "label_f1_macro", "span_f1", "squad_f1", "f1_at", "dice")),
     **dict.fromkeys(("ppl", "loss", "cross_entropy"), ("perplexity", "nll", "kl")),
     **dict.fromkeys(("latency", "speed", "speedup", "time"), ("latency_p50",)),
     **dict.fromkeys(("fps", "qps"), ("throughput",)),

@@ -22,7 +22,7 @@ from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.batch_axis import MOST_CHOICES, SMALLEST, TOLERANCE
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.measure import relative_difference
+from compress.quantize.measure import relative_difference, share_of_strangers
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
 from runtime.encode.seq2seq import DECODER_IDS
 
@@ -36,8 +36,8 @@ def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Seque
     """Compare torch with the graph over batches of real inputs and return the largest relative difference.
 
     Of an ONNX source its file as it is and the cleaned graph are compared; None where ONNX Runtime does not run that
-    file. Of outputs of whole numbers (choices) a share of MOST_CHOICES may differ. Raises ExportError that names the
-    first layer whose outputs differ beyond the tolerance.
+    file. Of choices, which are whole numbers and rows in an order of their own, a share of MOST_CHOICES may differ.
+    Raises ExportError that names the first layer whose outputs differ beyond the tolerance.
     """
     if isinstance(loaded, OnnxModel):
         return _check_clean_up(loaded, model, batches)
@@ -50,10 +50,8 @@ def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Seque
                 raise ExportError(
                     f"parity: output {name!r} has shape {values.shape}, torch gives {expected[name].shape}"
                 )
-            if _holds_choices(values):
-                choices = max(choices, _share_of_differing(expected[name], values))
-            else:
-                worst = max(worst, relative_difference(expected[name], values, SMALLEST))
+            differs, share = _compare_outputs(expected[name], values, TOLERANCE)
+            worst, choices = max(worst, differs), max(choices, share)
     if worst > TOLERANCE or choices > MOST_CHOICES:
         where = first_difference(loaded, model, batches)
         what = f"by {worst:.2e} of the largest output (allowed {TOLERANCE:.0e})"
@@ -75,29 +73,30 @@ def _check_clean_up(loaded: OnnxModel, model: ir.Model, batches: Sequence[Feeds]
                 raise ExportError(
                     f"{loaded.path}: output '{name}' has shape {want[name].shape}, cleaned {values.shape}"
                 )
-            whole = _holds_choices(want[name])
-            difference = (
-                _share_of_differing(want[name], values) if whole else relative_difference(want[name], values, SMALLEST)
-            )
-            allowed = MOST_CHOICES if whole else tolerance
-            if difference > allowed:
+            differs, share = _compare_outputs(want[name], values, tolerance)
+            if differs > tolerance or share > MOST_CHOICES:
+                difference, allowed = (differs, tolerance) if differs > tolerance else (share, MOST_CHOICES)
                 raise ExportError(
                     f"{loaded.path}: output '{name}' of the file and of its cleaned graph differ by {difference:.2e} "
                     f"(allowed {allowed:.0e}); done was: {loaded.clean_up}. A file that draws random numbers cannot be "
                     "compared: export it without"
                 )
-            worst = worst if whole else max(worst, difference)
+            worst = max(worst, differs)
     return worst
 
 
-def _holds_choices(values: np.ndarray) -> bool:
-    """Return whether an output is of whole numbers, texts or yes and no."""
-    return values.dtype.kind not in "fc"
+def _compare_outputs(expected: np.ndarray, got: np.ndarray, tolerance: float) -> tuple[float, float]:
+    """Return the largest relative difference, and the share of choices that fell otherwise, as ties do.
 
-
-def _share_of_differing(expected: np.ndarray, got: np.ndarray) -> float:
-    """Return the share of elements that are not the same: of choices, of which a tie falls either way."""
-    return float(np.mean(expected != got)) if expected.size else 0.0
+    Choices are whole numbers, texts, yes and no; and rows [n, rows, ...] of which only the order is another.
+    """
+    if expected.dtype.kind not in "fc":
+        return 0.0, float(np.mean(expected != got)) if expected.size else 0.0
+    differs = relative_difference(expected, got, SMALLEST)
+    if differs <= tolerance:
+        return differs, 0.0
+    share = share_of_strangers(expected, got, tolerance, MOST_CHOICES, SMALLEST)
+    return (0.0, share) if share <= MOST_CHOICES else (differs, 0.0)
 
 
 def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> str:

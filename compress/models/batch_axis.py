@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compress.facts import SampleShapes
-from compress.quantize.measure import relative_difference
+from compress.quantize.measure import relative_difference, share_of_strangers
 
 Arrays = dict[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]
@@ -96,12 +96,18 @@ def find_batch_axis(
 
 
 def is_close(expected: np.ndarray, got: np.ndarray, close: float = TOLERANCE) -> bool:
-    """Return whether two arrays are the same but for rounding; of whole numbers one in a hundred may differ."""
+    """Return whether two arrays are the same but for rounding; of whole numbers one in a hundred may differ.
+
+    Rows of one sample may have changed places, as those that a detector puts in order by nearly equal scores do.
+    """
     if expected.shape != got.shape:
         return False
     if expected.dtype.kind not in "fc":
         return not expected.size or float(np.mean(expected != got)) <= MOST_CHOICES
-    return relative_difference(expected, got, SMALLEST) <= close
+    return (
+        relative_difference(expected, got, SMALLEST) <= close
+        or share_of_strangers(expected, got, close, MOST_CHOICES, SMALLEST) <= MOST_CHOICES
+    )
 
 
 def _stack(samples: Sequence[Arrays], axis: int) -> Arrays:

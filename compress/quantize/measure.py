@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.layers import find_layers
-from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_batches, take_each, tap
+from compress.graph.edit import append, reroute, take_over, tidy, uses_of
+from compress.graph.layers import find_layers, int_attribute
+from compress.graph.run import TAPPED, Feeds, clone, cut_batches, open_session, run_batches, take_each, tap
 from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
@@ -19,6 +20,9 @@ from compress.quantize.state import Flavour, GraphState
 
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
+
+CHOOSERS = {"TopK": 1, "NonMaxSuppression": 0}
+"""Operators that choose some of many by their scores -> which of their outputs says what is chosen."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,68 @@ def relative_difference(expected: np.ndarray, got: np.ndarray, smallest: float =
         return 0.0 if np.array_equal(expected, got, equal_nan=True) else float("inf")
     scale = max(float(np.abs(expected).max(initial=0.0)), smallest)
     return float(np.abs(expected.astype(np.float64) - got).max(initial=0.0)) / scale
+
+
+def share_of_strangers(
+    expected: np.ndarray, got: np.ndarray, close: float, most: float, smallest: float = 1e-12
+) -> float:
+    """Return the share of rows [n, rows, ...] that no row of the same sample in `got` is like; 1 for fewer dimensions.
+
+    Of rows that a model puts in order by scores, two of nearly equal ones change places from one kernel to another.
+    Like is what differs by at most `close` of the largest magnitude, or of `smallest`. Beyond `most` none is counted.
+    """
+    if expected.ndim < 3 or expected.shape != got.shape or not (np.isfinite(expected).all() and np.isfinite(got).all()):
+        return 1.0
+    allowed = close * max(float(np.abs(expected).max(initial=0.0)), smallest)
+    n_rows, strangers = len(expected) * expected.shape[1], 0
+    for sample, place in np.ndindex(*expected.shape[:2]):
+        row, rows = expected[sample, place], got[sample]
+        if np.abs(row - rows[place]).max(initial=0.0) > allowed:
+            strangers += np.abs(row - rows).reshape(len(rows), -1).max(axis=1).min() > allowed
+        if strangers > most * n_rows:
+            break
+    return float(strangers / max(n_rows, 1))
+
+
+def hold_choices(state: GraphState, batches: Sequence[Feeds]) -> tuple[GraphState, Sequence[Feeds]]:
+    """Return the state and the batches with what the float graph chooses by scores as inputs, for comparisons.
+
+    Two objects of nearly equal score that change places are no error of rounding, but each row of what follows would be
+    held against another object's. What is chosen by becomes an output: beside boxes in pixels scores would not count.
+    """
+    names = [str(chosen.name) for _, chosen in list_choices(state.model)]
+    if not names:
+        return state, batches
+    choices = run_batches(open_session(tap(state.model, names)), batches)
+    held = [
+        {**feeds, **{f"{name}/held": values for name, values in made.items()}}
+        for feeds, made in zip(batches, choices, strict=True)
+    ]
+    model = clone(state.model)
+    for node, chosen in list_choices(model):
+        given = ir.Value(name=f"{chosen.name}/held", type=ir.TensorType(ir.DataType.INT64))
+        model.graph.inputs.append(given)
+        reroute(uses_of(chosen), given)
+        read = [value for value in node.inputs if value is not None and value.producer() is not None]
+        if node.op_type == "TopK":
+            given.shape, best = chosen.shape, node.outputs[0]  # it has a row for each sample, a NonMaxSuppression not
+            axis = {"axis": int_attribute(node, "axis", -1)}
+            take_over(model, best, append(model, "GatherElements", [node.inputs[0], given], f"{best.name}/held", axis))
+        for value in read:
+            # a copy, for what is an output itself is never rounded
+            shown = append(model, "Identity", [value], f"{value.name}/chosen_by_{node.name}")
+            shown.type, shown.shape = value.type, value.shape
+            model.graph.outputs.append(shown)
+    tidy(model)
+    return replace(state, model=model), held
+
+
+def list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
+    """Return each node that chooses, and what it says is chosen."""
+    choosers = [(node, CHOOSERS[node.op_type]) for node in model.graph if node.op_type in CHOOSERS]
+    return [
+        (node, node.outputs[place]) for node, place in choosers if node.outputs[place:] and node.outputs[place].name
+    ]
 
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
@@ -116,6 +182,7 @@ def measure_groups(
     progress: Callable[[Sequence[str]], Iterable[str]],
 ) -> list[float]:
     """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers."""
+    state, batches = hold_choices(state, batches)
     exact = outputs_of(state.model, batches)
     hurt = []
     for group in progress(list(groups)):

@@ -39,6 +39,7 @@ from compress.quantize.measure import (
     COLLAPSE,
     Suspect,
     blame,
+    hold_choices,
     layer_sqnr_db,
     measure_groups,
     output_cosine,
@@ -232,7 +233,7 @@ def _make_settings(knobs: EightBit, state: GraphState) -> Callable[[str], Settin
 
 
 def _heal_collapse(
-    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: list[Feeds], context: GraphContext
+    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: Sequence[Feeds], context: GraphContext
 ) -> tuple[GraphState, list[Note]]:
     """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
 
@@ -240,12 +241,13 @@ def _heal_collapse(
     that no one operator kind explains.
     """
     flavour = context.target.flavour
-    exact = outputs_of(state.model, sample)
-    cosine = output_cosine(exact, outputs_of(write_state(state, flavour), sample))
+    held, sample = hold_choices(state, sample)
+    exact = outputs_of(held.model, sample)
+    cosine = output_cosine(exact, outputs_of(write_state(held, flavour), sample))
     context.log(f"{knobs.kind}: mean cosine of the outputs to float {cosine:.5f}")
     notes: list[Note] = []
     while cosine < COLLAPSE:
-        blamed = [] if state.dynamic else blame(state, seen, exact, sample, flavour)
+        blamed = [] if held.dynamic else blame(held, seen, exact, sample, flavour)
         suspects = [suspect for suspect in blamed if suspect.cosine > cosine]
         if not suspects:
             text = f"{knobs.kind}: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
@@ -258,8 +260,8 @@ def _heal_collapse(
             notes.append(Note("warning", f"{finding}. Use placement: auto or inputs"))
             break
         notes.append(Note("warning", f"{finding}. They stay float"))
-        state, cosine = replace(state, leave_out=[*state.leave_out, worst.operator]), worst.cosine
-    return state, notes
+        held, cosine = replace(held, leave_out=[*held.leave_out, worst.operator]), worst.cosine
+    return replace(state, leave_out=held.leave_out), notes
 
 
 def _describe_collapse(kind: str, worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
@@ -404,11 +406,12 @@ def _measure(
     state: GraphState,
     seen: dict[str, Observer],
     sensitivity: Mapping[str, float],
-    sample: list[Feeds],
+    sample: Sequence[Feeds],
     context: GraphContext,
 ) -> dict[str, dict[str, float]]:
     names = [*state.integer, *state.weight_only]
-    noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)
+    held, sample = hold_choices(state, sample)
+    noise = layer_sqnr_db(held.model, write_state(held, context.target.flavour), names, sample)
     measured = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()}
     for layer in find_layers(state.model):
         observer = seen.get(layer.data_input.name or "")

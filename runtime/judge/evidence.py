@@ -101,7 +101,8 @@ def list_wanted_metrics(judgement: Judgement) -> tuple[str, ...] | None:
 def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: Judgement) -> list[Metric]:
     """Choose the quality metrics: those that are asked for or, when none is, those that fit and add something.
 
-    Needs only the baseline's outputs, so that it can refuse before the candidate runs. Raises UsageError for a metric
+    Needs only the baseline's outputs, which fix what a metric takes of them (the threshold of `f1_at`), so that it can
+    refuse before the candidate runs. Raises UsageError for a metric
     that is asked for and does not fit, and for labels out of range; NonFiniteOutputs if the baseline is broken.
     """
     asked = list_wanted_metrics(judgement)
@@ -117,7 +118,7 @@ def select_metrics(task: str, baseline: Outputs, labels: Any | None, judgement: 
     chosen = [METRICS[name] for name in fits if name in wanted]
     for metric in chosen:
         metric.columns(baseline, labels if metric.against == "labels" else baseline)
-    return chosen
+    return [metric.settle(baseline, labels) for metric in chosen]
 
 
 def quality_evidence(

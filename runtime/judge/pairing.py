@@ -175,7 +175,7 @@ def find_metric(name: str, old: StoredReport, new: StoredReport) -> Metric | str
         return as_metric(ours) if None in columns else describe_own_metric(ours, *columns)  # type: ignore[arg-type]
     if name not in METRICS:
         return "no metric of that name is installed here"
-    if METRICS[name].against == "baseline" and not set(before.baselines) & set(after.baselines):
+    if METRICS[name].needs_baseline and not set(before.baselines) & set(after.baselines):
         return "it is against the float model, and that is another one in each bundle"
     return METRICS[name]
 

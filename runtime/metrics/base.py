@@ -10,7 +10,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -192,6 +192,17 @@ class Metric:
     """Whether its columns have a row for each sample, so that it can be taken of some of them."""
     on_request: bool = False
     """Computed only where a judgement names it: another metric says the same, or few ask for it."""
+    fix: Callable[[Outputs, Any], Callable[[Outputs, Any], Columns]] | None = None
+    """Gives `reduce` as the baseline's outputs and the labels fix it, as by a threshold; None: they fix nothing."""
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Return whether its value of a candidate hangs on the baseline's outputs."""
+        return self.against == "baseline" or self.fix is not None
+
+    def settle(self, baseline: Outputs, labels: Any) -> Metric:
+        """Return the metric with all that it takes of the baseline's outputs and the labels fixed."""
+        return self if self.fix is None else replace(self, reduce=self.fix(baseline, labels))
 
     @property
     def extremes(self) -> tuple[float, float]:

@@ -7,6 +7,7 @@ jackknife; Efron 1982), of the area under the precision that is made to fall wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from runtime.boxes.match import (
     ALL_AREAS,
     COUNTED,
+    IGNORED,
     LABEL_WIDTH,
     RECALLS,
     RIGHT,
@@ -204,6 +206,33 @@ def _sum_overlaps(outputs: Outputs, labels: Any) -> Columns:
     return (matches.overlaps * right).sum(axis=1), right.sum(axis=1)
 
 
+def find_best_threshold(outputs: Outputs, labels: Any) -> float:
+    """Return the score from which on detections have the best F1: of all classes together, at an overlap of 0.5.
+
+    It lies half way to the next lower score, so that rounding moves none of these across it; of equal F1 the highest.
+    """
+    matches = _find_matches(outputs, labels, ALL_AREAS)
+    judged = (matches.classes >= 0) & (matches.results[..., 0] != IGNORED)
+    scores = matches.scores[judged].astype(np.float64)
+    order = np.argsort(-scores, kind="stable")
+    if not len(order):
+        return 0.0
+    scores, right = scores[order], (matches.results[..., 0][judged][order] == RIGHT).cumsum()
+    f1 = 2 * right / (np.arange(1, len(order) + 1) + matches.counted.sum())
+    ends = np.append(np.flatnonzero(np.diff(scores)), len(order) - 1)  # equal scores stay together
+    best = ends[f1[ends].argmax()]
+    return float(scores[best : best + 2].mean())
+
+
+def _count_from(threshold: float, outputs: Outputs, labels: Any) -> Columns:
+    """Return right detections from that score on, right and wrong ones, and labelled boxes: int64 [N] each."""
+    matches = _find_matches(outputs, labels, ALL_AREAS)
+    results = matches.results[..., 0]
+    # float64: a float32 has no number between two neighbouring scores
+    judged = (matches.classes >= 0) & (matches.scores.astype(np.float64) >= threshold) & (results != IGNORED)
+    return (judged & (results == RIGHT)).sum(axis=1), judged.sum(axis=1), matches.counted.sum(axis=1)
+
+
 def _weigh_common(outputs: Outputs, baseline: Outputs) -> Columns:
     """Return the scores of the boxes of each image that both find, summed over both, and those of all."""
     classes = leave_out_worst(baseline["classes"])  # as of the candidate's
@@ -317,6 +346,24 @@ BOX_IOU = Metric(
     **ratio_of_sums(1.0),
     shortage=lambda columns: "" if columns[1].sum() else "no detection is right",
 )
+F1_AT = Metric(
+    name="f1_at",
+    against="labels",
+    higher_is_better=True,
+    fits=("boxes",),
+    unit="fraction",
+    range=(0.0, 1.0),
+    about="F1 of detections (overlap 0.5, all classes together) from the score on at which the float model's is best",
+    reduce=lambda outputs, labels: _count_from(find_best_threshold(outputs, labels), outputs, labels),
+    kind="statistic",
+    **ratio_of_sums(0.5, 0.5),
+    shortage=_find_shortage,
+    flaws=Flaws(
+        of=lambda columns: (columns[0] < columns[1]) | (columns[0] < columns[2]),
+        reach=lambda columns: float(2 * columns[2].max(initial=1) * len(columns[2]) / max(columns[2].sum(), 1)),
+    ),
+    fix=lambda baseline, labels: partial(_count_from, find_best_threshold(baseline, labels)),
+)
 BOX_AGREEMENT = Metric(
     name="box_agreement",
     against="baseline",
@@ -335,4 +382,4 @@ BOX_AGREEMENT = Metric(
         reach=lambda columns: float(columns[1].max(initial=0) * len(columns[1]) / max(columns[1].sum(), 1e-9)),
     ),
 )
-DETECTION_METRICS = (MEAN_PRECISION, AP50, AP75, *BY_AREA, BOX_RECALL, BOX_IOU, BOX_AGREEMENT)
+DETECTION_METRICS = (MEAN_PRECISION, AP50, AP75, *BY_AREA, BOX_RECALL, BOX_IOU, F1_AT, BOX_AGREEMENT)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from detecting import CLASSES, draw_images, write_detector
+import torch
+from detecting import CLASSES, SIZE, draw_images, write_detector
 from makers import QUICK, apply, changed, plan, serve
 from PIL import Image
 from shortcuts import quick_export, quick_judge
@@ -142,3 +143,34 @@ def test_a_transformers_detector(squares: tuple[Path, dict[str, Any]], cache: Pa
     assert manifest.detections is not None
     assert (manifest.detections.boxes, manifest.detections.background) == ("cxcywh", -1)
     assert manifest.class_names == CLASSES
+
+
+@pytest.mark.slow
+def test_a_head_that_chooses_its_boxes_stays_in_int8(
+    squares: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path
+) -> None:
+    """Of scores that are nearly equal rounding changes the order, and each row of boxes with it: no collapse."""
+    from safetensors.torch import save_file
+
+    from compress.zoo.grid_detector import one_to_one_detector
+
+    torch.manual_seed(0)
+    weights = one_to_one_detector(**SIZE, most=20).state_dict()
+    weights["once.2.weight"] *= 1000  # nearly equal, as an image's background is, but not to a float's last digits
+    save_file(weights, tmp_path / "weights.safetensors")
+    recipe = changed(
+        squares[1],
+        model={
+            "source": "python:compress.zoo.grid_detector:one_to_one_detector",
+            "args": {**SIZE, "most": 20},
+            "weights": str(tmp_path / "weights.safetensors"),
+            "detections": {"outputs": {"rows": "output"}, "normalized": False, "score_threshold": 0.0},
+        },
+        passes=[{"kind": "int8", "placement": "auto", "restore": {"max_layers": 0}}],
+        validate={"gates": [{"metric": "f1_at", "max_drop": 0.9}], "benchmark": QUICK},
+    )
+    with quick_judge(), quick_export():
+        apply(recipe, tmp_path / "out", cache, squares[0])
+    assert "collapsed" not in (tmp_path / "out/compress.log").read_text()
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert set(report["baseline"]["metrics"]) >= {"f1_at", "ap50"}

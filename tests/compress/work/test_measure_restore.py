@@ -19,11 +19,14 @@ from compress.quantize.measure import (
     COLLAPSE,
     Restored,
     decibel,
+    hold_choices,
     layer_sqnr_db,
     list_answers,
     output_cosine,
+    outputs_of,
     restore_until_held,
     sensitivities,
+    share_of_strangers,
     spread,
 )
 from compress.quantize.observers import Observer
@@ -87,6 +90,66 @@ def test_every_output_but_a_cache_counts() -> None:
 
 def test_boxes_of_another_number_are_compared_as_a_whole() -> None:
     assert output_cosine([np.ones((4, 2))], [np.ones((1, 2))]) == pytest.approx(0.5)
+
+
+def test_objects_that_change_places_are_compared_each_with_itself() -> None:
+    """Of two equal scores rounding may put either first: that is no error of its rows."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "scores.weight"], ["scores"]),
+        helper.make_node("TopK", ["scores", "k"], ["best", "places"], axis=1),
+        helper.make_node("MatMul", ["x", "boxes.weight"], ["boxes"]),
+        helper.make_node("GatherElements", ["boxes", "places"], ["chosen"], axis=1),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {f"{name}.weight": rng.normal(size=(8, 40)).astype(np.float32) for name in ("scores", "boxes")}
+    weights["scores.weight"] = 0.01 * weights["scores.weight"] + weights["scores.weight"][:, :1]  # nearly equal ones
+    outputs = {"best": ("n", 10), "chosen": ("n", 10)}
+    model = graphs.build(nodes, {**weights, "k": np.array([10], np.int64)}, {"x": ("n", 8)}, outputs)
+    feeds = graphs.vectors(8)
+    state = apply_pass(Int8(placement="inputs"), GraphState(model), context(feeds)).model
+    assert output_cosine(outputs_of(model, feeds), outputs_of(write_state(state, "u8s8"), feeds)) < COLLAPSE
+    held, given = hold_choices(state, feeds)
+    exact = outputs_of(held.model, given)
+    for place, values in enumerate(outputs_of(model, feeds)):  # of each batch two, and with the scores three
+        np.testing.assert_array_equal(values, exact[place // 2 * 3 + place % 2])
+    assert output_cosine(exact, outputs_of(write_state(held, "u8s8"), given)) > 0.99
+    assert [value.name for value in held.model.graph.outputs] == ["best", "chosen", "scores/chosen_by_node_best"]
+
+
+def test_boxes_that_are_suppressed_are_those_of_the_float_graph() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "boxes.weight"], ["flat"]),
+        helper.make_node("Reshape", ["flat", "four"], ["boxes"]),
+        helper.make_node("MatMul", ["x", "scores.weight"], ["likely"]),
+        helper.make_node("Reshape", ["likely", "one"], ["scores"]),
+        helper.make_node("NonMaxSuppression", ["boxes", "scores", "most", "overlap"], ["chosen"]),
+        helper.make_node("GatherND", ["scores", "chosen"], ["found"]),
+    ]
+    rng = np.random.default_rng(0)
+    weights = {
+        f"{name}.weight": rng.normal(size=(8, n)).astype(np.float32) for name, n in (("boxes", 80), ("scores", 20))
+    }
+    shapes = {"four": np.array([0, 20, 4]), "one": np.array([0, 1, 20]), "most": np.array([20])}
+    constants = {**weights, **shapes, "overlap": np.array([0.2], np.float32)}
+    model, feeds = graphs.build(nodes, constants, {"x": ("n", 8)}, {"found": ("m",)}), graphs.vectors(8)
+    state = apply_pass(Int8(placement="inputs"), GraphState(model), context(feeds)).model
+    held, given = hold_choices(state, feeds)
+    exact, rounded = outputs_of(held.model, given), outputs_of(write_state(held, "u8s8"), given)
+    assert [values.shape for values in exact] == [values.shape for values in rounded]
+    np.testing.assert_array_equal(exact[0], outputs_of(model, feeds)[0])
+    assert output_cosine(exact, rounded) > 0.99
+
+
+def test_rows_in_another_order_are_no_strangers() -> None:
+    rows = np.random.default_rng(0).normal(size=(2, 50, 6)).astype(np.float32)
+    turned = rows + np.float32(1e-6)
+    turned[1, [3, 4]] = turned[1, [4, 3]]
+    assert share_of_strangers(rows, turned, 1e-4, 1.0) == 0
+    turned[1, 7] += 0.1
+    assert share_of_strangers(rows, turned, 1e-4, 1.0) == pytest.approx(1 / 100)
+    assert share_of_strangers(rows, rows[::-1].copy(), 1e-4, 1.0) == 1  # a row of another sample is none of this one
+    assert share_of_strangers(rows, rows[::-1].copy(), 1e-4, 0.05) == pytest.approx(6 / 100)  # no more were looked at
+    assert share_of_strangers(rows[0], rows[0, ::-1].copy(), 1e-4, 1.0) == 1
 
 
 def test_decibels() -> None:

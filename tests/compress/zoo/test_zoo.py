@@ -12,6 +12,13 @@ from safetensors.torch import load_file
 
 from compress.zoo.cifar_resnet import BasicBlock, resnet20, resnet56
 from compress.zoo.digits_resnet import DIGITS, DigitsResNet, digits_resnet
+from compress.zoo.grid_detector import (
+    assign_once,
+    detection_loss,
+    find_corners,
+    one_to_one_detector,
+    place_centres,
+)
 from compress.zoo.train_digits import accuracy, digits_splits, train
 
 BENCH = Path(os.environ.get("COMPRESS_BENCH", "shared/bench"))
@@ -90,3 +97,51 @@ def test_published_resnet20_weights_classify_cifar10() -> None:
     )
     with torch.inference_mode():
         assert (model(x.permute(0, 3, 1, 2)).argmax(1).numpy() == label).mean() > 0.85
+
+
+def test_a_one_to_one_head_ends_in_the_best_boxes() -> None:
+    torch.manual_seed(0)
+    model, images = one_to_one_detector(2, width=4, depth=1, most=7).eval(), torch.rand(3, 3, 64, 96)
+    with torch.no_grad():
+        rows = model(images)
+        x = model.read_grid(images)
+        heads = model.read_heads(x)
+        once = model.once(x).flatten(2).transpose(1, 2).sigmoid()
+    corners = find_corners(place_centres(64, 96), heads["boxes"])
+    assert rows.shape == (3, 7, 6)
+    for image in range(3):
+        places = once[image].flatten().argsort(descending=True)[:7]
+        torch.testing.assert_close(rows[image, :, 4], once[image].flatten()[places])
+        torch.testing.assert_close(rows[image, :, 5], (places % 2).float())
+        torch.testing.assert_close(rows[image, :, :4], corners[image, places // 2])
+
+
+def test_an_object_is_learned_by_the_one_cell_that_fits_it_best() -> None:
+    centres = place_centres(32, 32)
+    labels = torch.tensor([[[1.0, 2, 2, 22, 22], [0.0, 16, 16, 32, 32], [-1.0, 0, 0, 0, 0]]])
+    found = torch.cat([centres - 8, centres + 8], -1)[None].clone()  # each cell's own box, as large as the objects
+    found[0, 5] = torch.tensor([2.0, 2, 22, 22])  # of the nine cells around (12, 12) the one that has it exactly
+    scores = torch.zeros(1, 16, 2)
+    classes, overlaps = assign_once(scores, found, centres, labels)
+    assert (classes[0] >= 0).sum() == 2
+    assert classes[0, 5] == 1 and overlaps[0, 5] == 1
+    assert (classes[0] == 0).sum() == 1
+    scores[0, 5, 1], scores[0, 6, 1] = -20, 20  # a better score outweighs the box that no one believes
+    found[0, 6] = found[0, 5]
+    assert assign_once(scores, found, centres, labels)[0][0, 6] == 1
+
+
+def test_a_detector_of_both_heads_learns() -> None:
+    torch.manual_seed(0)
+    model = one_to_one_detector(2, width=4, depth=1)
+    labels = torch.tensor([[[1.0, 8, 8, 40, 40]], [[0.0, 20, 4, 60, 30]]])
+    images, centres = torch.rand(2, 3, 64, 64), place_centres(64, 64)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(30):
+        loss = detection_loss(model(images), centres, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.6 * losses[0]

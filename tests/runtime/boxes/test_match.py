@@ -13,9 +13,10 @@ from pycocotools.cocoeval import COCOeval
 
 from runtime.boxes.match import CROWD, DIFFICULT, match_detections
 from runtime.bundle.manifest import Gate, Judgement
-from runtime.judge.evidence import quality_evidence
+from runtime.judge.evidence import quality_evidence, select_metrics
 from runtime.metrics import METRICS
 from runtime.metrics.base import UsageError
+from runtime.metrics.detection import find_best_threshold
 
 Found = list[tuple[int, float, list[float]]]
 """Class, score and box of each detection."""
@@ -155,10 +156,13 @@ def test_a_detection_of_a_difficult_box_counts_for_nothing() -> None:
     assert METRICS["ap50"].compute(make_outputs(small), make_labels(real)) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("name", "alike"), [("map", 0.97), ("ap50", 0.85), ("box_recall", 0.999), ("box_iou", 0.999)])
+@pytest.mark.parametrize(
+    ("name", "alike"), [("map", 0.97), ("ap50", 0.85), ("box_recall", 0.999), ("box_iou", 0.999), ("f1_at", 0.999)]
+)
 def test_what_an_image_adds_is_what_is_lost_without_it(name: str, alike: float) -> None:
     """The infinitesimal jackknife against the statistic without each image, which goes in steps where recalls do."""
-    metric, (outputs, labels) = METRICS[name], draw(3, n=150)
+    outputs, labels = draw(3, n=150)
+    metric = METRICS[name].settle(outputs, labels)
     columns = metric.columns(outputs, labels)
     n, value = len(labels), metric.statistic(columns)
     without = [metric.statistic(tuple(np.delete(column, row, axis=0) for column in columns)) for row in range(n)]
@@ -166,6 +170,39 @@ def test_what_an_image_adds_is_what_is_lost_without_it(name: str, alike: float) 
     assert added.sum() == pytest.approx(0, abs=1e-6)
     assert np.corrcoef(added, deleted)[0, 1] > alike
     assert added.std() == pytest.approx(deleted.std(), rel=0.2)
+
+
+OTHER, AWAY = [60.0, 60.0, 90.0, 90.0], [200.0, 200.0, 240.0, 240.0]
+TWO_IMAGES = make_labels([[[0, *BOX, 0, 1600], [0, *OTHER, 0, 900]], [[1, *BOX, 0, 1600]]])
+
+
+def test_f1_is_taken_at_the_baselines_own_threshold() -> None:
+    """The baseline: 2/4, 2/5, 4/6 and 4/7 from .9, .6, .5 and .3 on, so that .4 parts them."""
+    baseline = make_outputs([[(0, 0.9, BOX), (0, 0.6, AWAY), (0, 0.5, OTHER)], [(0, 0.3, BOX)]])
+    candidate = make_outputs([[(0, 0.45, BOX), (0, 0.39, OTHER)], [(1, 0.8, AWAY)]])
+    assert find_best_threshold(baseline, TWO_IMAGES) == pytest.approx(0.4)
+    judgement = Judgement(metrics=("f1_at",), gates=(Gate("f1_at", max_drop=0.02),))
+    metrics = select_metrics("object-detection", baseline, TWO_IMAGES, judgement)
+    found = quality_evidence(metrics, candidate, baseline, TWO_IMAGES, judgement)["f1_at"]
+    assert found.baseline is not None
+    assert found.baseline.value == pytest.approx(4 / 6)
+    assert found.candidate.value == pytest.approx(2 / 5)  # one right of two, three labelled; 4/6 at its own best
+    assert METRICS["f1_at"].compute(candidate, TWO_IMAGES) == pytest.approx(4 / 6)
+
+
+def test_neither_crowds_nor_difficult_boxes_count_in_f1() -> None:
+    labels = TWO_IMAGES.copy()
+    labels[0, 1, 5] = DIFFICULT
+    outputs = make_outputs([[(0, 0.9, OTHER), (0, 0.8, BOX)], [(1, 0.7, AWAY)]])
+    assert find_best_threshold(outputs, labels) == pytest.approx(0.75)
+    assert METRICS["f1_at"].compute(outputs, labels) == pytest.approx(2 / 3)  # one right of one, two labelled
+
+
+def test_equal_scores_stay_on_one_side_of_the_threshold() -> None:
+    outputs = make_outputs([[(0, 0.5, BOX)], [(0, 0.5, AWAY), (1, 0.2, BOX)]])
+    assert find_best_threshold(outputs, TWO_IMAGES) == pytest.approx(0.2)
+    nothing = make_outputs([[], []])
+    assert METRICS["f1_at"].compute(nothing, TWO_IMAGES) == 0
 
 
 def test_agreement_is_1_with_itself_and_falls_with_what_one_alone_finds() -> None:

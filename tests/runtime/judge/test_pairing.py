@@ -13,7 +13,7 @@ from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.errors import UsageError
 from runtime.judge.evidence import Evidence, column_evidence, quality_evidence, size_evidence, timing_evidence
 from runtime.judge.findings import Side, ratio_intervals, ratios, side
-from runtime.judge.pairing import compare_reports
+from runtime.judge.pairing import compare_reports, find_metric
 from runtime.judge.recorded import as_metric
 from runtime.metrics import METRICS
 from runtime.report.report import Report
@@ -195,6 +195,8 @@ def test_nearness_to_different_float_models_is_not_compared() -> None:
     assert {"kl", "sqnr_db", "agreement"} == compared.not_compared.keys()
     assert "another one in each bundle" in compared.not_compared["kl"]
     assert {"top1", "f1_macro", "size"} == {difference.metric for difference in compared.differences}
+    assert "another one in each bundle" in str(find_metric("f1_at", old, new))  # another threshold, too
+    assert find_metric("f1_at", old, old) is METRICS["f1_at"]
 
 
 def test_a_metric_that_one_lacks_is_told() -> None:
