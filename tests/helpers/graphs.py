@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,19 @@ def vectors(width: int = 64, n_batches: int = 2, size: int = 16, seed: int = 1) 
 def run(model: ir.Model, batches: Sequence[Feeds], optimize: bool = True) -> list[np.ndarray]:
     """The first output for each batch; `optimize` False computes every node as it is written."""
     return [next(iter(outputs.values())) for outputs in run_batches(open_session(model, 1, optimize), batches)]
+
+
+@lru_cache
+def sums_are_exact() -> bool:
+    """Return whether int8 kernels sum without overflow here: those of a CPU without VNNI add pairs in 16 bits."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["levels"], to=TensorProto.UINT8),
+        helper.make_node("MatMulInteger", ["levels", "w"], ["sums"]),
+        helper.make_node("Cast", ["sums"], ["y"], to=TensorProto.FLOAT),
+    ]
+    model = build(nodes, {"w": np.full((64, 8), 127, np.int8)}, {"x": ("n", 64)}, {"y": ("n", 8)})
+    (sums,) = run(model, [{"x": np.full((4, 64), 255, np.float32)}])
+    return bool((sums == 64 * 127 * 255).all())
 
 
 def written(
