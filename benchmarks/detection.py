@@ -67,7 +67,7 @@ DETECTORS = {
     PRUNED: Detector(HERE / "detection.yaml", "grid_detector", 16, 2, 2200, 16, threads=2),
     **{
         f"one-to-one-{seed}": Detector(
-            HERE / "detection_one_to_one.yaml", "one_to_one_detector", 8, 1, 1300, 8, seed=seed
+            HERE / "detection_one_to_one.yaml", "one_to_one_detector", 8, 1, 2600, 8, seed=seed
         )
         for seed in range(3)
     },

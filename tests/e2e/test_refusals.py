@@ -107,7 +107,7 @@ def write_x(x: np.ndarray) -> None:
             "int8: target tensorrt has no run-time",
         ),
         ({"passes": [{"kind": "autocast", "dtype": "bfloat16"}]}, "has no bfloat16 CPU kernels; use target: openvino"),
-        ({"limits": {"memory_gib": 0.01}}, "GiB are needed, 0.01 are allowed"),
+        ({"limits": {"memory_gib": 0.01}}, "are needed, 10.2 MiB are allowed"),
         ({"limits": {"disk_gib": 1e-6}}, "limits.disk_gib: about"),
         ({"export": []}, "export"),
         (
