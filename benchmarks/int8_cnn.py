@@ -138,7 +138,7 @@ def train(bench: Path, epochs: int, seed: int) -> Any:
     rng = np.random.default_rng(seed)
     with np.load(bench / "data/cifar10/train.npz") as data:
         images, labels = np.pad(data["image"], ((0, 0), (4, 4), (4, 4), (0, 0)), "reflect"), data["label"]
-    model = depthwise_cnn().to(memory_format=torch.channels_last)
+    model = depthwise_cnn().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     n_steps = len(labels) // BATCH
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs * n_steps)
