@@ -24,8 +24,7 @@ from compress.planning.make_plan import make_plan
 from compress.quantize.latency import StateTimer
 from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
-from compress.timing.clock import Clock
-from runtime.judge.stats import Estimate, exact
+from compress.timing.clock import PROCESSES, Clock, GraphTimes
 
 
 def onnx_recipe(folder: Path, passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -77,10 +76,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def compare(timer: StateTimer, states: Sequence[GraphState], budget_s: float, is_clear: Any = None) -> list[Estimate]:
+def compare(timer: StateTimer, states: Sequence[GraphState], budget_s: float, is_clear: Any = None) -> GraphTimes:
     """Fresh processes that agree with this one."""
-    first, *rest = timer.time(states, budget_s)
-    return [exact(first / ms) for ms in (first, *rest)]
+    return GraphTimes(np.array([timer.time(states, budget_s)] * PROCESSES))
 
 
 def notes(made: Any) -> str:
