@@ -65,22 +65,22 @@ def part(batch: Batch, rank: int, size: int) -> Batch:
     )
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to a device, images held channels last.
+def to_device(batch: Batch, device: torch.device, layout: torch.memory_format = torch.channels_last) -> Batch:
+    """Move a batch to a device, images held in a layout.
 
-    Shapes stay, and convolutions run faster (measured: a training step of ResNet-56 in bfloat16 on a CPU 1.15 times as
-    fast).
+    Shapes stay; channels last, convolutions run faster (measured: a training step of ResNet-56 in bfloat16 on a CPU
+    1.15 times as fast).
     """
     mixed = batch.mixed and replace(batch.mixed, labels=_move_optional(batch.mixed.labels, device))
-    feeds = {name: _place_tensor(tensor, device) for name, tensor in batch.feeds.items()}
+    feeds = {name: _place_tensor(tensor, device, layout) for name, tensor in batch.feeds.items()}
     weights, labels = batch.weights.to(device), _move_optional(batch.labels, device)
     counted = _move_optional(batch.loss_mask, device)
     return replace(batch, feeds=feeds, weights=weights, labels=labels, mixed=mixed, loss_mask=counted)
 
 
-def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+def _place_tensor(tensor: Tensor, device: torch.device, layout: torch.memory_format) -> Tensor:
     moved = tensor.to(device)
-    return moved.contiguous(memory_format=torch.channels_last) if moved.dim() == 4 else moved
+    return moved.contiguous(memory_format=layout) if moved.dim() == 4 else moved
 
 
 def _slice_optional(tensor: Tensor | None, mine: slice) -> Tensor | None:
