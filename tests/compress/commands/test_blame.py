@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import graphs
 import pytest
 from spoiling import build_healthy, spoil
 from typer.testing import CliRunner
@@ -46,6 +47,8 @@ def copy(healthy: Callable[[str], Path], tmp_path: Path) -> Copy:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "how"), [("images", "two bits"), ("tagger", "scale"), ("writer", "two bits")])
 def test_the_spoiled_layer_comes_first(kind: str, how: str, copy: Copy, tmp_path: Path) -> None:
+    if kind == "tagger" and not graphs.sums_are_exact():
+        pytest.skip("without VNNI what overflows in int8 hides what a scale spoils")
     bundle = copy(kind)
     layer = spoil(bundle, 3, how)
     found = blame_bundle(bundle, 0.2, cache=tmp_path / "none", times=kind == "images")
@@ -71,7 +74,7 @@ def test_the_spoiled_layer_comes_first(kind: str, how: str, copy: Copy, tmp_path
 def test_what_is_healthy_blames_nobody_by_the_metric_and_every_rung_holds(healthy: Callable[[str], Path]) -> None:
     found = blame_bundle(healthy("tagger"), 1, times=False)
     assert found.decided_by == "outputs" and found.candidate == found.float_layers == 1.0
-    assert "is within noise" in found.notes[-1] and found.change < 1e-3
+    assert "is within noise" in found.notes[-1] and found.change < (1e-3 if graphs.sums_are_exact() else 1e-2)
     ladder = climb(healthy("tagger"))
     assert ladder.holds and [rung.divergence for rung in ladder.rungs] == [None] * 3
     assert describe_ladder(ladder)[0].startswith("torch -> ONNX: differs by ")
