@@ -76,7 +76,10 @@ def test_what_is_healthy_blames_nobody_by_the_metric_and_every_rung_holds(health
     assert found.decided_by == "outputs" and found.candidate == found.float_layers == 1.0
     assert "is within noise" in found.notes[-1] and found.change < (1e-3 if graphs.sums_are_exact() else 1e-2)
     ladder = climb(healthy("tagger"))
-    assert ladder.holds and [rung.divergence for rung in ladder.rungs] == [None] * 3
+    *as_written, optimized = ladder.rungs
+    assert all(rung.holds and rung.divergence is None for rung in as_written) and len(as_written) == 2
+    # the kernels of a CPU without VNNI overflow, and the ladder says so
+    assert (optimized.holds and optimized.divergence is None) or not graphs.sums_are_exact()
     assert describe_ladder(ladder)[0].startswith("torch -> ONNX: differs by ")
 
 
