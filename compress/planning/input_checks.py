@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer
+from compress.data.columns import CheckSize
 from compress.data.inspect import DataFacts, check_values
 from compress.errors import SourceError
 from compress.facts import ModelFacts
@@ -128,8 +129,8 @@ def check_samples(
         return ["the texts of data.train"] if "train" in data else []
     n_classes = torch_task.count_classes(facts.outputs)
     for name, found in data.items():
-        check_size = partial(_check_image_size, preprocess, facts.inputs, [])
         try:
+            check_size = _make_size_check(preprocess, facts.inputs)
             passed_over += [f"{what} of data.{name}" for what in check_values(found, n_classes, look, check_size)]
         except (SourceError, UsageError) as error:
             problems += [f"data.{name}: {problem}" for problem in error.problems]
@@ -144,25 +145,26 @@ def make_image_part(preprocess: PreprocessSpec, inputs: tuple[TensorSpec, ...]) 
     return make_image_encoder(spec, tuple(value for value in inputs if value.name not in FEEDS))
 
 
-def _check_image_size(
-    preprocess: PreprocessSpec,
-    inputs: tuple[TensorSpec, ...],
-    seen: list[tuple[int, int]],
-    size: tuple[int, int],
-) -> None:
-    """Raise UsageError where an image, preprocessed, is not of the size that the model takes, or that is `seen`."""
-    encoder = make_image_part(preprocess, inputs)
-    if encoder is None:
-        return
-    window = place_image(*size, encoder.spec).window
-    encoder.check_size(window)
-    if window not in seen and seen:
-        shown = [f"{height}x{width}" for height, width in (window, *seen)]
-        raise UsageError(
-            f"the image is {shown[0]} after preprocessing, and the first {shown[1]} (height x width): set "
-            f"preprocess.resize: {list(seen[0])}, or crop"
-        )
-    seen[:] = [window]
+def _make_size_check(preprocess: PreprocessSpec, inputs: tuple[TensorSpec, ...]) -> CheckSize:
+    """Return what raises UsageError where an image, preprocessed, is not of the size that the model takes, or that
+    the first image has."""
+    encoder, seen = make_image_part(preprocess, inputs), list[tuple[int, int]]()
+
+    def check(size: tuple[int, int]) -> None:
+        if encoder is None:
+            return
+        window = place_image(*size, encoder.spec).window
+        encoder.check_size(window)
+        if not seen:
+            seen.append(window)
+        if window != seen[0]:
+            shown = [f"{height}x{width}" for height, width in (window, seen[0])]
+            raise UsageError(
+                f"the image is {shown[0]} after preprocessing, and the first {shown[1]} (height x width): set "
+                f"preprocess.resize: {list(seen[0])}, or crop"
+            )
+
+    return check
 
 
 def note_unpacked(opened: OpenedModel) -> list[str]:
