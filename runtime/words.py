@@ -28,6 +28,7 @@ OTHER_WORDS = {
     "trt": ("tensorrt",),
     **dict.fromkeys(("gguf", "llamacpp", "llama_cpp"), ("llama.cpp",)),
     **dict.fromkeys(("quantize", "quantization", "ptq", "static_quantization"), ("int8",)),
+    **dict.fromkeys(("reduce_range", "overflow_fix"), ("weight_bits",)),
     **dict.fromkeys(("prune", "pruning", "structured_pruning"), ("prune_channels", "prune_layers")),
     **dict.fromkeys(("fuse", "fusion", "fuse_bn", "fold_bn"), ("fold_batchnorm",)),
     **dict.fromkeys(("fp16", "bf16", "half"), ("autocast",)),

@@ -14,7 +14,7 @@ import torch
 
 from compress.blocks.materialise import plain
 from compress.blocks.trace import run
-from compress.errors import ExportError
+from compress.errors import ExportError, SourceError
 from compress.graph.cleanup import HALVES
 from compress.graph.halves import split_halves
 from compress.graph.layers import find_layers
@@ -37,7 +37,8 @@ def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Seque
 
     Of an ONNX source its file as it is and the cleaned graph are compared; None where ONNX Runtime does not run that
     file. Of choices, which are whole numbers and rows in an order of their own, a share of MOST_CHOICES may differ.
-    Raises ExportError that names the first layer whose outputs differ beyond the tolerance.
+    Raises ExportError that names the first layer whose outputs differ beyond the tolerance, and SourceError where
+    those of an ONNX file are not finite.
     """
     if isinstance(loaded, OnnxModel):
         return _check_clean_up(loaded, model, batches)
@@ -74,6 +75,8 @@ def _check_clean_up(loaded: OnnxModel, model: ir.Model, batches: Sequence[Feeds]
                     f"{loaded.path}: output '{name}' has shape {want[name].shape}, cleaned {values.shape}"
                 )
             differs, share = _compare_outputs(want[name], values, tolerance, _puts_in_order(model))
+            if differs > tolerance and not np.isfinite(want[name]).all():
+                raise SourceError(f"{loaded.path}: its output '{name}' holds NaN or infinity for samples of the data")
             if differs > tolerance or share > MOST_CHOICES:
                 difference, allowed = (differs, tolerance) if differs > tolerance else (share, MOST_CHOICES)
                 raise ExportError(

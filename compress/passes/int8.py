@@ -45,6 +45,9 @@ class Int8(EightBit):
     auto. all: activations stay int8 between operators (convolutional nets). inputs: only the inputs of matrix products
     are quantized, and what convolutions read and write; the residual stream stays float (transformers). auto: one of
     these two, decided from the graph."""
+    weight_bits: Literal[8, 7] = 8
+    """7: the weights of convolutions and matrix products lie in -63 to 63, so that sums of two products fit into the 16
+    bits in which a CPU without VNNI, AMX or Arm's dot products adds them. Of 8 bits such sums may saturate there."""
     overrides: tuple[Int8Override, ...] = ()
     """Exceptions for some of the layers."""
 
@@ -54,7 +57,7 @@ class Int8(EightBit):
 
     @property
     def scheme(self) -> str:
-        return "W8A8" if self.mode == "static" else "W8A8 dynamic"
+        return f"W{self.weight_bits}A8" if self.mode == "static" else f"W{self.weight_bits}A8 dynamic"
 
     @property
     def is_dynamic(self) -> bool:

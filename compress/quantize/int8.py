@@ -52,14 +52,15 @@ def with_integer_layers(
     )
 
 
-def round_layer(layer: GraphLayer) -> QuantizedWeight:
+def round_layer(layer: GraphLayer, bits: int = 8) -> QuantizedWeight:
     """Round to int8, symmetric, per output channel (embeddings: per column), by the range of least squared error.
 
-    Raises ValueError naming the layer on NaN or Inf.
+    `bits`: in which weights of products lie; they are stored in 8. Raises ValueError naming the layer on NaN or Inf.
     """
-    matrix = np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix()
     try:
-        return round_to_nearest(matrix, 8)
+        if layer.op == "Gather":
+            return round_to_nearest(np.ascontiguousarray(layer.matrix().T), 8)
+        return replace(round_to_nearest(layer.matrix(), bits), bits=8)
     except ValueError as error:
         raise ValueError(f"{layer.name}: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,6 +32,7 @@ from compress.quantize.int8 import (
     correct_biases,
     leave_unseen,
     observe_state,
+    round_layer,
     tensors_of,
     with_integer_layers,
 )
@@ -89,7 +91,7 @@ def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -
 
 
 def place_layers(
-    knobs: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight] | None
+    knobs: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight]
 ) -> tuple[GraphState, list[LayerFacts], list[LayerDecision]]:
     """Return the state with all layers that the pass takes in eight bits, `rounded` so, and those it takes and leaves.
 
@@ -191,11 +193,9 @@ def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
     return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
 
 
-def _choose_rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight] | None:
-    """Return how weights are rounded; None: to int8."""
-    if knobs.number == "int8":
-        return None
-    return _round_to_fp8
+def _choose_rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
+    """Return how a layer's weights are rounded."""
+    return partial(round_layer, bits=knobs.weight_bits) if isinstance(knobs, Int8) else _round_to_fp8
 
 
 def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:

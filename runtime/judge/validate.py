@@ -166,6 +166,7 @@ def judge_model(
         explanation=explanation,
         forecast=forecast,
         stages_ms=stages,
+        narrow=any(str(row.get("reason", "")).startswith("W7A8") for row in _layers(case)),
     )
     doubts = [] if failures else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
     advice = [*list(failures.values())[:1], *doubts, *advise(evidence, subject, rows, case.notes, not_smaller(case))]
@@ -225,8 +226,11 @@ def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
 
 def not_smaller(case: Case) -> str:
     """Return why the candidate's files can be no smaller than the baseline's."""
-    layers = [row for row in read_layers(case.root, case.manifest) if isinstance(row, dict)]
-    return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, layers)
+    return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, _layers(case))
+
+
+def _layers(case: Case) -> list[dict[str, Any]]:
+    return [row for row in read_layers(case.root, case.manifest) if isinstance(row, dict)]
 
 
 _NOT_COMPARED = "the bundle holds no float model to be timed beside the candidate: it was too large when it was built"

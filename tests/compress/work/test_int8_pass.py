@@ -246,6 +246,19 @@ def test_a_tensor_without_a_range_costs_the_layers_that_touch_it(
     assert output_cosine(exact, got) > (0.999 if mode == "static" or graphs.sums_are_exact() else 0.99)
 
 
+@pytest.mark.parametrize("mode", ["static", "dynamic"])
+def test_weights_in_seven_bits_saturate_on_no_cpu(mode: Any) -> None:
+    model, feeds = graphs.transformer(), graphs.tokens()
+    result = apply(model, feeds, mode=mode, weight_bits=7)
+    products = [result.model.weights[name] for name in result.model.integer]
+    assert {int(np.abs(weight.values).max()) for weight in products} == {63}
+    assert {weight.bits for weight in products} == {8}  # which they are stored in
+    decided = {decision.layer: decision.reason for decision in result.decisions}
+    assert all(decided[name].startswith("W7A8") for name in result.model.integer)
+    written, optimized = (graphs.written(result.model, feeds, optimize=one) for one in (False, True))
+    assert output_cosine([written], [optimized]) > 0.9999
+
+
 def test_a_second_pass_may_not_change_the_mode() -> None:
     feeds = graphs.tokens()
     first = apply(graphs.transformer(), feeds, targets=("up",)).model

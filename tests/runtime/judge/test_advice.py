@@ -199,7 +199,8 @@ def test_a_call_too_short_to_gain_is_a_reason_where_the_profile_shows_no_other()
 def test_that_products_may_saturate_is_told_where_they_do() -> None:
     unsigned = GraphFacts({"QuantizeLinear": 9, "MatMul": 9}, {"uint8": 9})
     (said,) = less_exact(on("onnxruntime-cpu", X86, unsigned))
-    assert "which may saturate" in said
+    assert "which may saturate" in said and "weight_bits: 7" in said
+    assert less_exact(replace(on("onnxruntime-cpu", X86, unsigned), narrow=True)) == []
     assert less_exact(on("onnxruntime-cpu", {"cpu_flags": ["avx2", "avx_vnni"]}, unsigned)) == []
     assert less_exact(on("onnxruntime-cpu", {}, unsigned)) == []
     assert less_exact(on("openvino", X86, unsigned)) == less_exact(on("onnxruntime-cpu", X86, PLAIN)) == []
