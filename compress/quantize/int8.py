@@ -26,9 +26,9 @@ def with_integer_layers(
     placement: Kind,
     attention: bool,
     dynamic: bool,
-    rounded: Callable[[GraphLayer], QuantizedWeight] | None = None,
+    rounded: Callable[[GraphLayer], QuantizedWeight],
 ) -> GraphState:
-    """Return the state with these layers' weights `rounded` to eight bits: by default to int8, as `round_layer` does.
+    """Return the state with these layers' weights `rounded` to eight bits, as `round_layer` does.
 
     Raises ValueError when a weight is not finite, or when the state holds such layers with other settings: they are one
     for the whole graph.
@@ -38,7 +38,7 @@ def with_integer_layers(
             "an int8 pass before has another mode, placement or attention; put all layers into one int8 pass"
         )
     layers = {layer.name: layer for layer in find_layers(state.model)}
-    weights = {name: (rounded or round_layer)(layers[name]) for name in names}
+    weights = {name: rounded(layers[name]) for name in names}
     if state.integer and state.in_float8 != any(weight.values.dtype == FLOAT8 for weight in weights.values()):
         raise ValueError("a pass before computes other layers in another type of eight bits; one graph has one of them")
     return replace(

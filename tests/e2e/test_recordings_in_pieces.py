@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
     },
     "passes": [
         {"kind": "distill", "steps": 2, "batch_size": 4, "learning_rate": 1e-6, "held_out": 0, "labels": {}},
-        {"kind": "rtn", "bits": 8},
+        {"kind": "int8", "weight_bits": 7},
     ],
     "validate": {
         "gates": [{"metric": "wer", "max": 0.2}, {"metric": "nll", "max": 1}],

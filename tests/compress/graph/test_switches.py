@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.graph.run import open_session
 from compress.graph.switches import SWITCHES, SwitchedGraph, add_switches, find_pairs
-from compress.quantize.int8 import with_integer_layers
+from compress.quantize.int8 import round_layer, with_integer_layers
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState, Range
 
@@ -46,7 +46,7 @@ def make_residual() -> ir.Model:
 def quantize(model: ir.Model, layers: list[str], dynamic: bool = False) -> ir.Model:
     """Write these layers in int8, every range -4 to 4."""
     kind = "inputs" if dynamic else "all"
-    state = with_integer_layers(GraphState(model), layers, kind, False, dynamic)
+    state = with_integer_layers(GraphState(model), layers, kind, False, dynamic, round_layer)
     names = [value.name for node in model.graph for value in node.outputs] + ["x"]
     state.ranges = {str(name): Range(-4.0, 4.0, 4.0) for name in names}
     return write_state(state, "u8s8")
