@@ -43,6 +43,7 @@ from runtime.tasks.predict import encoding_views
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""
 ENCODED_AT_ONCE = 32
+"""Of them, in one call of the tokenizer."""
 
 
 def suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:

@@ -464,12 +464,17 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
     return []
 
 
-def read_layers(root: Path, manifest: Manifest) -> tuple[Any, ...]:
-    """Read what the build wrote about each layer, layers.json; nothing where the bundle has none."""
+def read_layers(root: Path, manifest: Manifest) -> tuple[dict[str, Any], ...]:
+    """Read what the build wrote about each layer, layers.json; nothing where the bundle has none.
+
+    Raises BundleError where it is not a list of objects.
+    """
     if "layers.json" not in manifest.files:
         return ()
     try:
         layers = json.loads((root / "layers.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{root / 'layers.json'}: not JSON: {error}") from error
-    return tuple(layers) if isinstance(layers, list) else (layers,)
+    if not isinstance(layers, list) or not all(isinstance(row, dict) for row in layers):
+        raise BundleError(f"{root / 'layers.json'}: must be a list of objects, one for each layer or note")
+    return tuple(layers)

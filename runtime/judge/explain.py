@@ -75,7 +75,7 @@ def explain_bundle(
     Both models make calls of the judged batch size, or of decoders the steps of an answer, in short runs of their own.
     """
     settings, _ = settings_for(manifest, threads)
-    rows = [row for row in read_layers(root, manifest) if isinstance(row, dict) and "layer" in row]
+    rows = [row for row in read_layers(root, manifest) if "layer" in row]
     histories = {str(row["layer"]): [str(line) for line in row.get("history", [])] for row in rows}
 
     def order(variant: Variant) -> ProfileOrder:

@@ -38,6 +38,8 @@ class Case:
     manifest: Manifest
     columns: Mapping[str, Any]
     baseline: Outputs
+    layers: Sequence[Mapping[str, Any]]
+    """What the build wrote about each layer, and its notes."""
     metrics: Sequence[Metric]
     backend: str
     others: Sequence[str]

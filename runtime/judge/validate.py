@@ -166,7 +166,7 @@ def judge_model(
         explanation=explanation,
         forecast=forecast,
         stages_ms=stages,
-        narrow=any(str(row.get("reason", "")).startswith("W7A8") for row in _layers(case)),
+        narrow=any(str(row.get("reason", "")).startswith("W7A8") for row in case.layers),
     )
     doubts = [] if failures else find_doubts(case.manifest.task, candidate, case.baseline, case.labels, evidence)
     advice = [*list(failures.values())[:1], *doubts, *advise(evidence, subject, rows, case.notes, not_smaller(case))]
@@ -226,11 +226,7 @@ def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
 
 def not_smaller(case: Case) -> str:
     """Return why the candidate's files can be no smaller than the baseline's."""
-    return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, _layers(case))
-
-
-def _layers(case: Case) -> list[dict[str, Any]]:
-    return [row for row in read_layers(case.root, case.manifest) if isinstance(row, dict)]
+    return reason_not_smaller(case.manifest.candidate_for(case.backend).precision, case.layers)
 
 
 _NOT_COMPARED = "the bundle holds no float model to be timed beside the candidate: it was too large when it was built"
@@ -246,7 +242,7 @@ def _explain_not_run(manifest: Manifest, backend: str) -> str:
 def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
     """Read the bundle and refuse what cannot be judged, before any model runs; errors as `validate` says."""
     manifest = verify(root)
-    columns, baseline = read_samples(root, manifest), read_outputs(root, manifest)
+    columns, baseline, layers = read_samples(root, manifest), read_outputs(root, manifest), read_layers(root, manifest)
     find_task(manifest.task).check_frozen(f"{root}: the baseline's outputs", baseline)
     labels = columns.get("label")
     check_gates(manifest.judgement, manifest.task, labels is not None, manifest.postprocess)
@@ -277,10 +273,24 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         note_unrecorded(manifest),
         describe_copies(draws),
     )
-    notes = [*build_notes(root, manifest), *(note for note in found if note)]
+    said = (str(row["reason"]) for row in layers if row.get("type") == "note" and "reason" in row)
+    notes = [*said, *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(
-        root, manifest, columns, baseline, metrics, main, others, threads, notes, elsewhere, groups, recorded, draws
+        root,
+        manifest,
+        columns,
+        baseline,
+        layers,
+        metrics,
+        main,
+        others,
+        threads,
+        notes,
+        elsewhere,
+        groups,
+        recorded,
+        draws,
     )
 
 
@@ -433,7 +443,7 @@ def assemble(
         gates=gates,
         backends=tuple(rows),
         advice=tuple(advice),
-        layers=read_layers(case.root, manifest),
+        layers=tuple(case.layers),
         steps=read_pass_table(case.root, manifest),
         n_samples=manifest.evaluation.n_samples if manifest.evaluation else 0,
         evaluation=describe_evaluation(manifest),
@@ -539,8 +549,3 @@ def describe_times(timed: BenchmarkResult) -> dict[str, dict[str, tuple[float, .
 def find_median_ms(seconds: Array) -> list[float]:
     """Return the median of each stage of seconds [processes, rounds, stages], in ms."""
     return [1000 * float(median) for median in np.median(seconds, axis=(0, 1))]
-
-
-def build_notes(root: Path, manifest: Manifest) -> list[str]:
-    """Return what the build had to say beyond single layers: what went back to float, what collapsed and why."""
-    return [str(row["reason"]) for row in read_layers(root, manifest) if row.get("type") == "note"]

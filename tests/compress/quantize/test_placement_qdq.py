@@ -17,10 +17,12 @@ from graphs import context, int8_state, makers, node_of, operators, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.export.onnx import finish
+from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.fast_forms import pad_input_channels
 from compress.graph.half import to_half
-from compress.graph.layers import constant, find_layers
+from compress.graph.layers import constant, find_layers, is_constant
 from compress.graph.run import clone, tap
 from compress.passes import Rtn
 from compress.quantize.measure import output_cosine
@@ -180,6 +182,14 @@ def test_an_embedding_is_looked_up_in_integers(encoder: GraphState) -> None:
     assert node_of(model, "embedded").op_type == "DequantizeLinear"
     expected = encoder.weights["embedding"].dequantize().T[feeds[0]["ids"]]
     np.testing.assert_array_equal(graphs.run(tap(model, ["embedded"]), feeds, optimize=False)[0], expected)
+
+
+def test_no_constant_scales_both_weights_and_looked_up_rows(encoder: GraphState) -> None:
+    """OpenVINO, where shapes are fixed, computes a layer in floats whose zeros are those of looked-up rows, too."""
+    finished, _ = finish(encoder, TARGETS["onnxruntime-cpu"])
+    for value in finished.graph.initializers.values():
+        scaled = [use.node.inputs[0] for use in value.uses() if use.node.op_type == "DequantizeLinear" and use.idx > 0]
+        assert len({is_constant(of) for of in scaled}) <= 1, value.name
 
 
 def test_tensorrt_gets_its_table_dequantized_at_once(encoder: GraphState) -> None:

@@ -206,6 +206,15 @@ def test_a_damaged_bundle_is_not_judged(make_bundle: MakeBundle) -> None:
         validate(root, ONE)
 
 
+@pytest.mark.parametrize(("written", "said"), [("[[", "not JSON"), ('["fc"]', "must be a list of objects")])
+def test_layers_that_are_none_are_named(make_bundle: MakeBundle, written: str, said: str) -> None:
+    root = make_bundle()
+    (root / "layers.json").write_text(written)
+    write_bundle(root, read_manifest(root))
+    with pytest.raises(BundleError, match=rf"layers\.json: {said}"):
+        validate(root, ONE)
+
+
 def test_labels_out_of_range_are_named(make_bundle: MakeBundle) -> None:
     with pytest.raises(UsageError, match="row 4 has label 9, and the model has 5 classes"):
         validate(make_bundle(labels=np.where(np.arange(N) == 4, 9, 0)), ONE)
