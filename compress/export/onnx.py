@@ -41,6 +41,7 @@ from compress.graph.edit import initializer, reroute, strip_metadata, tidy, uses
 from compress.graph.fast_forms import (
     divide_by_root,
     keep_norms_apart,
+    keep_pools_fast,
     look_up_in_blocks,
     merge_products,
     own_transposes,
@@ -124,6 +125,7 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
             _speed_up_single_rows(model)
         keep_norms_apart(model)
         pad_input_channels(model)
+        keep_pools_fast(model)
     elif target.flavour == "u8s8":
         share_blocks(model)
     if state.kv_cache is not None and not _keeps_integers(model):
@@ -190,6 +192,7 @@ def float_graph(model: ir.Model) -> ir.Model:
             layer.node.name = layer.name
     share_tables(plain)
     tidy(plain)
+    keep_pools_fast(plain)
     strip_metadata(plain)
     return plain
 

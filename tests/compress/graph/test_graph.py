@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import graphs
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from onnx import helper
+from onnx import TensorProto, helper
 
 from compress.graph.convolutions import fold_channel_scales, pool_globally, shortcuts_to_convolutions
 from compress.graph.edit import initializer, normalize, strip_metadata, tidy
-from compress.graph.fast_forms import keep_norms_apart
+from compress.graph.fast_forms import keep_norms_apart, keep_pools_fast
 from compress.graph.half import to_half
 from compress.graph.layers import SCOPES, constant, find_layers, node_scope
 from compress.graph.run import TAPPED, clone, open_session, run_batches, tap
@@ -213,6 +214,40 @@ def test_sum_is_add() -> None:
     assert graphs.operators(model).count("Sum") == 2
     for got, want in zip(graphs.run(model, feeds, optimize=False), expected, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+PADS, TO_HALF = ["x", "pads"], {"to": TensorProto.FLOAT16}
+
+
+@pytest.mark.parametrize(
+    ("beside", "opset", "called"),
+    [
+        ([make("Pad", PADS, ["a"])], 20, 18),
+        ([make("Identity", ["x"], ["a"])], 19, 18),
+        ([make("Pad", PADS, ["a"], mode="wrap")], 20, 20),
+        ([make("Gelu", ["x"], ["a"])], 20, 20),
+        ([make("Cast", ["x"], ["half"], **TO_HALF), make("Cast", ["half"], ["a"], to=TensorProto.FLOAT)], 20, 20),
+        ([make("Relu", ["x"], ["a"])], 22, 22),
+        ([make("Relu", ["x"], ["a"])], 17, 17),
+    ],
+)
+def test_a_graph_that_averages_gets_the_opset_of_the_fast_kernel_where_it_stays_the_same(
+    beside: list[onnx.NodeProto], opset: int, called: int
+) -> None:
+    pool = make("AveragePool", ["a"], ["y"], kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    pads = {"pads": np.array([0, 0, 1, 1, 0, 0, 1, 1])}
+    model = graphs.build([*beside, pool], pads, {"x": ("n", 5, 8, 8)}, {"y": ("n", 5, "h", "w")}, opset)
+    feeds = [{"x": np.random.default_rng(0).normal(size=(2, 5, 8, 8)).astype(np.float32)}]
+    expected = graphs.run(model, feeds, optimize=False)
+    assert keep_pools_fast(model) == (called != opset)
+    assert model.opset_imports[""] == called
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+    np.testing.assert_allclose(graphs.run(model, feeds, optimize=False)[0], expected[0], rtol=1e-6, atol=1e-6)
+
+
+def test_without_an_average_the_opset_stays() -> None:
+    model = graphs.residual_cnn()
+    assert keep_pools_fast(model) == 0 and model.opset_imports[""] == 20
 
 
 def test_half_of_nothing_is_the_float_graph() -> None:
