@@ -487,7 +487,7 @@ def _measure_twin(bench: Bench, row: BenchRow, chain: Chain) -> dict[str, Any]:
     inputs = replace(bench.draft.inputs, recipe=recipe)
     feeds = make_call(inputs)
     timer = make_timer(recipe, bench.cache, [feeds])
-    before, after, missing, _ = make_twins(inputs, timer, bench.log, bench.twins.get("float"))
+    before, after, missing = make_twins(inputs, timer, bench.log, bench.twins.get("float"))
     bench.twins["float"] = before
     folder = _row_folder(bench, row)
     paths = []

@@ -12,6 +12,7 @@ from typing import Any
 from compress.commands.bench_measure import find_cause, measure_bundle
 from compress.errors import CompressError
 from compress.execution.run import build_recipe
+from compress.planning.forecast import JUDGING, START
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
 from compress.recipe.load import load_recipe
@@ -21,8 +22,6 @@ from runtime.bundle.records import from_json
 from runtime.errors import RuntimeFailure
 
 WORK = "compress.commands.bench_work:obey"
-JUDGING = "judging"
-"""Stage of a forecast that a row leaves out: it is measured in its own way."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,8 @@ def _do_row(order: RowOrder) -> Answer:
 
 
 def foresee_build(plan: Plan) -> float:
-    """Return the seconds of building a plan's bundle, without judging and what the cache has already."""
-    done = {work.name for work in plan.steps if work.cached}
-    stages = [stage for stage in plan.forecast.stages if stage.name not in (*done, "start", JUDGING)]
-    return sum(stage.seconds for stage in stages)
+    """Return the least seconds of building a plan's bundle, without judging."""
+    return sum(stage.duration.least_s for stage in plan.stages if stage.name not in (START, JUDGING))
 
 
 def _explain(order: RowOrder) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Batches, example_feeds, make_student
+from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
 from compress.quantize.latency import StateTimer, round_all_roughly
@@ -68,6 +69,8 @@ class RunContext:
     sets: dict[str, Samples]
     notes: tuple[Note, ...] = ()
     """Of the samples."""
+    resumed: Collection[str] = ()
+    """Names of the stages of which the cache has the result, or some of the work."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +238,12 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = F
 
 def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
     loaded, results = None, list[PassResult[TorchModel]]()
+    names = pass_names(run.plan.recipe.passes)
     for index, config, key in _iter_stage(run, "model"):
         loaded = loaded or _load_torch(run)
         context = _make_model_context(run, loaded)
         run_pass = partial(run_model_pass, run.cache, key, config, loaded)
-        with run.journal.time_stage(config.kind):
+        with run.journal.time_stage(names[index]):
             results.append(_resume_pass(run, index, key, run_pass, context))
         loaded = results[-1].model
         left(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], loaded))
@@ -354,8 +358,9 @@ def _run_block_passes(
     task = find_task(plan.recipe.model.task)
     writes_text = task.generates and not task.encodes
     context = BlockContext(**fields, trials=_make_trials(run, loaded, exported), writes_text=writes_text)
+    names = pass_names(plan.recipe.passes)
     for index, config, key in passes:
-        with run.journal.time_stage(config.kind):
+        with run.journal.time_stage(names[index]):
             label = f"{plan.recipe.name}: passes.{index}"
             results.append(run_block_pass(run.cache, key, label, config, streamed, context))
         streamed = results[-1].model
@@ -459,10 +464,11 @@ def _run_graph_passes(
         write=make_writer(run.plan.recipe),
     )
     results: list[PassResult[GraphState]] = []
+    names = pass_names(run.plan.recipe.passes)
     for index, config, key in _iter_stage(run, "graph"):
         context = replace(context, timing=_make_graph_timing(run, config, exported))
         run_pass = partial(run_graph_pass, run.cache, key, config, state)
-        with run.journal.time_stage(config.kind):
+        with run.journal.time_stage(names[index]):
             results.append(
                 _resume_pass(run, index, key, run_pass, context) if config.needs_train else run_pass(context)
             )

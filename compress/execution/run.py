@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.facts import describe_unread
 from compress.models.source import locate
+from compress.planning.forecast import BASELINE, EXPORT, JUDGING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
 from compress.planning.inputs import (
     TEXTS,
@@ -46,7 +48,7 @@ from compress.planning.inputs import (
     student_spec,
 )
 from compress.planning.judging import explain_not_run
-from compress.planning.make_plan import TO_BE_FOUND, make_plan, settle_keys
+from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
@@ -156,6 +158,7 @@ def _building(
                 models, notes = _build(run, staging, between)
                 evaluated = f"{run.sets['evaluation'].n} samples"
                 yield _Built(staging, journal, models, notes, _expected_speedup(run.plan), evaluated)
+            _keep_durations(run)
             publish(staging, out)
 
 
@@ -201,12 +204,26 @@ def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool,
             plan = settle_keys(plan, cache, verify)
         wait()  # the other processes find what the first one has read
         plan = settle_keys(plan, cache)
-    journal.expected_s = {stage.name: stage.seconds for stage in plan.forecast.stages}
+    journal.expected_s = {stage.name: stage.duration.seconds for stage in plan.stages if not stage.duration.guessed_s}
     for note in plan.notes:
         journal.log(note.text)
     with journal.time_stage("loading data"):
         sets, notes = _load_sets(plan, journal)
-        return RunContext(plan, cache, journal, sets, notes)
+    journal.took_s[START] = time.monotonic() - journal.start
+    resumed = {
+        name
+        for name, work in zip(plan.work_names, plan.steps, strict=True)
+        if work.cached or cache.has_partial(work.key)
+    }
+    return RunContext(plan, cache, journal, sets, notes, resumed)
+
+
+def _keep_durations(run: RunContext) -> None:
+    """Keep what each stage took that did all of its work, for the plans of other runs on this machine."""
+    durations = find_durations(run.plan.recipe, run.cache.root)
+    for stage in run.plan.stages:
+        if stage.name in run.journal.took_s and stage.name not in run.resumed:
+            durations.keep(stage.name, stage.work, run.journal.took_s[stage.name])
 
 
 def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation: Samples | None = None) -> None:
@@ -223,7 +240,7 @@ def _expected_speedup(plan: Plan) -> float | None:
 
 
 def _judge(built: _Built, earlier: StoredReport | None) -> Report:
-    with built.journal.time_stage("judging", built.evaluated):
+    with built.journal.time_stage(JUDGING, built.evaluated):
         report = validate(
             built.folder,
             passes=built.passes,
@@ -250,10 +267,10 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     score: BuildScore | None = None
     scoring: list[Note] = []
     if recipe.has_onnx:
-        with journal.time_stage("exporting to float ONNX"):
+        with journal.time_stage(EXPORT):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
         if not in_files:
-            with journal.time_stage("baseline outputs"):
+            with journal.time_stage(BASELINE):
                 baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     own_metrics = find_own_metrics(recipe)
     distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
@@ -267,7 +284,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
     not_run = explain_not_run(recipe) or ""
     if baseline is None or not_run:
-        with journal.time_stage("scoring the model in torch"):
+        with journal.time_stage(SCORING):
             before, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed, in_files, not_run)
         if baseline is None:
@@ -292,7 +309,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring.append(Note("warning", describe_unread(unread)))
     told = {note.text for result in passed.results for note in result.notes}
     scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
-    with journal.time_stage("writing the bundle"), blame(staging.parent):
+    with journal.time_stage(WRITING), blame(staging.parent):
         _, notes = assemble(
             staging,
             Contents(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import BlockWorkload, Stage, TrainingCost
-from compress.passes.tune import STEP_ROWS, is_selected, learning_cost, plan_from_integers
+from compress.passes.base import Stage, TrainingCost
+from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, is_selected, learning_cost, plan_from_integers
 from compress.passes.weight_only import WeightPass
 from runtime.tasks import find_task
 
@@ -18,7 +19,7 @@ class AutoRound(WeightPass):
     """Learn each block's rounding and the ends of its ranges, so that it gives what the float block gave."""
 
     needs_calibration: ClassVar[bool] = True
-    calibration_runs: ClassVar[float] = 30.0
+    calibration_runs: ClassVar[float] = 2.0
     keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["autoround"] = "autoround"
@@ -41,9 +42,7 @@ class AutoRound(WeightPass):
     def explain_refusal(self, target: Target) -> str | None:
         return None if self.start == "given" else super().explain_refusal(target)
 
-    def estimate_training(
-        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
-    ) -> TrainingCost:
+    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
         return learning_cost(facts, whole=False)
 
     def shorten(self, share: float) -> AutoRound:
@@ -61,10 +60,5 @@ class AutoRound(WeightPass):
             return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
         return super().check(facts, target)
 
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        return BlockWorkload(
-            float_forwards=2.0,
-            searches=1 if self.start == "nearest" else 0,
-            learning_steps=self.steps,
-            learning_rows=STEP_ROWS,
-        )
+    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
+        return super().count_forwards(samples, sample_rows) + LEARNED_FORWARDS * self.steps * STEP_ROWS / sample_rows

@@ -10,7 +10,7 @@ from pydantic import Field
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
-from compress.passes.base import BlockWorkload, Stage
+from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass, with_problems
 
 
@@ -61,9 +61,3 @@ class Awq(WeightPass):
     def decision(self, layer: LayerFacts, target: Target) -> LayerDecision:
         planned = super().decision(layer, target)
         return planned if self.round else replace(planned, action="scaled", reason=f"for {planned.reason}")
-
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        trials = 1 + 2 * self.steps  # each exponent in two forms
-        return BlockWorkload(
-            forwards=2.0, compute=self.compute, grams=True, trials=trials, searches=1 if self.round else 0
-        )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
-from compress.formats.schemes import KvScheme, WeightScheme
+from compress.facts import ModelFacts, Note, PassPlan
+from compress.formats.schemes import KvScheme
 from compress.formats.targets import Target
 from compress.passes.distill_student import Student
 from compress.specs import Record
@@ -22,65 +21,10 @@ STATE_COPIES = 4
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What training is estimated to take: time, memory at its peak, disk for the state that a killed run resumes."""
+    """What training is estimated to take: memory at its peak, disk for the state that a killed run resumes."""
 
-    seconds: float = 0.0
     memory_bytes: int = 0
     disk_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class BlockWorkload:
-    """What a pass does to a stream of blocks, counted; how fast each goes here is the forecast's to know.
-
-    `forwards`: passes of the calibration tokens through all blocks, in the type `compute`; `float_forwards`: in
-    float32. `grams`: X^T X of what each group of layers reads, in `compute`; `inversions`: of these, once each.
-    `searches`: times that a weight's scales are searched and it is rounded to them. `trials`: scales that AWQ tries on
-    `TRIED_ROWS` rows of each group's weights. `sweeps`: of coordinate descent behind GPTQ's loop; None: no such loop.
-    `solver_steps`: of HQQ. `learning_steps` of `learning_rows` tokens each, for each block, or with `whole` for all
-    together, `max_learning_seconds` of it at most. `gradient_rows`: tokens that first go forward and back to measure
-    what each of `choices` of bits costs; `compared`: choices of all layers' bits that are then rounded to be compared.
-    """
-
-    forwards: float = 0.0
-    float_forwards: float = 0.0
-    compute: Literal["float32", "bfloat16"] = "float32"
-    grams: bool = False
-    inversions: bool = False
-    searches: float = 0.0
-    trials: int = 0
-    sweeps: int | None = None
-    solver_steps: int = 0
-    learning_steps: int = 0
-    learning_rows: int = 0
-    whole: bool = False
-    max_learning_seconds: float = math.inf
-    gradient_rows: int = 0
-    choices: int = 0
-    compared: int = 0
-
-
-@dataclass(frozen=True)
-class PruningWorkload:
-    """What a pass that makes a model smaller does with it, for the forecast: what stays counts, not what it finds.
-
-    `forwards`: times that all calibration samples go through the model; `tried`: times that as many do as have
-    `tried_rows` tokens together, on which blocks and widths are tried one by one. `read`: layers whose inputs'
-    products are summed; `fitted`: layers that are fitted anew. `exports`: models that are written to be timed, in
-    `timed` comparisons.
-    """
-
-    forwards: float = 0.0
-    tried: float = 0.0
-    tried_rows: int = 0
-    read: tuple[LayerFacts, ...] = ()
-    fitted: tuple[LayerFacts, ...] = ()
-    exports: int = 0
-    timed: int = 0
-
-
-TRIED_ROWS = 256
-"""As `compress.quantize.awq.JUDGED_ROWS`."""
 
 
 class Pass(Record):
@@ -95,7 +39,7 @@ class Pass(Record):
     needs_calibration: ClassVar[bool] = False
     needs_train: ClassVar[bool] = False
     calibration_runs: ClassVar[float] = 0.0
-    """Forward passes over the calibration data that the work costs, its own arithmetic counted in: for the forecast."""
+    """Forward passes over the calibration data that the work takes as long as: see `count_forwards`."""
     uses_gates: ClassVar[bool] = False
     """True if the work asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
     uses_coupling: ClassVar[bool] = False
@@ -159,27 +103,21 @@ class Pass(Record):
         """Return how many units of each coupled group that is cut are to stay; under a budget, about."""
         return {}
 
-    def estimate_training(
-        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
-    ) -> TrainingCost:
-        """Estimate what training on `n_samples` costs.
-
-        `forward_seconds`: of one through the model, as long as it can be; `filled`: how long a usual one is, as a part
-        of that.
-        """
+    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
+        """Estimate what training holds. `filled`: how long a usual sample is, as a part of the longest."""
         return TrainingCost()
 
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        """Count what the pass does to such a model block by block; `sample_rows`: tokens of a calibration sample."""
-        return BlockWorkload(forwards=self.calibration_runs)
+    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
+        """Count the forward passes of one sample in whose time the work is done, to an order of magnitude.
 
-    def count_pruning(self, facts: ModelFacts) -> PruningWorkload:
-        """Count what the pass does to take structure out of such a model; nothing where it takes none."""
-        return PruningWorkload()
+        `samples`: of each data set; `sample_rows`: tokens of a calibration sample, 1 where it is no text.
+        """
+        return self.calibration_runs * samples.get("calibration", 0)
 
-    def find_weight_scheme(self) -> WeightScheme | None:
-        """Return how the pass stores weights that no override names; None where it stores none."""
-        return None
+    @property
+    def gradient_tokens(self) -> int:
+        """Return how many tokens first go forward and back, which takes the memory of all blocks' activations."""
+        return 0
 
     def estimate_extra_bytes(self, facts: ModelFacts) -> int:
         """Estimate the bytes that the work holds beside the blocks that are streamed to it."""

@@ -6,8 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import ModelFacts
-from compress.passes.base import BlockWorkload
 from compress.passes.weight_only import WeightPass
 
 DEFAULT_SWEEPS = {True: 1, False: 3}
@@ -36,14 +34,3 @@ class Gptq(WeightPass):
     """Each layer sees what the rounded layers before it give; otherwise what the float ones give."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""
-
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        bits = self.base().weights.bits
-        work = BlockWorkload(
-            forwards=1.0 if self.sequential else 2.0,
-            compute=self.compute,
-            grams=True,
-            inversions=True,
-            sweeps=self.sweeps if self.sweeps is not None else DEFAULT_SWEEPS[bits >= 4],
-        )
-        return self.with_measuring(work)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import BlockWorkload, Stage
+from compress.passes.base import Stage
 from compress.passes.weight_only import WeightPass, with_problems
 
 
@@ -28,6 +28,3 @@ class Hqq(WeightPass):
         plan = super().check(facts, target)
         odd = sorted({s.name for s in self.schemes() if s.weights.kind == "float" or s.activations is not None})
         return with_problems(plan, [f"hqq: {name}: fits integers to weights alone; use rtn or gptq" for name in odd])
-
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        return BlockWorkload(solver_steps=self.steps)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Prunable, matches
 from compress.formats.targets import Target
-from compress.passes.base import Pass, PruningWorkload, Stage
+from compress.passes.base import Pass, Stage
 from compress.specs import LayerPattern, one_of
 
 Kind = Literal["channels", "neurons", "heads", "width"]
@@ -24,10 +24,6 @@ Units = Mapping[str, int]
 """Dimension -> how many of its units stay."""
 TRIES = 4
 """Times that a choice of widths is measured, and made anew with what that taught."""
-MEASURED_ROWS, MEASURED_WIDTHS = 2 * 16384, 2
-"""Tokens, or 256 for each image, on which each dimension is tried alone, and at how many widths: see `curves.py`."""
-CURVATURE = 3.0
-"""Forwards that weighing the outputs costs, there and back."""
 TOLD = 3
 """Reasons, the commonest, for which layers stay, that a refusal names."""
 STEPS = 200
@@ -42,6 +38,7 @@ class PruneChannels(Pass):
 
     stage: ClassVar[Stage] = "model"
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 20.0
     uses_coupling: ClassVar[bool] = True
 
     kind: Literal["prune_channels"] = "prune_channels"
@@ -130,21 +127,6 @@ class PruneChannels(Pass):
         taken = [group for group in facts.prunable or () if self.takes(group, types)]
         ratio = 0.0 if self.widths is not None else self.ratio or self._find_ratio(facts, taken)
         return {} if ratio is None else {group.name: self._count_kept(group, ratio) for group in taken}
-
-    def count_pruning(self, facts: ModelFacts) -> PruningWorkload:
-        types = {layer.name: layer.type for layer in facts.layers}
-        taken = [group for group in facts.prunable or () if self.takes(group, types)]
-        readers = {name for group in taken for name in group.readers}
-        fits = self.importance in ("obs", "obd", "activation")
-        return PruningWorkload(
-            forwards=(2 if self.compensate else 0) + 2,
-            tried=(MEASURED_WIDTHS * len(taken) if self.importance == "obs" else 0) + CURVATURE + 4,
-            tried_rows=MEASURED_ROWS,
-            read=tuple(layer for layer in facts.layers if layer.name in readers) if fits else (),
-            fitted=facts.layers if self.compensate else (),
-            exports=0 if self.speedup is None else 1 + TRIES // 2,
-            timed=0 if self.speedup is None else TRIES // 2,
-        )
 
     def takes(self, group: Prunable, types: Mapping[str, str]) -> bool:
         """Return whether the coupled group may be cut. `types`: layer -> its type."""

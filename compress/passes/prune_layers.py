@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import Pass, PruningWorkload, Stage
+from compress.passes.base import Pass, Stage
 from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
 from compress.specs import one_of
 
@@ -18,8 +17,6 @@ BUDGETS = ("keep", "drop", "layers", "speedup")
 Choice = Literal["error", "angular", "uniform"]
 TRIED_ROWS = 32768
 """Tokens, or 256 for each image, that blocks are tried on one by one."""
-TRIED_AGAIN = 0.7
-"""Part of the blocks left that are tried before each one that goes: the errors of the others need not be told anew."""
 
 
 class PruneLayers(Pass):
@@ -31,6 +28,7 @@ class PruneLayers(Pass):
 
     stage: ClassVar[Stage] = "model"
     needs_calibration: ClassVar[bool] = True
+    calibration_runs: ClassVar[float] = 10.0
     uses_blocks: ClassVar[bool] = True
 
     kind: Literal["prune_layers"] = "prune_layers"
@@ -89,24 +87,6 @@ class PruneLayers(Pass):
             return evenly_spaced(len(blocks), self.n_kept(len(blocks)))
         fits = [n for n in range(1, len(blocks)) if self._count_macs(facts, n) * self.speedup <= facts.macs]
         return evenly_spaced(len(blocks), max(fits, default=1))
-
-    def count_pruning(self, facts: ModelFacts) -> PruningWorkload:
-        blocks, stay = facts.removable or (), self.expected(facts)
-        n_gone = len(blocks) - (1 if self.speedup is not None else len(stay))
-        tried = sum(TRIED_AGAIN * (len(blocks) - gone) for gone in range(n_gone))
-        gone = {layer for number, block in enumerate(blocks) if number not in stay for layer in block.layers}
-        measured = 0 if self.speedup is None else 1 + math.ceil(math.log2(max(n_gone, 1)))
-        return PruningWorkload(
-            forwards=(2 if self.compensate else 0) + (1 if self._ranks_by("angular") else 0) + 1,
-            tried=(tried if self._ranks_by("error") else 0) + 3,
-            tried_rows=TRIED_ROWS,
-            fitted=tuple(layer for layer in facts.layers if layer.name not in gone) if self.compensate else (),
-            exports=measured + 1 if measured else 0,
-            timed=measured,
-        )
-
-    def _ranks_by(self, choice: Choice) -> bool:
-        return self.layers is None and self.choose == choice
 
     def _count_macs(self, facts: ModelFacts, n_kept: int) -> int:
         blocks = facts.removable or ()

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import BlockWorkload
 from compress.passes.weight_only import WeightPass, with_problems
 
 
@@ -40,6 +39,3 @@ class Rtn(WeightPass):
         graph = self.importance and self.stage_on(facts) == "graph"
         text = "rtn: importance needs a torch model, and an onnx: source is none; use gptq"
         return with_problems(super().check(facts, target), [text] if graph else [])
-
-    def count_block_work(self, facts: ModelFacts, sample_rows: int) -> BlockWorkload:
-        return self.with_measuring(BlockWorkload(forwards=2.0 if self.streams_data else 0.0, searches=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -59,8 +59,8 @@ class SparsifyIteratively(LearningPass):
         course = super().course(n_samples, seed)
         return course if self.max_seconds is None else replace(course, max_seconds=self.max_seconds / self.trainings)
 
-    def train_runs(self, n_samples: int) -> float:
-        return self.trainings * super().train_runs(n_samples)
+    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
+        return self.trainings * super().count_forwards(samples, sample_rows)
 
     def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0

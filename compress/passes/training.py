@@ -6,7 +6,7 @@ Of the loss: its terms, the task's usual ones, what they ask of a training set a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -189,26 +189,19 @@ class TrainingPass(Pass):
             seed=seed if self.seed is None else self.seed,
         )
 
-    def train_runs(self, n_samples: int) -> float:
-        """Count the forward passes of one sample that training costs: for the forecast."""
+    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
+        n_samples = samples.get("train", 0)
         course = self.course(n_samples, 0)
         looks = course.steps / course.evaluate_every * self.held_out * n_samples
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
-        return tried * FORWARDS * course.steps * course.samples + 2 * looks
+        runs = tried * FORWARDS * course.steps * course.samples + 2 * looks
+        return runs * (BFLOAT16 if self.precision == "bfloat16" else 1)
 
-    def estimate_training(
-        self, facts: ModelFacts, n_samples: int, forward_seconds: float, filled: float = 1.0
-    ) -> TrainingCost:
-        seconds = self.train_runs(n_samples) * filled * forward_seconds
-        seconds *= BFLOAT16 if self.precision == "bfloat16" else 1
+    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
         number = FLOAT_BYTES // 2 if self.precision == "bfloat16" else FLOAT_BYTES
         outputs = number * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
         activations = int(self.batch_size * min(LONGEST * filled, 1) * KEPT_COPIES * outputs)
-        return TrainingCost(
-            seconds=seconds if self.max_seconds is None else min(seconds, self.max_seconds),
-            memory_bytes=TRAINED_COPIES * facts.n_bytes + activations,
-            disk_bytes=STATE_COPIES * facts.n_bytes,
-        )
+        return TrainingCost(TRAINED_COPIES * facts.n_bytes + activations, STATE_COPIES * facts.n_bytes)
 
     def find_learner(self, facts: ModelFacts) -> ModelFacts:
         """Return the facts of the model that is trained, which keeps activations for its gradients."""

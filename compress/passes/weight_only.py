@@ -22,7 +22,7 @@ from compress.facts import (
 )
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
-from compress.passes.base import BlockWorkload, Pass, Stage
+from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
 from compress.passes.int8 import Int8
 from compress.passes.layer_schemes import (
@@ -158,9 +158,6 @@ class WeightPass(WeightNumbers, Pass):
             if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
         return scheme
-
-    def find_weight_scheme(self) -> WeightScheme | None:
-        return self.base().weights
 
     def base(self) -> Scheme:
         """Return the scheme for a layer without an override."""
@@ -320,12 +317,13 @@ class WeightPass(WeightNumbers, Pass):
             bases = [bases[0].with_bits(bits) for bits in self.bits.choices]
         return [*bases, *tables, *(self._apply_override(base, o) for base in bases for o in self.overrides)]
 
-    def with_measuring(self, work: BlockWorkload) -> BlockWorkload:
-        """Return the count of the pass's work with that of measuring what each choice of bits costs, where it does."""
-        if self.budget is None:
-            return work
-        compared = 2 if self.budget.may_go_below_equal else 0
-        return replace(work, gradient_rows=MEASURED_TOKENS, choices=len(self.budget.choices), compared=compared)
+    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
+        tried = 0 if self.budget is None else len(self.budget.choices)  # each choice of bits is rounded and measured
+        return (1 + tried) * super().count_forwards(samples, sample_rows)
+
+    @property
+    def gradient_tokens(self) -> int:
+        return 0 if self.budget is None else MEASURED_TOKENS
 
     def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))

@@ -1,12 +1,12 @@
-"""How long a recipe will take, and how much memory and disk: estimates whose terms are stated."""
+"""How much memory and disk a recipe will take, and about how long: estimates whose terms are stated."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from typing import Any
+from functools import cache
 
 import numpy as np
 
@@ -23,42 +23,30 @@ from compress.export.loading_back import HEADROOM
 from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts, sample_bytes
 from compress.graph.run import OUTPUT_BYTES
 from compress.passes.base import TrainingCost
-from compress.planning.block_time import BlockTime, Tokens
+from compress.planning.durations import Duration, Durations
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
 from compress.planning.judging import is_scored_by_torch
-from compress.planning.judging_time import Calls, judging_seconds, requests_seconds, turns_seconds
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
-from compress.planning.pruning_time import PruningTime
-from compress.planning.rates import SIDE, Rates, time_call
-from compress.quantize.fastest import GRAPH_BUDGET_S, SCREEN_BUDGET_S
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
-from compress.timing.clock import CALLS, PROCESSES
 from runtime.backends import BACKENDS
 from runtime.bundle.manifest import fixed_batch
 from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
 from runtime.measure.benchmark import choose_backend
 
-EXPORT, BASELINE, WRITING = "export to float ONNX", "baseline outputs", "writing the bundle"
-"""Names of work before and after the passes, as the plan has it."""
+START, EXPORT, BASELINE = "start", "export to float ONNX", "baseline outputs"
+SCORING, WRITING, JUDGING = "scoring the model in torch", "writing the bundle", "judging"
+"""Names of the stages before and after the passes, in the plan and in the log."""
 LIBRARIES_BYTES = 460 * 2**20
 """torch and transformers once imported, and the data read: the least, where this process does not hold more already."""
 ONNX_BYTES = 240 * 2**20
 """What exporting a graph and ONNX Runtime's sessions take beside that."""
-EFFICIENCY = 0.35
-"""What convolutions and small products reach of a large matrix product's rate."""
-TRACED_A_LAYER = 4000
-"""Operators on shapes alone in whose time a layer is exported, with all that is around it, and its graph rewritten: the
-work of the libraries, in units of this machine's pace with them."""
-AROUND = 1.25
-"""What a run takes beside its work, in units of what its plan took to begin: it imports more, and has an end."""
-STEPS = 2
-PLACEMENTS = 10
-"""Placements of int8 that are timed whole."""
-JUDGING_RUNS = 2
-"""Forward passes over the evaluation set beside the baseline's: the candidate's, one for the gates."""
+PROCESS_BYTES = 50 * 2**20
+"""What a fresh process holds that has imported a backend and no model: 47 MiB with ONNX Runtime, 53 with OpenVINO."""
+ELSEWHERE = {"openvino": 3}
+"""Backend -> ways in which it is timed beside the one that is judged: both files, OpenVINO's float one in two types."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
 LOADED_COPIES = 1.5
@@ -70,48 +58,43 @@ ARENA = 2
 8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all)."""
 ON_CPU = ("onnxruntime-cpu", "openvino")
 """Backends whose activations lie in this machine's own memory."""
+EFFICIENCY = 0.2
+"""Part of a large matrix product's rate that a model reaches: ResNet-56 0.3, MiniLM 0.4, a story teller 0.05."""
+WEIGHT_WORK = 2000
+"""Multiply-adds in whose time a weight is read, rounded and written: GPTQ of 0.17 billion takes 60 s more than its
+forwards on two cores."""
+START_S, LAYER_S, CLOCK_S = 10.0, 0.1, 30.0
+"""Seconds until work begins; of exporting a layer of torch; and of timing, where a choice or a verdict rests on it. On
+two cores the quickstart starts in 5, exports 8 layers in 2, and is judged in 29."""
+DISK_BYTES_S = 3e8
+"""Bytes that are read and hashed, or written, in a second; a cheap cloud disk."""
 
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage of a run: `name` as the log and the plan have it, the most memory that it takes, its seconds.
+    """One stage of a run: `name` as the log and the plan have it, the most memory that it takes, how long.
 
-    Seconds are found when they are asked for, because rates of this machine are measured for them: `apply` asks for
-    memory and disk alone.
+    `work`: how much it is, in a unit of the stage's own.
     """
 
     name: str
     memory_bytes: int
-    find_seconds: Callable[[], float]
-
-    @cached_property
-    def seconds(self) -> float:
-        return self.find_seconds()
+    duration: Duration
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """`memory_bytes` is the peak of the processes together, `disk_bytes` what the cache and the bundle take.
+    """What a run takes.
 
-    `bundle_bytes`: the bundle's part of that. `stages`: in order.
+    `memory_bytes`: the peak of the processes together; `disk_bytes`: what the cache and the bundle take, `bundle_bytes`
+    the bundle's part of that; `stages`: in order, nothing of them done yet.
     """
 
     memory_bytes: int
     disk_bytes: int
     bundle_bytes: int = 0
     stages: tuple[StageForecast, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return sum(stage.seconds for stage in self.stages)
-
-    def to_record(self) -> dict[str, Any]:
-        """Return it as JSON: {"seconds", "memory_bytes", "disk_bytes", "bundle_bytes", "stages": [...]}."""
-        stages = [
-            {"name": stage.name, "seconds": stage.seconds, "memory_bytes": stage.memory_bytes} for stage in self.stages
-        ]
-        sizes = {"memory_bytes": self.memory_bytes, "disk_bytes": self.disk_bytes, "bundle_bytes": self.bundle_bytes}
-        return {"seconds": self.seconds, **sizes, "stages": stages}
 
 
 @dataclass(frozen=True)
@@ -132,6 +115,14 @@ class Volumes:
     filled: float = 1.0
     unread_bytes: int = 0
     sample_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Rows that go through a model. `n`: all; `a_sample`: of one text, which attention sees together."""
+
+    n: int
+    a_sample: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,17 +165,16 @@ def forecast(
     volumes: Volumes,
     decisions: Sequence[Sequence[LayerDecision]] = (),
     timed: TimedBatch | None = None,
-    rates: Rates | None = None,
+    durations: Durations | None = None,
     latency: LatencyForecast | None = None,
 ) -> Forecast:
-    """Estimate the time, memory and disk that a recipe takes, as the sum of what each piece of work needs.
+    """Estimate the memory, disk and time that a recipe takes, as the sum of what each piece of work needs.
 
     `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
-    that judging times. `rates`: of this machine; not given, they are measured. `latency`: what was measured of models
-    that were made like the recipe's.
+    that judging times. `durations`: what stages took on this machine. `latency`: what was measured of models that were
+    made like the recipe's.
     """
-    rates = rates or find_rates(find_inner_width(before))
-    run = _Run(recipe, before, after, volumes, decisions, timed, rates, latency)
+    run = _Run(recipe, before, after, volumes, decisions, timed, durations or Durations(), latency)
     stages = run.list_stages()
     return Forecast(max(stage.memory_bytes for stage in stages), *run.disk_bytes(), tuple(stages))
 
@@ -199,30 +189,59 @@ class _Run:
     volumes: Volumes
     decisions: Sequence[Sequence[LayerDecision]]
     timed: TimedBatch | None
-    rates: Rates
+    durations: Durations
     latency: LatencyForecast | None
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
-        stages = []
-        if self.recipe.has_onnx:
-            stages.append(StageForecast(EXPORT, self.export_bytes(), self.export_seconds))
-        if self.recipe.has_onnx and not self.in_files:
-            memory = self.graph_bytes() + self.evaluation_bytes(1)
-            stages.append(StageForecast(BASELINE, memory, partial(self.evaluation_seconds, 1)))
-        names = pass_names(self.recipe.passes)
-        stages += [
-            StageForecast(name, self.pass_bytes(number), partial(self.pass_seconds, number))
-            for number, name in enumerate(names)
-        ]
-        in_torch = self.in_files or not self.recipe.has_onnx or is_scored_by_torch(self.recipe, self.before)
+        evaluated = self.forward_work("evaluation")
+        onnx = self.recipe.has_onnx
+        stages = [self._stage(START, self.base_bytes, self.volumes.unread_bytes, START_S, DISK_BYTES_S)]
+        if onnx:
+            layers = 1 if self.before.source == "onnx" else len(self.before.layers)
+            stages.append(self._stage(EXPORT, self.export_bytes(), layers, rate=1 / LAYER_S))
+        if onnx and not self.in_files:
+            stages.append(self._stage(BASELINE, self.graph_bytes() + self.evaluation_bytes(1), evaluated))
+        stages += [self._pass_stage(number, name) for number, name in enumerate(pass_names(self.recipe.passes))]
+        in_torch = self.in_files or not onnx or is_scored_by_torch(self.recipe, self.before)
         if self.before.structure is not None and in_torch:
-            stages.append(StageForecast("scoring the model in torch", self.scoring_bytes(), self.scoring_seconds))
+            stages.append(self._stage(SCORING, self.scoring_bytes(), 2 * evaluated))
         if self.n_checkpoints:
-            stages.append(StageForecast(WRITING, self.writing_bytes(), self.writing_seconds))
-        if self.recipe.has_onnx:
-            stages.append(StageForecast("judging", self.judging_bytes(), self.judging_seconds))
-        return [StageForecast("start", self.base_bytes, self.start_seconds), *stages]
+            n_bytes = self.n_checkpoints * (self.after.n_bytes + self.before.n_bytes)
+            stages.append(self._stage(WRITING, self.writing_bytes(), n_bytes, START_S, DISK_BYTES_S))
+        if onnx:
+            work = (2 + self.between) * evaluated  # the candidate, once for the gates and once for its outputs
+            stages.append(self._stage(JUDGING, self.judging_bytes(), work, CLOCK_S))
+        return stages
+
+    def _stage(
+        self, name: str, memory_bytes: int, work: float, least_s: float = 0.0, rate: float | None = None
+    ) -> StageForecast:
+        """Return a stage of so much work: multiply-adds, or what is done at a `rate` of so many a second."""
+        guess_s = least_s + work / (rate or matrix_rate() * EFFICIENCY / 2)
+        return StageForecast(name, memory_bytes, self.durations.find(name, work, guess_s), work)
+
+    def _pass_stage(self, number: int, name: str) -> StageForecast:
+        """Return a pass's stage: forwards of samples, and work on each weight."""
+        pass_ = self.recipe.passes[number]
+        forwards = pass_.count_forwards(self.volumes.samples, self.calibration.a_sample)
+        filled = self.volumes.filled if pass_.needs_train else self._fill("calibration")
+        work = forwards * filled * self.before.macs
+        work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
+        timed = pass_.measures_time and not self.recipe.model.generates
+        longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
+        work = min(work, longest * matrix_rate() * EFFICIENCY / 2)
+        return self._stage(name, self.pass_bytes(number), work, CLOCK_S if timed else 0.0)
+
+    def forward_work(self, name: str) -> float:
+        """Return the multiply-adds of sending a set's samples through the model once."""
+        return self.volumes.samples.get(name, 0) * self._fill(name) * self.before.macs
+
+    def _fill(self, name: str) -> float:
+        """Return how long a text of the set is, as a part of the longest that the model reads; else 1."""
+        tokens = self.volumes.scored if name == "evaluation" else self.volumes.tokens
+        rows = self._rows(name)
+        return tokens / rows if tokens and rows else 1.0
 
     @property
     def library_bytes(self) -> int:
@@ -257,35 +276,6 @@ class _Run:
     def between(self) -> int:
         return n_between(self.recipe, self.before)
 
-    @property
-    def forward(self) -> float:
-        """Return the seconds of one sample through the float model in ONNX Runtime, on all threads."""
-        speed = self.recipe.validate_.benchmark
-        if self.latency is not None and self.latency.metric != "tpot":
-            return self.latency.float_ms / 1000 / speed.batch_size * speed.threads / self.rates.threads
-        return 2 * self.before.macs / (matrix_rate() * EFFICIENCY)
-
-    def start_seconds(self) -> float:
-        """Return the seconds until work begins: imports, the plan, digests of weights that were not read."""
-        unread = (
-            self.volumes.unread_bytes / (self.rates.hash * (os.cpu_count() or 1)) if self.volumes.unread_bytes else 0
-        )
-        return AROUND * self.rates.start + unread
-
-    def export_seconds(self) -> float:
-        """Return the seconds of exporting the float graph, writing and comparing it.
-
-        Where weights stay in files none are written; they are read twice, to compare torch with the graph.
-        """
-        if self.before.source == "onnx":
-            return self.before.n_bytes / self.rates.write
-        traced = len(self.before.layers) * TRACED_A_LAYER * self.rates.trace
-        if self.in_files:
-            return traced + 2 * BlockTime(self.before, self.rates).read_seconds()
-        if self.latency is not None and self.latency.export_s:
-            traced = self.latency.export_s
-        return traced + self.before.n_bytes * (2 / self.rates.write + 2 / self.rates.touch)
-
     def export_bytes(self) -> int:
         """Return the memory of exporting: copies of the float weights, and the activations of a batch.
 
@@ -301,50 +291,6 @@ class _Run:
             held = max(self.library_bytes, self.latency.held_bytes) + self.volumes.sample_bytes
             return held + self.between * self.before.n_bytes
         return self.base_bytes + ONNX_BYTES + max(COPIES, 2 + self.between) * self.before.n_bytes
-
-    def evaluation_seconds(self, runs: float) -> float:
-        """Return the seconds of so many passes over the evaluation set in ONNX Runtime."""
-        rows = self._rows("evaluation")
-        filled = self.volumes.scored / rows if self.volumes.scored and rows else 1.0
-        return runs * filled * self.volumes.samples.get("evaluation", 0) * self.forward
-
-    def pass_seconds(self, number: int) -> float:
-        """Return the seconds of a pass, and of measuring what it leaves where that is asked for."""
-        pass_ = self.recipe.passes[number]
-        trained = self._training(number).seconds
-        if self.on_blocks(number):
-            work = pass_.count_block_work(self.before, self.calibration.a_sample)
-            tokens = self.calibration if pass_.needs_calibration else Tokens(0)
-            timed = BlockTime(self.before, self.rates)
-            return trained + timed.pass_seconds(work, pass_.find_weight_scheme(), tokens, self.find_rounded(number))
-        runs = pass_.calibration_runs * self.volumes.samples.get("calibration", 0)
-        return trained + self.choosing_seconds(number) + runs * self.forward + self.pruning_seconds(number)
-
-    def pruning_seconds(self, number: int) -> float:
-        """Return the seconds of finding what goes, and of fitting what stays."""
-        work = self.recipe.passes[number].count_pruning(self.before)
-        if not (work.forwards or work.tried):
-            return 0.0
-        calls = self.find_calls() if work.timed else Calls(0.0, 0.0, 0.0)
-        timed = PruningTime(
-            self.rates,
-            self.volumes.samples.get("calibration", 0),
-            self.calibration.a_sample,
-            self.forward,
-            self.export_seconds(),
-            (calls.float_s, calls.candidate_s),
-        )
-        return timed.pass_seconds(work)
-
-    def choosing_seconds(self, number: int) -> float:
-        """Return the seconds of timing placements whole; layers alone were timed for the plan, and are kept."""
-        if not self.recipe.passes[number].chooses_by_time or self.recipe.model.generates:
-            return 0.0
-        calls, size = self.find_calls(), self.recipe.validate_.benchmark.batch_size
-        timed = [size * calls.float_s, *[size * calls.candidate_s] * PLACEMENTS]
-        again = GRAPH_BUDGET_S * (1 + PLACEMENTS // 2)  # about half of them are close to the best
-        step = turns_seconds(timed, CALLS, 2, SCREEN_BUDGET_S) + again + 2 * PROCESSES * calls.process_s
-        return STEPS * step + PROCESSES * calls.process_s + 3 * GRAPH_BUDGET_S
 
     def pass_bytes(self, number: int) -> int:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
@@ -373,7 +319,7 @@ class _Run:
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
         if not rows:  # without data the parts outside are opened as a block is, tables of embeddings and all
             peak = max(peak, FIXED_BYTES + self.outside_bytes())
-        if sent := min(pass_.count_block_work(self.before, self.calibration.a_sample).gradient_rows, rows):
+        if sent := min(pass_.gradient_tokens, rows):
             shapes = _collect_shapes(self.before)
             peak = max(peak, backward_memory(structure, shapes, sent, _find_width(self.before)))
         calibration = self.recipe.data.calibration
@@ -390,53 +336,12 @@ class _Run:
         outside = {layer.weight: layer.n_weights for layer in self.before.layers if layer.name not in inside}
         return FLOAT_BYTES * sum(outside.values())
 
-    def judging_seconds(self) -> float:
-        """Return the seconds of the candidate's outputs, the timed calls, and models between the passes."""
-        speed, between = self.recipe.validate_.benchmark, self.between
-        calls = self.find_calls()
-        if self.recipe.model.generates:
-            seconds = self.judged_seconds() if self.in_files else self.evaluation_seconds(JUDGING_RUNS + between)
-            return seconds + between * self.export_seconds() + self._request_seconds(calls)
-        seconds = self.evaluation_seconds(between) + between * self.export_seconds()
-        n_samples = self.volumes.samples.get("evaluation", 0)
-        return seconds + judging_seconds(speed, n_samples, calls, self.recipe.validate_.gates)
-
-    def find_calls(self) -> Calls:
-        """Return how long a call of a sample takes on the timed threads: measured, or by its work."""
-        speed = self.recipe.validate_.benchmark
-        single = self.forward * self.rates.threads / speed.threads
-        before, after = single, single
-        if self.latency is not None and self.latency.metric != "tpot":
-            before, after = (ms / 1000 / speed.batch_size for ms in (self.latency.float_ms, self.latency.compressed_ms))
-        elif self.recipe.model.generates:
-            before = after = single * min(speed.prompt_tokens / _count_rows(self.before), 1.0)
-        return Calls(before, after, self.rates.process()[0], self.between, self.find_others())
-
     def find_others(self) -> list[str]:
         """Return the backends on which the files are run, too, in the process that judges: no decoder's."""
         if self.recipe.model.generates:
             return []
         main = choose_backend(self.recipe.target, None)[0]
         return [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
-
-    def judged_seconds(self) -> float:
-        """Return the seconds of sending the evaluation texts through a large candidate, on the timed threads.
-
-        And through the float model, where it is run.
-        """
-        timed, tokens = BlockTime(self.before, self.rates), Tokens(self.volumes.scored or self._rows("evaluation"))
-        slower = self.rates.threads / self.recipe.validate_.benchmark.threads
-        return (1 + self.runs_float) * slower * (timed.forward_seconds(tokens) + timed.head_seconds(tokens.n))
-
-    def _request_seconds(self, calls: Calls) -> float:
-        """Return the seconds of timed requests: prompts through both models, then tokens that read all weights each.
-
-        Of the candidate alone where the float graph is not run.
-        """
-        tokens = [self.before.n_bytes / self.rates.scan, self.after.n_bytes / self.rates.scan]
-        if self.latency is not None and self.latency.metric == "tpot":
-            tokens = [self.latency.float_ms / 1000, self.latency.compressed_ms / 1000]
-        return requests_seconds(self.recipe.validate_.benchmark, calls, tokens if self.runs_float else tokens[1:])
 
     def judging_bytes(self) -> int:
         """Return the memory of two sessions, the float model's and the candidate's, and of the largest timed batch.
@@ -454,8 +359,8 @@ class _Run:
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
             )
         timed = 0 if self.timed is None else self.timed.n_bytes
-        alone = self.rates.process()[1] + 2 * self.before.n_bytes  # the process in which a model's load is measured
-        compared = self.evaluation_bytes(2) + sum(self.rates.process(name)[1] for name in self.find_others())
+        alone = PROCESS_BYTES + 2 * self.before.n_bytes  # the process in which a model's load is measured
+        compared = self.evaluation_bytes(2) + PROCESS_BYTES * len(self.find_others())
         return self.graph_bytes() + max(timed, alone, compared)
 
     def evaluation_bytes(self, models: int) -> int:
@@ -463,19 +368,13 @@ class _Run:
         size = fixed_batch(self.before.inputs) or self.recipe.validate_.batch_size
         size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
         if not self.recipe.model.generates:  # all sessions that are compared keep what a batch took
-            ways = 1 if models == 1 else self.find_calls().n_ways
+            ways = 1 if models == 1 else 2 + sum(ELSEWHERE.get(name, 2) for name in self.find_others())
             return ARENA * ways * size * self.before.peak_activation_bytes
         rows = _count_rows(self.before)
         longest = min(self.volumes.longest or rows, rows)
         logits = FLOAT_BYTES * longest * self._vocabulary
         size = max(1, min(size, LOGITS_BYTES // max(logits, 1)))
         return size * (self.before.peak_activation_bytes * longest // rows + models * logits)
-
-    def scoring_seconds(self) -> float:
-        """Return the seconds of scoring both models in torch, block by block."""
-        rounded = {name for number in range(len(self.recipe.passes)) for name in self.find_rounded(number) or ()}
-        tokens = Tokens(self.volumes.scored or self._rows("evaluation"), self.calibration.a_sample)
-        return BlockTime(self.before, self.rates).scoring_seconds(tokens, rounded)
 
     def scoring_bytes(self) -> int:
         """Return the memory of scoring: heads and logits of two models side by side, and what their blocks hand on."""
@@ -494,13 +393,6 @@ class _Run:
     def loads_whole(self) -> bool:
         """Return whether a checkpoint is run when it is loaded back, or its tensors are only read."""
         return self.before.n_bytes * HEADROOM <= allowed_bytes(self.recipe, self.base_bytes + self.library_bytes)
-
-    def writing_seconds(self) -> float:
-        """Return the seconds of writing checkpoints and of loading each back in a process of its own."""
-        written = self.after.n_bytes * (1 / self.rates.write + 2 / self.rates.hash)
-        weights = self.before.n_bytes / FLOAT_BYTES
-        read = (3 if self.loads_whole() else 1) * weights / self.rates.read  # there, and here as stored and as judged
-        return self.n_checkpoints * (written + read + self.rates.start)
 
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
@@ -537,14 +429,7 @@ class _Run:
         return self.volumes.samples.get(name, 0) * _count_rows(self.before)
 
     def _training(self, number: int) -> TrainingCost:
-        samples = self.volumes.samples.get("train", 0)
-        return self.recipe.passes[number].estimate_training(self.before, samples, self.forward, self.volumes.filled)
-
-
-def find_inner_width(facts: ModelFacts) -> int:
-    """Return the inputs of the layer in the middle of all, by their number."""
-    sizes = sorted(layer.shape[1] for layer in facts.layers if layer.op == "MatMul" and len(layer.shape) > 1)
-    return sizes[len(sizes) // 2] if sizes else SIDE
+        return self.recipe.passes[number].estimate_training(self.before, self.volumes.filled)
 
 
 def _collect_shapes(facts: ModelFacts) -> Shapes:
@@ -569,16 +454,16 @@ def _count_rows(facts: ModelFacts) -> int:
 
 
 @cache
-def find_rates(width: int) -> Rates:
-    """Return the rates for products of that width, which all plans of a process share: each is measured once."""
-    return Rates(width=width)
-
-
-@cache
 def matrix_rate() -> float:
     """Measure the FLOP/s of a float32 matrix product on this machine: the best of a few, each of milliseconds."""
     a = np.ones((512, 512), np.float32)
-    return max(2 * 512**3 / time_call(lambda: a @ a) for _ in range(8))
+
+    def time_product() -> float:
+        start = time.perf_counter()
+        _ = a @ a
+        return max(time.perf_counter() - start, 1e-6)
+
+    return max(2 * 512**3 / time_product() for _ in range(8))
 
 
 def measure_held_bytes() -> int:

@@ -9,7 +9,6 @@ timed, too. What was measured is kept for the machine.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -141,7 +140,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     timer = make_timer(recipe, cache, [make_call(inputs)])
     log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
-    before, after, parts, export_s = make_twins(inputs, timer, log)
+    before, after, parts = make_twins(inputs, timer, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     if recipe.model.generates:
         metric, ms = "tpot", time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
@@ -157,7 +156,6 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
         round(ms[1], 4),
         parts,
         in_float,
-        export_s=round(export_s, 2),
         held_bytes=peak_memory_bytes(),
     )
     if metric == "tpot":
@@ -205,12 +203,12 @@ def make_call(inputs: Inputs) -> Feeds:
 
 def make_twins(
     inputs: Inputs, timer: StateTimer, log: Log, made: GraphState | None = None
-) -> tuple[GraphState, GraphState, tuple[str, ...], float]:
+) -> tuple[GraphState, GraphState, tuple[str, ...]]:
     """Return the float graph and what the passes will leave, as far as speed goes, and what that does not hold.
 
-    And the seconds that making the float graph took. `made`: that of an earlier call, for passes over graphs alone.
+    `made`: the float graph of an earlier call, for passes over graphs alone.
     """
-    recipe, begun = inputs.recipe, time.perf_counter()
+    recipe = inputs.recipe
     source = locate(recipe.model, recipe.root)
     missing: list[str] = []
     facts, resized, loaded = inputs.facts, False, None
@@ -224,7 +222,6 @@ def make_twins(
         loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
         fill_zeros(loaded.module, recipe.seed)
         before = after = GraphState(_export(loaded, recipe, timer.feeds[0]))
-    export_s = time.perf_counter() - begun
     timing = timer if explain_untimed(recipe) is None else None
     target, feeds = flavour_of(recipe), timer.feeds
     context = GraphContext((), target, recipe.seed, log, no_progress, timing=timing)
@@ -250,7 +247,7 @@ def make_twins(
         facts = plan.facts
     if resized and loaded is not None:
         after = replace(after, model=_export(loaded, recipe, feeds[0]))
-    return before, after, tuple(missing), export_s
+    return before, after, tuple(missing)
 
 
 def fill_zeros(module: nn.Module, seed: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from compress.blocks.device import choose_device, describe_device
 from compress.blocks.experts import unstack_experts
@@ -27,15 +28,8 @@ from compress.models.meta import module_on_meta
 from compress.models.source import locate
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.forecast import (
-    BASELINE,
-    EXPORT,
-    Volumes,
-    find_inner_width,
-    find_rates,
-    find_timed_batch,
-    forecast,
-)
+from compress.planning.durations import Durations
+from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
 from compress.planning.in_files import note_missing_float, stays_in_files
 from compress.planning.inputs import (
@@ -65,6 +59,7 @@ from compress.store.cache import ResultCache, default_root
 from compress.store.digests import FileDigests
 from compress.store.durable import blame
 from compress.tasks import find_torch_task
+from compress.timing.kept import Kept
 from compress.work import WORK, find_work
 from runtime.backends import BACKENDS
 from runtime.bundle.format import Judgement
@@ -118,8 +113,7 @@ def make_plan(
     n_unread = sum(path.stat().st_size for path in inputs.unread)
     held = sum(found.n_samples * sample_bytes(found.shapes) for found in inputs.data.values())
     volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread, held)
-    rates = find_rates(find_inner_width(before))
-    about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), rates)
+    about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), find_durations(recipe, store.root))
     expected = forecast(*about)
     checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
@@ -148,13 +142,17 @@ def make_plan(
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
-    rates.mark_start()  # before what is timed next: the run takes that up, and does not time it again
     latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if timed else (None, [])
     expected = expected if latency is None else forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed, *of_gates), expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
+
+
+def find_durations(recipe: Recipe, root: Path) -> Durations:
+    """Return what stages took on this machine, with the threads and on the device that a run has."""
+    return Durations(Kept(root), torch.get_num_threads(), str(choose_device(recipe.device)) if recipe.passes else "")
 
 
 def _settle_goal(recipe: Recipe) -> Recipe:

@@ -1,4 +1,4 @@
-"""What a plan measures of models that are made like the recipe's: their speed, and what making them took."""
+"""What a plan measures of models that are made like the recipe's: their speed, and what making them held."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LatencyForecast:
 
     `parts`: what the second does not hold, in words. `in_float`: layers that a pass puts into eight bits and that are
     computed in float because they are faster so. `others`: what else was timed, where the recipe gains little: in words
-    -> milliseconds. `export_s`: seconds that making the float graph took; `held_bytes`: what the process held at most
-    by then. They foretell the run, which does the same. `denormal`: weights of an ONNX file below the least normal
-    number, which are zero in the result; `flushed_ms`: a call of the float model with zeros in their place.
+    -> milliseconds. `held_bytes`: what the process held at most by then, as the run will. `denormal`: weights of an
+    ONNX file below the least normal number, which are zero in the result; `flushed_ms`: a call of the float model with
+    zeros in their place.
     """
 
     metric: str
@@ -28,7 +28,6 @@ class LatencyForecast:
     parts: tuple[str, ...] = ()
     in_float: tuple[str, ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
-    export_s: float = 0.0
     held_bytes: int = 0
     denormal: int = 0
     flushed_ms: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape as html_escape
 from itertools import compress
 from typing import Any
@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.planning.cache_keys import CacheKeys
+from compress.planning.durations import Duration
 from compress.planning.forecast import Forecast, StageForecast
 from compress.planning.inputs import Inputs
 from compress.planning.measured_speed import LatencyForecast
@@ -57,6 +58,24 @@ class Plan:
     latency: LatencyForecast | None = None
     device: str = ""
 
+    @property
+    def stages(self) -> list[StageForecast]:
+        """Return the stages of the run; those whose result the cache has take no time."""
+        done = {name for name, work in zip(self.work_names, self.steps, strict=True) if work.cached}
+        return [
+            replace(stage, duration=Duration(0.0)) if stage.name in done else stage for stage in self.forecast.stages
+        ]
+
+    @property
+    def work_names(self) -> list[str]:
+        """Return the name of each of `steps` as the stages and the log have it."""
+        return [*(work.name for work in self.steps[:2]), *pass_names(self.recipe.passes)]
+
+    @property
+    def duration(self) -> Duration:
+        """Return how long the run will take."""
+        return Duration.add(stage.duration for stage in self.stages)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values, for `compress plan --json`."""
         return plan_dict(self)
@@ -74,7 +93,11 @@ class Plan:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON values: steps (name, key, cached, bytes, layers, notes), sizes, data, forecast, notes."""
+    """Return the plan as JSON values: steps (name, key, cached, bytes, layers, notes), sizes, data, forecast, notes.
+
+    Seconds of the forecast lie `between` two bounds, which are one where as much work took so long on this machine.
+    """
+    expected = plan.forecast
     return {
         "name": plan.recipe.name,
         "model": {
@@ -101,7 +124,16 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             name: {"source": f.source, "samples": f.n_samples, "digest": f.digest}
             for name, f in plan.inputs.data.items()
         },
-        "forecast": plan.forecast.to_record(),
+        "forecast": {
+            **plan.duration.to_record(),
+            "memory_bytes": expected.memory_bytes,
+            "disk_bytes": expected.disk_bytes,
+            "bundle_bytes": expected.bundle_bytes,
+            "stages": [
+                {"name": stage.name, **stage.duration.to_record(), "memory_bytes": stage.memory_bytes}
+                for stage in plan.stages
+            ],
+        },
         "latency": None if plan.latency is None else asdict(plan.latency),
         "notes": [asdict(note) for note in plan.notes],
     }
@@ -143,10 +175,9 @@ def _tabulate(plan: Plan) -> list[tuple[str, ...]]:
 
 def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the cells of each row: what is planned, then the other stages of the run, with their time and memory."""
-    stages = {stage.name: stage for stage in plan.forecast.stages}
-    names = [*(work.name for work in plan.steps[:2]), *pass_names(plan.recipe.passes)]
+    stages = {stage.name: stage for stage in plan.stages}
     rows: list[tuple[str, ...]] = []
-    for name, work in zip(names, plan.steps, strict=True):
+    for name, work in zip(plan.work_names, plan.steps, strict=True):
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
         seconds, memory = _format_stage(stages.pop(name, None))
@@ -158,7 +189,7 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _format_stage(stage: StageForecast | None) -> tuple[str, str]:
     """Return the cells "time" and "memory"."""
-    return ("", "") if stage is None else (f"{stage.seconds:.0f} s", size_text(stage.memory_bytes))
+    return ("", "") if stage is None else (str(stage.duration), size_text(stage.memory_bytes))
 
 
 def _format_forecast(plan: Plan) -> str:
@@ -167,7 +198,7 @@ def _format_forecast(plan: Plan) -> str:
     return (
         f"{_format_latency(plan.latency)}"
         f"weights {size_text(plan.before.n_bytes)} -> {size_text(plan.after.n_bytes)} ({ratio:.1f}x smaller); about "
-        f"{expected.seconds:.0f} s, {size_text(expected.memory_bytes)} of memory at the peak, "
+        f"{plan.duration}, {size_text(expected.memory_bytes)} of memory at the peak, "
         f"{size_text(expected.disk_bytes)} of disk"
     )
 

@@ -60,14 +60,14 @@ def _build(order: Order) -> Answer:
         return Answer("refused", str(error))
     foreseen = {
         "weights_ratio": plan.before.n_bytes / max(plan.after.n_bytes, 1),
-        "seconds": plan.forecast.seconds,
+        "seconds": plan.duration.seconds,
         "memory_bytes": float(plan.forecast.memory_bytes),
     }
     sizes = foresee_sizes(plan.before.n_bytes, plan.after.n_bytes)
     if order.refuse and (why := explain_foreseen_miss(recipe.validate_.gates, sizes)):
         return Answer("refused", why, foreseen=foreseen)
-    if order.refuse and order.seconds is not None and plan.forecast.seconds > order.seconds:
-        return Answer("late", f"about {plan.forecast.seconds:.0f} s, and {order.seconds:.0f} are left")
+    if order.refuse and order.seconds is not None and plan.duration.least_s > order.seconds:
+        return Answer("late", f"it takes {plan.duration}, and {order.seconds:.0f} s are left")
     if order.do == "start":
         with temporary_folder() as folder:
             build_recipe(keep_untimed(recipe), folder / "started", cache, quiet=True)

@@ -61,6 +61,10 @@ class ResultCache:
         """Return whether there is a result of that key; its files are not checked."""
         return (self.root / key / RECORD).is_file()
 
+    def has_partial(self, key: str) -> bool:
+        """Return whether a killed run left some of the work of that key."""
+        return (self.root / (PARTIAL + key)).is_dir()
+
     def refuse_file(self) -> None:
         """Raise PlaceError where something that is no folder has the cache's name."""
         if os.path.lexists(self.root) and not self.root.is_dir():

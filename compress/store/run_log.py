@@ -38,44 +38,51 @@ def open_console(stderr: bool = False) -> Console:
 
 @dataclass(eq=False)
 class RunPosition:
-    """Where a run is: a stage, or an item of several in it. `expected_s`: how long the plan expects it to take."""
+    """Where a run is: a stage, or an item of several in it. `expected_s`: how long it took here the last time."""
 
     name: str
     total: int = 0
     done: int = 0
     expected_s: float | None = None
     since: float = field(default_factory=time.monotonic)
+    first: float = 0.0
     last: float = 0.0
-    """When the item before this one was done."""
+    """When the first item was done, and the one before this one."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.done} of {self.total}" if self.total else self.name
 
     def estimate_left_s(self) -> float:
-        """Return the seconds that are left, by the plan, else by the pace so far; none above 0 where neither tells."""
+        """Return the seconds that are left, by what is done, else by the last time; none above 0 where neither tells.
+
+        The first item counts only while it is alone: it often waits for what is loaded or compiled once.
+        """
         now = time.monotonic()
-        planned_s = self.since + (self.expected_s or 0.0) - now
-        if planned_s > 0 or not self.done:
-            return planned_s
-        return (self.last - self.since) / self.done * (self.total - self.done) - (now - self.last)
+        if not self.done:
+            return self.since + (self.expected_s or 0.0) - now
+        paced, begun = (self.done - 1, self.first) if self.done > 1 else (1, self.since)
+        return (self.last - begun) / paced * (self.total - self.done) - (now - self.last)
 
     def count(self) -> None:
         """Note that one more item is done."""
         self.done, self.last = self.done + 1, time.monotonic()
+        self.first = self.first or self.last
 
 
 class Journal:
     """`log` writes a line to the file (with seconds since the start) and, unless quiet, to the terminal.
 
     While a stage lasts, a terminal has one line that says where it is and counts down; the file, and what is no
-    terminal, get a line every `beat_s` seconds. `expected_s`: how long the plan expects stages to take, by name. The
-    file is a new one: FileExistsError where something has its name, a link included.
+    terminal, get a line every `beat_s` seconds. `expected_s`: how long the plan expects stages to take, by name;
+    `took_s`: how long those took that are done. The file is a new one: FileExistsError where something has its name, a
+    link included.
     """
 
     def __init__(self, file: Path, quiet: bool = False, console: Console | None = None, beat_s: float = BEAT_S) -> None:
         self.file = file
         self.beat_s = beat_s
         self.expected_s: dict[str, float] = {}
+        self.took_s: dict[str, float] = {}
         self._places: list[RunPosition] = []
         self.quiet = quiet
         self.console = console or open_console(stderr=True)
@@ -130,7 +137,7 @@ class Journal:
             finally:
                 ended.set()
                 beating.join()
-        took_s = time.monotonic() - place.since
+        took_s = self.took_s[name] = time.monotonic() - place.since
         tell = self.log if took_s >= LEAST_SHOWN_S else self._write
         tell(f"{name}: {took_s:.1f} s")
 
@@ -148,9 +155,8 @@ class Journal:
     def _describe(self) -> Text:
         """Return the live line: "judging: 797 samples, timing 3 of 9, about 17 s left"."""
         places = list(self._places)
-        left_s = next((left for place in places if (left := place.estimate_left_s()) >= 1), None)
         passed = f"{time.monotonic() - places[-1].since:.0f} s so far" if places else ""
-        text = ", ".join([_name_places(places), passed if left_s is None else f"about {left_s:.0f} s left"])
+        text = ", ".join([_name_places(places), _say_left(places) or passed])
         return Text(text, no_wrap=True, overflow="ellipsis")
 
     def _beat(self, stage: RunPosition, ended: threading.Event) -> None:
@@ -160,11 +166,18 @@ class Journal:
             inner = places[places.index(stage) :]
             if any(place is not stage and not place.total for place in inner):
                 continue
-            text = f"{_name_places(inner)}: {time.monotonic() - stage.since:.0f} s so far"
+            passed = f"{time.monotonic() - stage.since:.0f} s so far"
+            text = f"{_name_places(inner)}: {', '.join(filter(None, [passed, _say_left(inner)]))}"
             with suppress(OutputError):  # of a full disk the work itself will tell
                 self._write(text)
             if not self.console.is_terminal:
                 self.show(text)
+
+
+def _say_left(places: Sequence[RunPosition]) -> str:
+    """Return "about 17 s left", of the outermost place that can tell; "" where none can."""
+    left_s = next((left for place in places if (left := place.estimate_left_s()) >= 1), None)
+    return "" if left_s is None else f"about {left_s:.0f} s left"
 
 
 def _name_places(places: Sequence[RunPosition]) -> str:

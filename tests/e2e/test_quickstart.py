@@ -53,7 +53,7 @@ def test_the_bundle_is_whole_and_nothing_lies_beside_it(quickstart: tuple[Path, 
     assert {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()} == FILES
     assert [path.name for path in bundle.parent.iterdir()] == ["q"]
     log = (bundle / "compress.log").read_text()
-    assert "exporting to float ONNX" in log and "verdict: pass" in log
+    assert "export to float ONNX" in log and "verdict: pass" in log
 
 
 def test_what_report_json_holds(report: dict[str, Any]) -> None:

@@ -193,6 +193,7 @@ def test_how_it_reads(tmp_path: Path) -> None:
     assert document["size_bytes"]["before"] > 3 * document["size_bytes"]["after"]
     assert document["data"]["calibration"]["samples"] == 64 and set(document["forecast"]) == {
         "seconds",
+        "between",
         "memory_bytes",
         "disk_bytes",
         "bundle_bytes",

@@ -410,5 +410,5 @@ def test_a_terminal_has_one_live_line_that_counts_down(tmp_path: Path) -> None:
 def test_what_is_left_is_told_by_the_plan_and_by_the_pace() -> None:
     begun = time.monotonic() - 10
     assert RunPosition("judging", expected_s=25.0, since=begun).estimate_left_s() == pytest.approx(15, abs=1)
-    late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun, last=begun + 6)
+    late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun, first=begun + 2, last=begun + 6)
     assert late.estimate_left_s() == pytest.approx(12 - 4, abs=1), "counts down while the fourth is under way"
