@@ -187,7 +187,7 @@ def test_how_long_and_what_is_kept() -> None:
     notes = [knobs.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
     assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (15.6 KiB)"
     assert notes[1].endswith("the teacher: it is run in every step")
-    assert knobs.train_runs(1000) == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
+    assert knobs.count_forwards({"train": 1000}, 1) == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
 
 
 def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:

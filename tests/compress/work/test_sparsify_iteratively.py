@@ -324,7 +324,7 @@ def test_how_long_it_takes() -> None:
     assert knobs.course(1000, 0).steps == 180 and knobs.course(1000, 0).max_seconds == 20
     assert knobs.train_notes(FACTS, 1000)[0].text == "sparsify_iteratively: 5 trainings of 180 steps of 10 samples"
     one = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=1, rewind="never", labels=LabelsTerm())
-    assert knobs.train_runs(1000) == pytest.approx(5 * one.train_runs(1000))
+    assert knobs.count_forwards({"train": 1000}, 1) == pytest.approx(5 * one.count_forwards({"train": 1000}, 1))
     assert one.cache_bytes(FACTS, 1000) == 0  # there is no teacher
     assert one.model_copy(update={"labels": None}).cache_bytes(FACTS, 1000) == 4 * 1000 * 4
 
