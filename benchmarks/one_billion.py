@@ -147,9 +147,8 @@ def claims(row: Row, quick: bool = False) -> list[Claim]:
     return [
         *made,
         at_most("forecast_memory_relative_error", abs(row["forecast_gib"] / row["peak_gib"] - 1), 0.10),
-        at_most(
-            "forecast_time_factor", max(row["forecast_s"] / row["apply_s"], row["apply_s"] / row["forecast_s"]), 2.0
-        ),
+        at_least("forecast_time_over_measured", row["forecast_s"] / row["apply_s"], 0.5),
+        at_most("forecast_time_over_measured", row["forecast_s"] / row["apply_s"], 2.0),
     ]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import Stage, TrainingCost
-from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, is_selected, learning_cost, plan_from_integers
+from compress.passes.base import DataSize, PassCost, Stage
+from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, count_state_bytes, is_selected, plan_from_integers
 from compress.passes.weight_only import WeightPass
 from runtime.tasks import find_task
 
@@ -20,7 +20,6 @@ class AutoRound(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 2.0
-    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["autoround"] = "autoround"
     steps: Annotated[int, Field(ge=0)] = 200
@@ -42,8 +41,11 @@ class AutoRound(WeightPass):
     def explain_refusal(self, target: Target) -> str | None:
         return None if self.start == "given" else super().explain_refusal(target)
 
-    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
-        return learning_cost(facts, whole=False)
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        cost = super().estimate_cost(facts, data)
+        learned = LEARNED_FORWARDS * self.steps * STEP_ROWS / data.sample_rows
+        disk_bytes = count_state_bytes(facts, whole=False)
+        return replace(cost, forwards=cost.forwards + learned, disk_bytes=disk_bytes, float_blocks=True)
 
     def shorten(self, share: float) -> AutoRound:
         """Return the pass with this share of its steps."""
@@ -59,6 +61,3 @@ class AutoRound(WeightPass):
         if self.start == "given":
             return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
         return super().check(facts, target)
-
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        return super().count_forwards(samples, sample_rows) + LEARNED_FORWARDS * self.steps * STEP_ROWS / sample_rows

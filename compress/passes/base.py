@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -20,11 +20,34 @@ STATE_COPIES = 4
 
 
 @dataclass(frozen=True)
-class TrainingCost:
-    """What training is estimated to take: memory at its peak, disk for the state that a killed run resumes."""
+class DataSize:
+    """How much data a pass sees: samples for calibration and training.
 
+    `sample_rows`: tokens of a calibration sample, 1 where it is no text; `filled`: how long a usual sample of training
+    is, as a part of the longest.
+    """
+
+    calibration: int = 0
+    train: int = 0
+    sample_rows: int = 1
+    filled: float = 1.0
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """What the work of a pass is estimated to take.
+
+    `forwards`: forward passes of one sample in whose time it is done, to an order of magnitude. `memory_bytes`: beside
+    the model, or the blocks that are streamed to it. `disk_bytes`: of the state that a killed run goes on from.
+    `gradient_tokens`: that first go forward and back, with the activations of all blocks. `float_blocks`: outputs of the
+    float model's blocks are kept, too.
+    """
+
+    forwards: float = 0.0
     memory_bytes: int = 0
     disk_bytes: int = 0
+    gradient_tokens: int = 0
+    float_blocks: bool = False
 
 
 class Pass(Record):
@@ -39,13 +62,11 @@ class Pass(Record):
     needs_calibration: ClassVar[bool] = False
     needs_train: ClassVar[bool] = False
     calibration_runs: ClassVar[float] = 0.0
-    """Forward passes over the calibration data that the work takes as long as: see `count_forwards`."""
+    """Forward passes over the calibration data in whose time the work is done, to an order of magnitude."""
     uses_gates: ClassVar[bool] = False
     """True if the work asks `context.shortfalls`, so that its result depends on the gates and the evaluation set."""
     uses_coupling: ClassVar[bool] = False
     """True if `check` asks for `ModelFacts.prunable`."""
-    keeps_float_blocks: ClassVar[bool] = False
-    """True if the work over blocks also keeps what the float model's blocks give: for the forecast."""
     uses_blocks: ClassVar[bool] = False
     """True if `check` asks for `ModelFacts.removable`."""
     lowest_opset: ClassVar[int] = 17
@@ -103,25 +124,9 @@ class Pass(Record):
         """Return how many units of each coupled group that is cut are to stay; under a budget, about."""
         return {}
 
-    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
-        """Estimate what training holds. `filled`: how long a usual sample is, as a part of the longest."""
-        return TrainingCost()
-
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        """Count the forward passes of one sample in whose time the work is done, to an order of magnitude.
-
-        `samples`: of each data set; `sample_rows`: tokens of a calibration sample, 1 where it is no text.
-        """
-        return self.calibration_runs * samples.get("calibration", 0)
-
-    @property
-    def gradient_tokens(self) -> int:
-        """Return how many tokens first go forward and back, which takes the memory of all blocks' activations."""
-        return 0
-
-    def estimate_extra_bytes(self, facts: ModelFacts) -> int:
-        """Estimate the bytes that the work holds beside the blocks that are streamed to it."""
-        return 0
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        """Estimate what the work on such a model takes."""
+        return PassCost(self.calibration_runs * data.calibration)
 
     @property
     def rewrites_texts(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from compress.distill.course import Course
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
+from compress.passes.base import DataSize, PassCost
 from compress.passes.choosing import choose_layers, pattern_problems, refuse_rounded
 from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems, gain
 from compress.passes.training import LearningPass
@@ -59,8 +60,9 @@ class SparsifyIteratively(LearningPass):
         course = super().course(n_samples, seed)
         return course if self.max_seconds is None else replace(course, max_seconds=self.max_seconds / self.trainings)
 
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        return self.trainings * super().count_forwards(samples, sample_rows)
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        cost = super().estimate_cost(facts, data)
+        return replace(cost, forwards=self.trainings * cost.forwards)
 
     def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0

@@ -6,7 +6,7 @@ Of the loss: its terms, the task's usual ones, what they ask of a training set a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from compress.distill.course import LOOKS, Course, Optimizer, Precision
 from compress.facts import FLOAT_BYTES, ModelFacts, Note
-from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
+from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
@@ -189,19 +189,19 @@ class TrainingPass(Pass):
             seed=seed if self.seed is None else self.seed,
         )
 
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        n_samples = samples.get("train", 0)
-        course = self.course(n_samples, 0)
-        looks = course.steps / course.evaluate_every * self.held_out * n_samples
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        course = self.course(data.train, 0)
+        looks = course.steps / course.evaluate_every * self.held_out * data.train
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
         runs = tried * FORWARDS * course.steps * course.samples + 2 * looks
-        return runs * (BFLOAT16 if self.precision == "bfloat16" else 1)
-
-    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
-        number = FLOAT_BYTES // 2 if self.precision == "bfloat16" else FLOAT_BYTES
-        outputs = number * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
-        activations = int(self.batch_size * min(LONGEST * filled, 1) * KEPT_COPIES * outputs)
-        return TrainingCost(TRAINED_COPIES * facts.n_bytes + activations, STATE_COPIES * facts.n_bytes)
+        half = self.precision == "bfloat16"
+        outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
+        activations = int(self.batch_size * min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
+        return PassCost(
+            runs * data.filled * (BFLOAT16 if half else 1),
+            TRAINED_COPIES * facts.n_bytes + activations,
+            STATE_COPIES * facts.n_bytes,
+        )
 
     def find_learner(self, facts: ModelFacts) -> ModelFacts:
         """Return the facts of the model that is trained, which keeps activations for its gradients."""

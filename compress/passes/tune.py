@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
 from compress.formats.targets import Target
-from compress.passes.base import STATE_COPIES, Stage, TrainingCost
+from compress.passes.base import STATE_COPIES, DataSize, PassCost, Stage
 from compress.passes.weight_only import WeightPass
 from compress.specs import find_changes
 from runtime.processes.memory import available_bytes
@@ -40,10 +40,10 @@ SAID: dict[How, str] = {
 }
 
 
-def learning_cost(facts: ModelFacts, whole: bool) -> TrainingCost:
-    """Estimate the disk that learned rounding saves its state on, of the whole model or of a block."""
+def count_state_bytes(facts: ModelFacts, whole: bool) -> int:
+    """Return the bytes in which learned rounding saves its state, of the whole model or of a block."""
     n_blocks = 1 if whole or facts.structure is None else max(len(facts.structure.blocks), 1)
-    return TrainingCost(disk_bytes=STATE_COPIES * facts.n_bytes // n_blocks)
+    return STATE_COPIES * facts.n_bytes // n_blocks
 
 
 class Tune(WeightPass):
@@ -57,7 +57,6 @@ class Tune(WeightPass):
     calibration_runs: ClassVar[float] = 12.0
     """As `gptq`, which goes first where nothing is rounded."""
     takes_mixed_bits: ClassVar[bool] = True
-    keeps_float_blocks: ClassVar[bool] = True
 
     kind: Literal["tune"] = "tune"
     steps: Annotated[int, Field(ge=0)] = 1200
@@ -129,20 +128,19 @@ class Tune(WeightPass):
             return "whole"
         return "blocks, then scales" if SCALING_BYTES * n_learned <= room else "blocks"
 
-    def estimate_training(self, facts: ModelFacts, filled: float = 1.0) -> TrainingCost:
-        return learning_cost(facts, whole=self._foresee_how(facts) == "whole")
-
-    def estimate_extra_bytes(self, facts: ModelFacts) -> int:
-        n_weights = sum(layer.n_weights for layer in facts.distinct_layers())
-        how = self.how(n_weights, n_weights)
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        n_weights, how = sum(layer.n_weights for layer in facts.distinct_layers()), self._foresee_how(facts)
         learned = {"whole": ROUNDING_BYTES, "blocks, then scales": SCALING_BYTES, "blocks": 0}[how]
-        return 0 if how == "blocks" else (BOTH_MODELS_BYTES + learned) * n_weights
-
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        whole = self.blockwise is not True
-        rows = self.find_batch_size(sample_rows) * sample_rows if whole else STEP_ROWS
-        steps = self.steps if whole else self.block_steps
-        return super().count_forwards(samples, sample_rows) + LEARNED_FORWARDS * steps * rows / sample_rows
+        rows = self.find_batch_size(data.sample_rows) * data.sample_rows if how == "whole" else STEP_ROWS
+        steps = self.steps if how == "whole" else self.block_steps
+        cost = super().estimate_cost(facts, data)
+        return replace(
+            cost,
+            forwards=cost.forwards + LEARNED_FORWARDS * steps * rows / data.sample_rows,
+            memory_bytes=0 if how == "blocks" else (BOTH_MODELS_BYTES + learned) * n_weights,
+            disk_bytes=count_state_bytes(facts, whole=how == "whole"),
+            float_blocks=True,
+        )
 
     def _foresee_how(self, facts: ModelFacts) -> How:
         """Return what is learned together if all weights are."""

@@ -22,7 +22,7 @@ from compress.facts import (
 )
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
-from compress.passes.base import Pass, Stage
+from compress.passes.base import DataSize, Pass, PassCost, Stage
 from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
 from compress.passes.int8 import Int8
 from compress.passes.layer_schemes import (
@@ -317,13 +317,12 @@ class WeightPass(WeightNumbers, Pass):
             bases = [bases[0].with_bits(bits) for bits in self.bits.choices]
         return [*bases, *tables, *(self._apply_override(base, o) for base in bases for o in self.overrides)]
 
-    def count_forwards(self, samples: Mapping[str, int], sample_rows: int) -> float:
-        tried = 0 if self.budget is None else len(self.budget.choices)  # each choice of bits is rounded and measured
-        return (1 + tried) * super().count_forwards(samples, sample_rows)
-
-    @property
-    def gradient_tokens(self) -> int:
-        return 0 if self.budget is None else MEASURED_TOKENS
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        cost = super().estimate_cost(facts, data)
+        if self.budget is None:
+            return cost
+        tried = 1 + len(self.budget.choices)  # each choice of bits is rounded and measured
+        return replace(cost, forwards=tried * cost.forwards, gradient_tokens=MEASURED_TOKENS)
 
     def explain_refusal(self, target: Target) -> str | None:
         formats = dict.fromkeys(map(format_of, self.schemes()))

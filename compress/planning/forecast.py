@@ -22,7 +22,7 @@ from compress.blocks.stream_memory import (
 from compress.export.loading_back import HEADROOM
 from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts, sample_bytes
 from compress.graph.run import OUTPUT_BYTES
-from compress.passes.base import TrainingCost
+from compress.passes.base import DataSize, PassCost
 from compress.planning.durations import Duration, Durations
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
@@ -224,9 +224,8 @@ class _Run:
     def _pass_stage(self, number: int, name: str) -> StageForecast:
         """Return a pass's stage: forwards of samples, and work on each weight."""
         pass_ = self.recipe.passes[number]
-        forwards = pass_.count_forwards(self.volumes.samples, self.calibration.a_sample)
-        filled = self.volumes.filled if pass_.needs_train else self._fill("calibration")
-        work = forwards * filled * self.before.macs
+        filled = 1.0 if pass_.needs_train else self._fill("calibration")
+        work = self.cost(number).forwards * filled * self.before.macs
         work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
         timed = pass_.measures_time and not self.recipe.model.generates
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
@@ -296,22 +295,22 @@ class _Run:
         """Return the memory of a pass: its stream of blocks, its training, or the graph that it works on."""
         pass_ = self.recipe.passes[number]
         if self.on_blocks(number):
-            return self.base_bytes + max(self._training(number).memory_bytes, self.stream_bytes(number))
+            return self.base_bytes + self.stream_bytes(number)
         calibrated = self.volumes.batch * self.before.peak_activation_bytes if pass_.needs_calibration else 0
         if calibrated and pass_.stage_on(self.before) == "graph":
             # all layers' outputs, float and rounded, are compared, piece by piece
             taps = FLOAT_BYTES * sum(layer.n_outputs for layer in self.before.layers)
             calibrated += 2 * ARENA * min(self.volumes.batch * taps, max(OUTPUT_BYTES, taps))
         held = self.graph_bytes() if self.recipe.has_onnx else self.base_bytes
-        return held + max(self._training(number).memory_bytes, calibrated)
+        return held + max(self.cost(number).memory_bytes, calibrated)
 
     def stream_bytes(self, number: int) -> int:
         """Return the bytes that a pass over blocks takes at its peak, above what the process holds."""
-        pass_, structure = self.recipe.passes[number], self.before.structure
+        pass_, cost, structure = self.recipe.passes[number], self.cost(number), self.before.structure
         assert structure is not None
         use = StreamUse(
             lockstep=getattr(pass_, "sequential", True),
-            float_too=pass_.keeps_float_blocks,
+            float_too=cost.float_blocks,
             compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),
         )
@@ -319,14 +318,14 @@ class _Run:
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
         if not rows:  # without data the parts outside are opened as a block is, tables of embeddings and all
             peak = max(peak, FIXED_BYTES + self.outside_bytes())
-        if sent := min(pass_.gradient_tokens, rows):
+        if sent := min(cost.gradient_tokens, rows):
             shapes = _collect_shapes(self.before)
             peak = max(peak, backward_memory(structure, shapes, sent, _find_width(self.before)))
         calibration = self.recipe.data.calibration
         if self.before.reads_apart and rows and calibration is not None and calibration.packing:
             # a mask [T, T] of each row, which no other row has
             peak += FLOAT_BYTES * rows * self.calibration.a_sample
-        return peak + pass_.estimate_extra_bytes(self.before)
+        return peak + cost.memory_bytes
 
     def outside_bytes(self) -> int:
         """Return the float32 bytes of the layers outside the blocks, tied ones once."""
@@ -403,7 +402,7 @@ class _Run:
         """Return the bytes on the disk, and the bundle's part of them."""
         n_streams = sum(map(self.on_blocks, range(len(self.recipe.passes))))
         disk = self.after.n_bytes + n_streams * self.after.n_bytes
-        disk += max((self._training(number).disk_bytes for number in range(len(self.recipe.passes))), default=0)
+        disk += max((self.cost(number).disk_bytes for number in range(len(self.recipe.passes))), default=0)
         if self.in_files:
             disk += self.after.n_bytes + self.runs_float * self.before.n_bytes
         elif self.recipe.has_onnx:
@@ -428,8 +427,11 @@ class _Run:
     def _rows(self, name: str) -> int:
         return self.volumes.samples.get(name, 0) * _count_rows(self.before)
 
-    def _training(self, number: int) -> TrainingCost:
-        return self.recipe.passes[number].estimate_training(self.before, self.volumes.filled)
+    def cost(self, number: int) -> PassCost:
+        """Return what a pass estimates of itself."""
+        calibration, train = (self.volumes.samples.get(name, 0) for name in ("calibration", "train"))
+        size = DataSize(calibration, train, self.calibration.a_sample, self.volumes.filled)
+        return self.recipe.passes[number].estimate_cost(self.before, size)
 
 
 def _collect_shapes(facts: ModelFacts) -> Shapes:

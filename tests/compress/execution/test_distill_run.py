@@ -20,7 +20,7 @@ from compress.execution.passes import RunContext, block_passes_alone
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes import Pass
-from compress.passes.base import Stage
+from compress.passes.base import DataSize, Stage
 from compress.passes.distill import Distill
 from compress.passes.training import TrainingPass
 from compress.planning.inputs import load_set
@@ -119,10 +119,10 @@ def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, mon
 def test_the_forecast_counts_training(tmp_path: Path) -> None:
     short, long = (ground(tmp_path, Distill(steps=n)).plan for n in (10, 1000))
     capped = ground(tmp_path, Distill(steps=100_000, max_seconds=30.0)).plan
-    assert long.forecast.seconds > short.forecast.seconds
-    assert capped.forecast.seconds < short.forecast.seconds + 40
-    few, many = (Distill(batch_size=n).estimate_training(short.before, 0, 0.0).memory_bytes for n in (1, 101))
+    assert long.duration.seconds > short.duration.seconds
+    assert capped.duration.seconds < short.duration.seconds + 40
+    few, many = (Distill(batch_size=n).estimate_cost(short.before, DataSize()).memory_bytes for n in (1, 101))
     outputs = 4 * sum(layer.n_outputs for layer in short.before.layers)
     assert many - few >= 2 * 100 * outputs > 0  # what a layer gives, and what is made of it
-    half = Distill(batch_size=101).estimate_training(short.before, 0, 0.0, filled=0.1)
+    half = Distill(batch_size=101).estimate_cost(short.before, DataSize(filled=0.1))
     assert half.memory_bytes < many

@@ -10,6 +10,7 @@ import pytest
 
 from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
 from compress.passes import AutoRound, Distill, Gptq, Int8, Pass, Rtn, SmoothQuant, Tune
+from compress.passes.base import DataSize
 from compress.passes.training import BFLOAT16, TRAINED_COPIES
 from compress.planning import forecast as room
 from compress.planning.durations import Duration, Durations
@@ -100,8 +101,8 @@ def test_learning_saves_its_state_on_the_disk() -> None:
     assert whole == scales == 4 * 4 * MIB  # without structure all is one block
     blocks = tuple(BlockFacts(f"blocks.{i}", ()) for i in range(4))
     facts = replace(FACTS, structure=Structure(blocks))
-    assert AutoRound().estimate_training(facts).disk_bytes == 4 * MIB
-    assert Rtn().estimate_training(facts).disk_bytes == 0
+    assert AutoRound().estimate_cost(facts, DataSize()).disk_bytes == 4 * MIB
+    assert Rtn().estimate_cost(facts, DataSize()).disk_bytes == 0
 
 
 def test_a_student_keeps_the_activations_of_the_blocks_that_it_has() -> None:
@@ -112,7 +113,7 @@ def test_a_student_keeps_the_activations_of_the_blocks_that_it_has() -> None:
 
     def activations(student: dict[str, Any] | None) -> int:
         distill = Distill.model_validate({"epochs": 1, "student": student}, strict=False)
-        return distill.estimate_training(facts).memory_bytes - TRAINED_COPIES * facts.n_bytes
+        return distill.estimate_cost(facts, DataSize(train=100)).memory_bytes - TRAINED_COPIES * facts.n_bytes
 
     assert activations({"layers": "uniform", "keep": 2}) == activations(None) // 2 > 0
 

@@ -36,6 +36,7 @@ from compress.facts import BlockFacts, LayerFacts, ModelFacts, Structure
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import TextModel
 from compress.models.load import TorchModel
+from compress.passes.base import DataSize
 from compress.passes.distill import Distill, Sequences
 from compress.passes.distill_student import Student
 from compress.passes.qat import Qat
@@ -187,7 +188,7 @@ def test_how_long_and_what_is_kept() -> None:
     notes = [knobs.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
     assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (15.6 KiB)"
     assert notes[1].endswith("the teacher: it is run in every step")
-    assert knobs.count_forwards({"train": 1000}, 1) == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
+    assert knobs.estimate_cost(FACTS, DataSize(train=1000)).forwards == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
 
 
 def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
