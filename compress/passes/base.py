@@ -39,7 +39,7 @@ class PassCost:
 
     `forwards`: forward passes of one sample in whose time it is done, to an order of magnitude. `memory_bytes`: beside
     the model, or the blocks that are streamed to it. `disk_bytes`: of the state that a killed run goes on from.
-    `gradient_tokens`: that first go forward and back, with the activations of all blocks. `float_blocks`: outputs of the
+    `gradient_tokens`: that first go forward and back, with all blocks' activations. `float_blocks`: outputs of the
     float model's blocks are kept, too.
     """
 
