@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from compress.formats.schemes import Scheme
+from compress.formats.schemes import KvScheme, Scheme
 from runtime.boxes.spec import Detections
 from runtime.bundle.tensors import State, TensorSpec
 
@@ -295,6 +295,10 @@ class PassPlan:
     problems: tuple[str, ...] = field(default=())
     schemes: Mapping[str, Scheme] = field(default_factory=dict)
     """Layer -> how a checkpoint would store it, of the layers that the pass rounds."""
+    kv_cache: KvScheme | None = None
+    """How an engine is to store keys and values after the pass; None where it says nothing of them."""
+    units: Mapping[str, int] = field(default_factory=dict)
+    """How many units of each coupled group that is cut are to stay; under a budget, about."""
 
 
 def matches(pattern: str, name: str, *types: str) -> bool:

@@ -301,7 +301,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
 def _make_graph_timing(run: RunContext, config: Pass, exported: FloatModel) -> StateTimer | None:
     """Return how a pass that chooses by time measures it; None for any other, and where nothing is timed."""
     plan = run.plan
-    if not (config.chooses_by_time or config.needs_timing) or explain_untimed(plan.recipe) is not None:
+    if not (config.chooses_by_time or config.time_budget == "graph") or explain_untimed(plan.recipe) is not None:
         return None
     return make_timer(plan.recipe, run.cache.root, _make_timed_feeds(run, exported.inputs))
 

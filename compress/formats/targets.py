@@ -352,6 +352,20 @@ _OWN: dict[str, Target] = {
 }
 
 
+def refusal(target: Target, format_name: Format, kind: str) -> str | None:
+    """Return why the target cannot hold a format that a pass of this kind leaves, or None."""
+    fact = target.fact(format_name)
+    return f"{kind}: target {target.name} {fact.text}" if fact.verdict == "refused" else None
+
+
+FIRST_CAPABILITY: dict[Format, float] = {
+    "fp8-static": 8.9, "nvfp4": 10.0, "nvfp4a16": 10.0, "mxfp8": 8.9, "mxfp8a16": 8.9,
+}  # fmt: skip
+"""Formats of graphs -> the first compute capability for which TensorRT compiles them."""
+NOT_ON_CPUS: frozenset[Format] = frozenset({"bfloat16", "nvfp4", "nvfp4a16", "mxfp8", "mxfp8a16"})
+"""Formats of graphs for which ONNX Runtime has no kernels on CPUs."""
+
+
 def accept_target(entry: object, name: str) -> Target:
     """Return the target of a backend from outside: as that for which it is planned. ValueError where it names none."""
     from runtime.backends.base import Backend

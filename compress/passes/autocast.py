@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
-from compress.formats.targets import Target
+from compress.formats.targets import Format, Target
 from compress.passes.base import Pass
-from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word
+from compress.passes.choosing import choose_layers, pattern_problems, target_word
 from compress.specs import LayerPattern
 
 
@@ -39,13 +39,6 @@ class Autocast(Pass):
         after = facts.with_bits({layer.name: 16 for layer in taken})
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems))
 
-    def explain_refusal(self, target: Target) -> str | None:
-        return refusal(target, self.dtype, self.kind)
-
-    def explain_unjudged(self, target: str, why: str) -> str | None:
-        if self.dtype != "bfloat16":
-            return None
-        return (
-            f"autocast: {target} does not work here ({why}), and ONNX Runtime computes no bfloat16 on CPUs, so that "
-            "the result could not be judged; use dtype: float16, or apply it where that works"
-        )
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return (self.dtype,)

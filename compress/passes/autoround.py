@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import ModelFacts, PassPlan
-from compress.formats.targets import Target
+from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, PassCost, Stage
 from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, count_state_bytes, is_selected, plan_from_integers
 from compress.passes.weight_only import WeightPass
@@ -38,8 +38,9 @@ class AutoRound(WeightPass):
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 
-    def explain_refusal(self, target: Target) -> str | None:
-        return None if self.start == "given" else super().explain_refusal(target)
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return () if self.start == "given" else super().formats
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
         cost = super().estimate_cost(facts, data)

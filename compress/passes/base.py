@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from compress.facts import ModelFacts, Note, PassPlan
-from compress.formats.schemes import KvScheme
-from compress.formats.targets import Target
+from compress.formats.targets import Format, Target, refusal
 from compress.passes.distill_student import Student
 from compress.specs import Record
 
@@ -79,13 +77,6 @@ class Pass(Record):
         """Return the stage at which the pass works on such a model."""
         return self.stage
 
-    def ends_stage(self, facts: ModelFacts) -> bool:
-        """Return whether no pass of its stage may follow.
-
-        Such a pass leaves integers beside the model, which a later one would not keep.
-        """
-        return False
-
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Plan what the pass would do to such a model.
 
@@ -99,14 +90,14 @@ class Pass(Record):
         return False
 
     @property
-    def needs_timing(self) -> bool:
-        """Return whether the work keeps a budget of time, which asks for a target that is timed here."""
-        return False
+    def time_budget(self) -> Literal["graph", "module"] | None:
+        """Return what has a budget of time: the graph, for which a target must be timed here, or the module."""
+        return None
 
     @property
     def measures_time(self) -> bool:
         """Return whether the work times anything, so that nothing may compute beside it."""
-        return self.chooses_by_time or self.needs_timing
+        return self.chooses_by_time or self.time_budget is not None
 
     def shorten(self, share: float) -> Pass:
         """Return the pass with only this share of its training, for a cheap look; itself where it does not learn."""
@@ -115,14 +106,6 @@ class Pass(Record):
     def find_student(self) -> Student | None:
         """Return the model that learns in the place of the given one; None where the given one goes on."""
         return None
-
-    def find_cache_scheme(self) -> KvScheme | None:
-        """Return how an engine is to store keys and values after the pass; None where it says nothing of them."""
-        return None
-
-    def plan_units(self, facts: ModelFacts) -> dict[str, int]:
-        """Return how many units of each coupled group that is cut are to stay; under a budget, about."""
-        return {}
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
         """Estimate what the work on such a model takes."""
@@ -141,14 +124,11 @@ class Pass(Record):
         """Return what the plan should say of learning from so many samples."""
         return []
 
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Return how numbers are stored that the pass rounds."""
+        return ()
+
     def explain_refusal(self, target: Target) -> str | None:
         """Return why a further target cannot hold what this pass leaves, or None."""
-        return None
-
-    def explain_capabilities(self, capabilities: Sequence[str]) -> str | None:
-        """Return why GPUs of such compute capabilities cannot compute what this pass leaves, or None."""
-        return None
-
-    def explain_unjudged(self, target: str, why: str) -> str | None:
-        """Return why a graph of this pass cannot be judged where its target does not work (`why`), or None."""
-        return None
+        return next((text for name in self.formats if (text := refusal(target, name, self.kind))), None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from compress.facts import WORTH_NAMING, LayerDecision, LayerFacts, ModelFacts, Note, select
-from compress.formats.targets import Format, Target
+from compress.formats.targets import Format, Target, refusal
 
 MOST_NAMED = 6
 """Layers that a note names."""
@@ -110,9 +110,3 @@ def target_word(target: Target, format_name: Format, kind: str) -> tuple[list[No
         return [], [text]
     level: Literal["slow", "info"] = "slow" if fact.verdict == "slow" else "info"
     return [Note(level, f"{target.name}: {format_name}: {fact.text}")], []
-
-
-def refusal(target: Target, format_name: Format, kind: str) -> str | None:
-    """Return why the target cannot hold a format, or None."""
-    fact = target.fact(format_name)
-    return f"{kind}: target {target.name} {fact.text}" if fact.verdict == "refused" else None

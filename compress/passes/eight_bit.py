@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass
-from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
+from compress.passes.choosing import choose_layers, pattern_problems, target_word, tell_float_share
 from compress.specs import LayerPattern, Record
 
 CHANNEL_BYTES = 5
@@ -91,8 +91,8 @@ class EightBit(Pass):
         return False
 
     @property
-    def needs_timing(self) -> bool:
-        return self.restore.speedup is not None
+    def time_budget(self) -> Literal["graph", "module"] | None:
+        return None if self.restore.speedup is None else "graph"
 
     @property
     def placement_is_given(self) -> bool:
@@ -157,5 +157,6 @@ class EightBit(Pass):
         bits = 8 + 8 * (whole / ratio - rounded) / max(n_weights, 1)
         return facts.with_bits({layer.name: min(bits, 32.0) for layer in taken}), []
 
-    def explain_refusal(self, target: Target) -> str | None:
-        return refusal(target, self.format, self.kind)
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return (self.format,)

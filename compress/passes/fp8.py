@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
@@ -10,9 +9,6 @@ from pydantic import model_validator
 from compress.facts import LayerFacts
 from compress.formats.targets import Format
 from compress.passes.eight_bit import EightBit, Number
-
-FLOAT8_FROM = 8.9
-"""Compute capability."""
 
 
 class Fp8(EightBit):
@@ -38,15 +34,6 @@ class Fp8(EightBit):
     @property
     def scheme(self) -> str:
         return "W8A8 float8"
-
-    def explain_capabilities(self, capabilities: Sequence[str]) -> str | None:
-        old = [capability for capability in capabilities if float(capability) < FLOAT8_FROM]
-        if not old:
-            return None
-        return (
-            f"{', '.join(old)} cannot compute in float8, which begins with {FLOAT8_FROM}; leave them out, or use "
-            "kind: int8"
-        )
 
     def unfit(self, layer: LayerFacts) -> str | None:
         return None if layer.op in ("Conv", "Gemm", "MatMul") else f"{layer.op} has no float8 form"

@@ -8,7 +8,7 @@ from compress.facts import LayerDecision, ModelFacts, PassPlan, Reading
 from compress.formats.schemes import KvScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
-from compress.passes.choosing import refusal, target_word
+from compress.passes.choosing import target_word
 from runtime.tasks import find_task
 
 
@@ -23,26 +23,20 @@ class KvCache(Pass):
     scheme: KvScheme = "fp8"
     """int8, or fp8 (E4M3), which vLLM takes."""
 
-    def find_cache_scheme(self) -> KvScheme | None:
-        return self.scheme
-
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure
         modules = attentions(structure.readings) if structure is not None else {}
-        notes, problems = target_word(target, self._format, self.kind)
+        notes, problems = target_word(target, self.formats[0], self.kind)
         if find_task(facts.task).encodes:
             problems.append("kv_cache: an encoder-decoder keeps its keys and values as floats here; leave the pass out")
         elif not modules:
             problems.append("kv_cache: no attention was found in the model: there are no keys and values to store")
         decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in modules]
-        return PassPlan(facts, tuple(decisions), tuple(notes), tuple(problems))
-
-    def explain_refusal(self, target: Target) -> str | None:
-        return refusal(target, self._format, self.kind)
+        return PassPlan(facts, tuple(decisions), tuple(notes), tuple(problems), kv_cache=self.scheme)
 
     @property
-    def _format(self) -> Format:
-        return cast(Format, f"kv-{self.scheme}")
+    def formats(self) -> tuple[Format, ...]:
+        return (cast(Format, f"kv-{self.scheme}"),)
 
 
 def attentions(readings: tuple[Reading, ...]) -> dict[str, Reading]:

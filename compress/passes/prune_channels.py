@@ -85,8 +85,8 @@ class PruneChannels(Pass):
         return self
 
     @property
-    def measures_time(self) -> bool:
-        return self.speedup is not None
+    def time_budget(self) -> Literal["graph", "module"] | None:
+        return None if self.speedup is None else "module"
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if facts.prunable is None:
@@ -119,7 +119,8 @@ class PruneChannels(Pass):
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         after = shrunk(facts, taken, units)
-        return PassPlan(after, self._decide_layers(facts, taken, units), self._make_notes(facts, after))
+        decisions, notes = self._decide_layers(facts, taken, units), self._make_notes(facts, after)
+        return PassPlan(after, decisions, notes, units=units)
 
     def plan_units(self, facts: ModelFacts) -> dict[str, int]:
         """Return how many units of each group that is cut are to stay; under a budget, about."""

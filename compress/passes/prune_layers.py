@@ -53,8 +53,8 @@ class PruneLayers(Pass):
         return self
 
     @property
-    def measures_time(self) -> bool:
-        return self.speedup is not None
+    def time_budget(self) -> Literal["graph", "module"] | None:
+        return None if self.speedup is None else "module"
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         blocks = facts.removable

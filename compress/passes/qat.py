@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.schemes import PRESETS, Scheme
-from compress.formats.targets import Target
+from compress.formats.targets import Format, Target
 from compress.passes.base import Stage
 from compress.passes.eight_bit import Calibration, Restore
 from compress.passes.int8 import Int8
@@ -96,9 +96,6 @@ class Qat(LearningPass, WeightPass):
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "graph" if self.integer_inputs else "model"
 
-    def ends_stage(self, facts: ModelFacts) -> bool:
-        return not self.integer_inputs
-
     def terms(self, task: str) -> Terms:
         """Return the terms of the loss for a task.
 
@@ -140,10 +137,12 @@ class Qat(LearningPass, WeightPass):
             plan.facts, plan.decisions, (*notes, *plan.notes), (*problems, *plan.problems), schemes=plan.schemes
         )
 
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return self.int8().formats if self.integer_inputs else super().formats
+
     def explain_refusal(self, target: Target) -> str | None:
-        if not self.integer_inputs:
-            return super().explain_refusal(target)
-        return _refuse_checkpoint(target) or _rename_pass(self.int8().explain_refusal(target) or "") or None
+        return (_refuse_checkpoint(target) if self.integer_inputs else None) or super().explain_refusal(target)
 
     def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
         return super().cache_bytes(facts, n_samples) if self.teacher else 0

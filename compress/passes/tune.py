@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, matches
-from compress.formats.targets import Target
+from compress.formats.targets import Format, Target
 from compress.passes.base import STATE_COPIES, DataSize, PassCost, Stage
 from compress.passes.weight_only import WeightPass
 from compress.specs import find_changes
@@ -98,8 +98,9 @@ class Tune(WeightPass):
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 
-    def explain_refusal(self, target: Target) -> str | None:
-        return super().explain_refusal(target) if find_changes(self, NUMBERS) else None
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return super().formats if find_changes(self, NUMBERS) else ()
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         if find_task(facts.task).encodes:

@@ -23,7 +23,7 @@ from compress.facts import (
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, Pass, PassCost, Stage
-from compress.passes.choosing import choose_layers, pattern_problems, refusal, target_word, tell_float_share
+from compress.passes.choosing import choose_layers, pattern_problems, target_word, tell_float_share
 from compress.passes.int8 import Int8
 from compress.passes.layer_schemes import (
     count_stored_bits,
@@ -59,8 +59,6 @@ LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
 """Where neither the recipe nor a scheme gives one: every target has kernels for it."""
-COMPUTED_BY_TENSORRT: dict[Format, float] = {"nvfp4": 10.0, "nvfp4a16": 10.0, "mxfp8": 8.9, "mxfp8a16": 8.9}
-"""Formats of graphs that nothing but TensorRT computes -> the first compute capability for which it compiles them."""
 
 
 class WeightPass(WeightNumbers, Pass):
@@ -269,8 +267,8 @@ class WeightPass(WeightNumbers, Pass):
         )
 
     @property
-    def needs_timing(self) -> bool:
-        return self.budget is not None and self.budget.speedup is not None
+    def time_budget(self) -> Literal["graph", "module"] | None:
+        return None if self.budget is None or self.budget.speedup is None else "graph"
 
     @property
     def ways(self) -> str:
@@ -324,25 +322,9 @@ class WeightPass(WeightNumbers, Pass):
         tried = 1 + len(self.budget.choices)  # each choice of bits is rounded and measured
         return replace(cost, forwards=tried * cost.forwards, gradient_tokens=MEASURED_TOKENS)
 
-    def explain_refusal(self, target: Target) -> str | None:
-        formats = dict.fromkeys(map(format_of, self.schemes()))
-        return next((text for name in formats if (text := refusal(target, name, self.kind))), None)
-
-    def explain_unjudged(self, target: str, why: str) -> str | None:
-        names = sorted({s.name for s in self.schemes() if format_of(s) in COMPUTED_BY_TENSORRT})
-        if not names:
-            return None
-        return (
-            f"{self.kind}: {target} does not work here ({why}), and ONNX Runtime computes no {names[0]} on CPUs, so "
-            "that the graph could not be judged; export a checkpoint alone (target: vllm), or apply it where that works"
-        )
-
-    def explain_capabilities(self, capabilities: Sequence[str]) -> str | None:
-        for name in sorted({format_of(scheme) for scheme in self.schemes()} & COMPUTED_BY_TENSORRT.keys()):
-            first = COMPUTED_BY_TENSORRT[name]
-            if old := [capability for capability in capabilities if float(capability) < first]:
-                return f"{', '.join(old)} cannot compute in {name}, which begins with {first:g}; leave them out"
-        return None
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return tuple(dict.fromkeys(map(format_of, self.schemes())))
 
     def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers of a graph to round, and give a decision for each of the others.

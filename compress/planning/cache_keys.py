@@ -83,7 +83,7 @@ def _list_dependencies(pass_: Pass, inputs: Inputs, data: Mapping[str, list[Any]
         uses.append(data.get("calibration"))
     if pass_.needs_train:
         uses += [data.get("train"), *_describe_detections(inputs, of_head=True)]
-    if pass_.chooses_by_time or pass_.needs_timing:
+    if pass_.chooses_by_time or pass_.time_budget == "graph":
         layers = pass_.stage_on(inputs.facts) == "graph"
         uses.append(describe_call(recipe) if explain_untimed(recipe, layers) is None else "not timed")
     if pass_.uses_gates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compress.facts import ModelFacts
+from compress.formats.targets import NOT_ON_CPUS
 from compress.recipe.schema import Recipe
 from runtime.measure.benchmark import explain_unavailable
 
@@ -15,7 +16,14 @@ def explain_not_run(recipe: Recipe) -> str | None:
     why = explain_unavailable(recipe.target, recipe.model.generates)
     if why is None or not recipe.has_onnx:
         return None
-    return next((text for pass_ in recipe.passes if (text := pass_.explain_unjudged(recipe.target, why))), None)
+    for pass_ in recipe.passes:
+        for name in (name for name in pass_.formats if name in NOT_ON_CPUS):
+            instead = "use dtype: float16" if name == "bfloat16" else "export a checkpoint alone (target: vllm)"
+            return (
+                f"{pass_.kind}: {recipe.target} does not work here ({why}), and ONNX Runtime computes no {name} on "
+                f"CPUs, so that the result could not be judged; {instead}, or apply it where that works"
+            )
+    return None
 
 
 def is_scored_by_torch(recipe: Recipe, facts: ModelFacts) -> bool:

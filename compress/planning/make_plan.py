@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from compress.data.training import n_rows
 from compress.errors import ExportError, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
 from compress.export.gguf import describe_gguf
-from compress.facts import ModelFacts, Note, SampleShapes, sample_bytes
+from compress.facts import ModelFacts, Note, PassPlan, SampleShapes, sample_bytes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.graph.cleanup import describe_clean_up
@@ -105,7 +105,7 @@ def make_plan(
         keys = cache_keys(inputs)
     before = inputs.facts
     done, problems, schemes = _plan_passes(inputs, keys, store)
-    after = done[-1].after if done else before
+    after = done[-1].plan.facts if done else before
     samples = {name: found.n_samples for name, found in inputs.data.items()}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     (tokens, _), (scored, longest) = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
@@ -115,7 +115,7 @@ def make_plan(
     volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread, held)
     about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), find_durations(recipe, store.root))
     expected = forecast(*about)
-    checkpoints = [_check_checkpoint(inputs, index, schemes) for index in range(len(recipe.export))]
+    checkpoints = [_check_checkpoint(inputs, index, schemes, done) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
     packed = quantized_problems(recipe, before)  # no pass finds a layer then, which is no second fault
     misplaced = {text.partition(": ")[0] for text in order_problems(recipe.passes, before)}  # told of that alone
@@ -133,7 +133,7 @@ def make_plan(
         )
     ]
     work = (*first, *(planned.work for planned in done))
-    unsaid = _warn_unsaid_sizes(inputs, [planned.before for planned in done])
+    unsaid = _warn_unsaid_sizes(inputs, done)
     notes = (
         *(Note("info", text) for text in told),
         *_collect_notes(inputs),
@@ -200,11 +200,10 @@ def _note_passed_over(inputs: Inputs) -> list[Note]:
 
 @dataclass(frozen=True)
 class _Done:
-    """A pass that has been planned, and the model's facts before and after it."""
+    """A pass that has been planned: its row, and what it promises."""
 
     work: PlannedWork
-    before: ModelFacts
-    after: ModelFacts
+    plan: PassPlan
 
 
 def _plan_passes(inputs: Inputs, keys: CacheKeys, store: ResultCache) -> tuple[list[_Done], list[str], Schemes]:
@@ -220,9 +219,7 @@ def _plan_passes(inputs: Inputs, keys: CacheKeys, store: ResultCache) -> tuple[l
         problems += [f"passes.{index}: {problem}" for problem in plan.problems]
         sizes = facts.n_bytes, plan.facts.n_bytes
         notes = (*plan.notes, *_train_notes(pass_, inputs))
-        done.append(
-            _Done(PlannedWork(pass_.kind, key, store.has(key), *sizes, plan.decisions, notes), facts, plan.facts)
-        )
+        done.append(_Done(PlannedWork(pass_.kind, key, store.has(key), *sizes, plan.decisions, notes), plan))
         facts = plan.facts
         schemes |= plan.schemes
     return done, problems, schemes
@@ -236,12 +233,14 @@ def _train_notes(pass_: Pass, inputs: Inputs) -> list[Note]:
     return pass_.train_notes(inputs.facts, n_rows(inputs.recipe.model.task, train.n_samples, train.columns))
 
 
-def _check_checkpoint(inputs: Inputs, index: int, schemes: Schemes) -> tuple[list[str], list[Note]]:
+def _check_checkpoint(
+    inputs: Inputs, index: int, schemes: Schemes, done: Sequence[_Done]
+) -> tuple[list[str], list[Note]]:
     """Return why the export of that number, if a checkpoint, cannot be written or loaded, and notes on it."""
     recipe, export = inputs.recipe, inputs.recipe.export[index]
     if not isinstance(export, CheckpointExport) or inputs.facts.source == "onnx":
         return [], []
-    kv_cache = next((scheme for pass_ in recipe.passes if (scheme := pass_.find_cache_scheme())), None)
+    kv_cache = next((each.plan.kv_cache for each in done if each.plan.kv_cache), None)
     engine = recipe.target_of(export)
     about = (inputs.facts, schemes, export, engine, kv_cache)
     notes = checkpoint_notes(*about)
@@ -287,11 +286,9 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
     return [f"export.{index}: {text}" for text in problems], notes
 
 
-def _warn_unsaid_sizes(inputs: Inputs, before: list[ModelFacts]) -> list[Note]:
+def _warn_unsaid_sizes(inputs: Inputs, done: Sequence[_Done]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
-    recipe, units = inputs.recipe, dict[str, int]()
-    for pass_, facts in zip(recipe.passes, before, strict=True):
-        units |= pass_.plan_units(facts)
+    recipe, units = inputs.recipe, {group: n for each in done for group, n in each.plan.units.items()}
     written = [export for export in recipe.export if isinstance(export, CheckpointExport | GgufExport)]
     why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if written and units else ""
     if not why:

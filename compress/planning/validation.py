@@ -12,7 +12,7 @@ from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
 from compress.export.openvino import missing_packages, reads_texts
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
-from compress.formats.targets import TARGETS
+from compress.formats.targets import FIRST_CAPABILITY, TARGETS
 from compress.models.onnx_facts import INTEGER_PRODUCTS, PRODUCTS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
@@ -154,7 +154,7 @@ def order_problems(passes: Sequence[Pass], facts: ModelFacts) -> list[str]:
             problems.append(f"passes.{index}: {pass_.kind} rewrites {what} and must come before {kind}")
         if rank > latest:
             latest, kind, ended = rank, pass_.kind, ""
-        ended = pass_.kind if pass_.ends_stage(facts) else ended
+        ended = pass_.kind if STAGES[rank] == "model" and pass_.formats else ended  # a later one keeps no integers
     return problems
 
 
@@ -193,7 +193,7 @@ def state_problems(inputs: Inputs) -> list[str]:
 
 def timing_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report passes that are to keep a budget of time where nothing is timed."""
-    timed = [(i, pass_) for i, pass_ in enumerate(recipe.passes) if pass_.needs_timing]
+    timed = [(i, pass_) for i, pass_ in enumerate(recipe.passes) if pass_.time_budget == "graph"]
     whys = [(i, pass_, explain_untimed(recipe, pass_.stage_on(facts) == "graph")) for i, pass_ in timed]
     return [
         f"passes.{index}: {pass_.kind}: no speedup can be kept, for nothing is timed ({why}); give a budget of size"
@@ -390,9 +390,12 @@ def engine_notes(inputs: Inputs) -> list[Note]:
 def _capability_problems(export: Engine, recipe: Recipe) -> list[str]:
     """Report GPUs that cannot compute what a pass leaves, or that the installed compiler, if any, does not know."""
     wanted = getattr(export, "compute_capabilities", ())
-    refusals = [refusal for pass_ in recipe.passes if (refusal := pass_.explain_capabilities(wanted))]
-    if refusals:
-        return [f"compute_capabilities: {refusals[0]}"]
+    for name in (name for pass_ in recipe.passes for name in pass_.formats if name in FIRST_CAPABILITY):
+        first = FIRST_CAPABILITY[name]
+        if old := [capability for capability in wanted if float(capability) < first]:
+            number, way = ("float8", ", or use kind: int8") if name == "fp8-static" else (name, "")
+            text = f"{', '.join(old)} cannot compute in {number}, which begins with {first:g}; leave them out{way}"
+            return [f"compute_capabilities: {text}"]
     known = list_capabilities(export.kind)
     unknown = [capability for capability in wanted if known and capability not in known]
     if not unknown:

@@ -23,10 +23,13 @@ from compress.graph.half import to_half
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.passes import Rtn
+from compress.planning.judging import explain_not_run
 from compress.quantize.activations import round_inputs
 from compress.quantize.grid import round_to_grid
 from compress.quantize.qdq import write_state
 from compress.quantize.state import GraphState, restore_state
+from compress.recipe.schema import Recipe
+from compress.specs import ModelSpec
 
 INPUT_SCALE = 0.003
 ROUNDING = ("DequantizeLinear", "Reshape")
@@ -221,9 +224,14 @@ def test_a_file_that_nothing_here_runs_is_checked_and_written(tmp_path: Path) ->
 
 
 def test_the_plan_says_that_a_verdict_waits_for_the_engine() -> None:
-    text = Rtn(scheme="NVFP4A16").explain_unjudged("tensorrt-rtx", "no GPU")
-    assert text is not None and "tensorrt-rtx does not work here (no GPU)" in text and "target: vllm" in text
-    assert Rtn(scheme="W4A16").explain_unjudged("tensorrt-rtx", "no GPU") is None
+    def explain(scheme: str) -> str | None:
+        model = ModelSpec(source="onnx:m.onnx", task="text-classification")
+        passes = (Rtn(scheme=scheme),)  # type: ignore[arg-type]
+        return explain_not_run(Recipe(version=1, name="r", model=model, target="tensorrt-rtx", passes=passes))
+
+    text = explain("NVFP4A16")
+    assert text is not None and "tensorrt-rtx does not work here (" in text and "target: vllm" in text
+    assert explain("W4A16") is None
 
 
 @pytest.mark.slow

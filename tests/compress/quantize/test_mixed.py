@@ -202,7 +202,7 @@ def test_the_pass_keeps_a_budget_of_time() -> None:
     assert 2.0 <= before / after < 3.0
     with pytest.raises(PassError, match="restore: speedup needs a target that is timed here; use size_ratio"):
         apply_pass(config, GraphState(graphs.residual_cnn()), context(FEEDS))
-    assert config.needs_timing and config.measures_time
+    assert config.time_budget == "graph" and config.measures_time
 
 
 def test_what_the_plan_can_know_is_refused_with_the_nearest() -> None:

@@ -429,4 +429,4 @@ def test_one_budget_is_given_and_a_speedup_only_where_something_is_timed() -> No
     config = Gptq(bits={"speedup": 2.0, "choices": (2, 4)}, group_size=16)
     (problem,) = config.check(facts(streamed(llama())), ANY).problems
     assert "transformers reads no ONNX file that is run here; use average or size_ratio" in problem
-    assert config.needs_timing and not Gptq(bits=MIX).needs_timing
+    assert config.time_budget == "graph" and Gptq(bits=MIX).time_budget is None
