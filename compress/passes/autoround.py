@@ -10,7 +10,7 @@ from pydantic import Field
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, PassCost, Stage
-from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, count_state_bytes, is_selected, plan_from_integers
+from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, count_state_bytes, plan_from_integers
 from compress.passes.weight_only import WeightPass
 from runtime.tasks import find_task
 
@@ -25,9 +25,8 @@ class AutoRound(WeightPass):
     steps: Annotated[int, Field(ge=0)] = 200
     """For each block; each takes about 2048 rows (tokens)."""
     rate: Annotated[float, Field(ge=0)] | None = None
-    """How far one step moves the rounding, in levels; empty: 1 / steps, as in the paper."""
-    range_rate: Annotated[float, Field(ge=0)] | None = None
-    """How far one step moves the ends of a range, as a part of them; empty: 1 / steps."""
+    """How far one step moves the rounding, in levels, and the ends of a range, as a part of them; empty: 1 / steps, as
+    in the paper."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Part of the micro-batches, the last, on which the best state is chosen; none worse than the start is kept."""
     start: Literal["nearest", "given"] = "nearest"
@@ -60,5 +59,5 @@ class AutoRound(WeightPass):
         if facts.structure is None:
             return PassPlan(facts, problems=("autoround: works on torch models; an ONNX file has no blocks to learn",))
         if self.start == "given":
-            return plan_from_integers(self, facts, lambda name, kind: is_selected(self, name, kind))
+            return plan_from_integers(self, facts)
         return super().check(facts, target)

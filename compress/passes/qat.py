@@ -28,7 +28,7 @@ NO_LABELS = ("logits", "hidden", "attention", "output")
 """Terms of the loss that need a teacher."""
 LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate", "scale_rate")
 """Keys that weights alone have, and int8 has not."""
-INT8_NUMBERS = ("placement", "attention_products", "calibration", "freeze_observers")
+INT8_NUMBERS = ("placement", "calibration", "freeze_observers")
 """Keys that int8 has, and weights alone have not."""
 
 
@@ -64,8 +64,6 @@ class Qat(LearningPass, WeightPass):
     """W8A8: how the ranges that training begins with are chosen."""
     placement: Literal["auto", "all", "inputs"] = "auto"
     """W8A8: which tensors are quantized, as in `int8`."""
-    attention_products: bool = False
-    """W8A8, placement inputs: also quantize the products of two activations (`attention` of `int8`)."""
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Qat:
@@ -112,7 +110,6 @@ class Qat(LearningPass, WeightPass):
         return Int8(
             calibration=self.calibration,
             placement=self.placement,
-            attention=self.attention_products,
             bias_correction=False,
             targets=self.targets,
             ignore=self.ignore,

@@ -26,8 +26,6 @@ class Rotate(Pass):
     """Rotate the stream that blocks read and add to. Needs norms without a mean (RMSNorm) before what reads it."""
     heads: bool = True
     """Rotate what each attention head takes out of its values."""
-    randomize: bool = True
-    """Random signs in the Hadamard matrix, from the recipe's seed."""
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure

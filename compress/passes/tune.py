@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
@@ -71,9 +70,7 @@ class Tune(WeightPass):
     rounding_rate: Annotated[float, Field(ge=0)] = 0.004
     """How far one step moves a weight, in levels."""
     scale_rate: Annotated[float, Field(ge=0)] = 0.002
-    """How far one step moves a scale, as a part of it."""
-    norm_rate: Annotated[float, Field(ge=0)] = 0.002
-    """How far one step moves norms and biases, as a part of their mean magnitude."""
+    """How far one step moves a scale, as a part of it; norms and biases, as a part of their mean magnitude."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Part of the calibration set, the last, on which the best state is chosen: none worse than the start is kept."""
     loss: Literal["auto", "kl", "hidden"] = "auto"
@@ -83,8 +80,6 @@ class Tune(WeightPass):
     float model's outputs: it fits the model to texts like these, and takes it further from the float one."""
     blockwise: Literal["auto"] | bool = "auto"
     """Learn the rounding block by block; auto: where the whole model does not fit into the memory available."""
-    restrict: tuple[Annotated[int, Field(ge=2, le=8)], ...] = ()
-    """Only layers whose weights have so many bits; empty: all."""
     strict: bool = False
     """An error, not a note, where a quantized layer cannot be learned or nothing better than the start was found."""
 
@@ -110,7 +105,7 @@ class Tune(WeightPass):
         if self.text_share and (text := self._explain_no_text(facts)):
             return PassPlan(facts, problems=(f"tune: text_share: {text}",))
         rounded = [layer for layer in facts.layers if layer.bits < 16]
-        plan = plan_from_integers(self, facts, self.wants) if rounded else super().check(facts, target)
+        plan = plan_from_integers(self, facts) if rounded else super().check(facts, target)
         taken = [
             layer for layer in facts.layers if any(d.layer == layer.name and d.action != "kept" for d in plan.decisions)
         ]
@@ -152,10 +147,6 @@ class Tune(WeightPass):
         """Return the samples of a step of the whole model, where one has so many tokens."""
         return max(1, round(STEP_TOKENS / max(tokens, 1))) if self.batch_size == "auto" else self.batch_size
 
-    def wants(self, name: str, kind: str, bits: int | None = None) -> bool:
-        """Return whether a quantized layer is to be learned. `bits` None: not known yet."""
-        return is_selected(self, name, kind) and (bits is None or not self.restrict or bits in self.restrict)
-
     def _explain_no_text(self, facts: ModelFacts) -> str:
         """Return why the texts' own tokens cannot be learned; "" where they can."""
         if not find_task(facts.task).generates:
@@ -172,10 +163,10 @@ class Tune(WeightPass):
         return f", for the whole does not fit into the {available_bytes() / 1e9:.1f} GB available"
 
 
-def plan_from_integers(config: WeightPass, facts: ModelFacts, wants: Callable[[str, str], bool]) -> PassPlan:
+def plan_from_integers(config: WeightPass, facts: ModelFacts) -> PassPlan:
     """Plan a pass that learns the integers of an earlier one, which has therefore chosen the bits."""
     rounded = [layer for layer in facts.layers if layer.bits < 16]
-    taken = {layer.name for layer in rounded if not layer.is_table and wants(layer.name, layer.type)}
+    taken = {layer.name for layer in rounded if not layer.is_table and is_selected(config, layer.name, layer.type)}
     problems = [] if taken else [f"{config.kind}: no quantized layer is left to learn; put it after gptq or rtn"]
     given = find_changes(config, NUMBERS)
     if given:

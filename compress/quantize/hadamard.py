@@ -46,16 +46,14 @@ class Orthogonal:
         return self.turn(torch.eye(self.size, dtype=torch.float64))
 
 
-def orthogonal(size: int, seed: int = 0, randomize: bool = True) -> Orthogonal:
+def orthogonal(size: int, seed: int = 0) -> Orthogonal:
     """Return the rotation of `size` channels, the same for the same arguments.
 
-    `randomize` puts random signs before the Hadamard matrix. Where none of these constructions gives one of that size,
-    the odd part of it is a random orthogonal matrix (`.hadamard` is False).
+    Random signs stand before the Hadamard matrix. Where none of these constructions gives one of that size, the odd
+    part of it is a random orthogonal matrix (`.hadamard` is False).
     """
     generator = torch.Generator().manual_seed(seed)
-    signs = torch.ones(size, dtype=torch.float64)
-    if randomize:
-        signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
+    signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
     odd, power = _split_odd_part(size)
     core, left = _find_core(odd, power)
     if core is not None:

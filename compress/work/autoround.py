@@ -58,11 +58,11 @@ def _learn(
     for layer, weight in start.items():
         block.put(layer, weight, schemes[layer], input_scales.get(layer))
     lessons, kept = block_lessons(block, knobs.held_out)
-    rate = 1 / max(knobs.steps, 1)
+    rate = 1 / max(knobs.steps, 1) if knobs.rate is None else knobs.rate
     course = RoundingCourse(
         knobs.steps,
-        rate if knobs.rate is None else knobs.rate,
-        rate if knobs.range_rate is None else knobs.range_rate,
+        rate,
+        rate,
         method="sign",
         seed=context.seed + block.index,
     )

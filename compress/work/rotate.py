@@ -42,7 +42,7 @@ def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> P
     def read(name: str) -> Tensor:
         return model.store.read(name).to(device)
 
-    edits, notes = edits_of(model.structure, modules, read, knobs.residual, knobs.heads, knobs.randomize, context.seed)
+    edits, notes = edits_of(model.structure, modules, read, knobs.residual, knobs.heads, context.seed)
     places = _group_by_block(edits, [block.name for block in model.structure.blocks])
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
@@ -70,18 +70,18 @@ def _group_by_block(edits: Edits, blocks: list[str]) -> dict[str, list[str]]:
 
 
 def edits_of(
-    structure: Structure, modules: Modules, read: Read, residual: bool, heads: bool, randomize: bool, seed: int
+    structure: Structure, modules: Modules, read: Read, residual: bool, heads: bool, seed: int
 ) -> tuple[Edits, list[Note]]:
     """Return parameter -> its edits, in order, and notes. The modules may lie on meta; `read` gives values."""
     edits: Edits = {}
     notes: list[Note] = []
     if residual and structure.residual is not None:
-        turn = orthogonal(structure.residual.width, seed, randomize)
+        turn = orthogonal(structure.residual.width, seed)
         notes += _note_not_hadamard(turn, "the residual stream")
         _fold_norms(edits, structure.residual, modules, read)
         _turn_stream(edits, structure.residual, turn, modules)
     if heads:
-        turns = {r.head_size: orthogonal(r.head_size, seed + 1, randomize) for r in values(structure)}
+        turns = {r.head_size: orthogonal(r.head_size, seed + 1) for r in values(structure)}
         for size, turn in turns.items():
             notes += _note_not_hadamard(turn, f"heads of {size}")
         for reading in values(structure):

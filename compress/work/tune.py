@@ -19,7 +19,7 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
 from compress.passes.gptq import Gptq
-from compress.passes.tune import SAID, How, Tune
+from compress.passes.tune import SAID, How, Tune, is_selected
 from compress.passes.weight_only import WeightPass
 from compress.quantize.learn import RoundingCourse, TuneLog, learn
 from compress.quantize.lessons import Loss, length, mark_next_tokens
@@ -113,10 +113,10 @@ def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
         layer
         for layer in model.quantized_layers()
         if not tables.holds(layer)  # learned as a product's weight it would drift from what is looked up
-        and knobs.wants(layer, type(layers[layer]).__name__, model.schemes[layer].weights.bits)
+        and is_selected(knobs, layer, type(layers[layer]).__name__)
     ]
     if not wanted:
-        raise PassError("tune: no quantized layer is left to tune; check targets, ignore and restrict")
+        raise PassError("tune: no quantized layer is left to tune; check targets and ignore")
     return wanted
 
 
@@ -260,7 +260,7 @@ def _numbers(log: TuneLog) -> dict[str, float]:
 
 
 def _make_course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingCourse:
-    rates = (knobs.rounding_rate, knobs.scale_rate, knobs.norm_rate)
+    rates = (knobs.rounding_rate, knobs.scale_rate, knobs.scale_rate)
     return RoundingCourse(steps, *rates, max_seconds=max_seconds, seed=seed)
 
 
