@@ -156,7 +156,7 @@ def pursue(
     first = _make_space(bare, recipe.goal_gates, formats)
     start = first.recipe_at(first.start())
     make_plan(start, cache, twins=False, log=choose_log(quiet=True))  # what is wrong is said at once
-    with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+    with open_study(Study, Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, ahead)
         finish_study(study, work.run)

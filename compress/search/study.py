@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from html import escape as html_escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -303,11 +303,17 @@ def _format_gates(run: Run) -> str:
     return "all hold" if not short else "; ".join(f"{gate.metric} {gate.rule}: {gate.verdict}" for gate in short)
 
 
+AnyStudy = TypeVar("AnyStudy", bound=Study)
+
+
 @contextmanager
-def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) -> Iterator[Study]:
+def open_study(
+    kind: type[AnyStudy], folder: Path, space: SearchSpace, asked: Recipe | None = None
+) -> Iterator[AnyStudy]:
     """Make the folder of a study, or go on with the one that is there; it is held while the context is open.
 
     `asked`: the recipe whose goal is sought; the space that has grown for it then takes the place of the one given.
+    `kind`: the class of the study.
 
     What is refused before any trial (PlanError) leaves no folder behind that was not there.
 
@@ -332,7 +338,7 @@ def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) ->
             space = open_space(load_recipe(folder / SEARCHED))
         shutil.rmtree(folder / WORK, ignore_errors=True)  # what a killed run left
         (folder / WORK).mkdir()
-        study = Study(folder, space, _forget_untried(folder / TRIALS))
+        study = kind(folder, space, _forget_untried(folder / TRIALS))
         study.write()  # a killed run may have recorded a trial, or placed a bundle, and not what follows from it
         try:
             yield study
