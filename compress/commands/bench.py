@@ -107,14 +107,14 @@ class Choice:
 class Formats(SearchSpace):
     """The points of a bench, {"target": backend, "format": ...}; `placement`: "searched" of int8 placed by its times.
 
-    `draft` has an evaluation set, synthetic or not. `gates`: what quality is held to. `speed`: of the recipes, their
-    `benchmark`. `asked`: of the model, as it was given.
+    `draft` has an evaluation set, synthetic or not. `model`: as it was given. `gates`: what quality is held to.
+    `speed`: the `benchmark` of the recipes.
     """
 
     draft: Draft
-    asked: str
+    model: str
     synthetic: bool
-    gates: tuple[dict[str, Any], ...]
+    gates: list[dict[str, Any]]
     speed: dict[str, Any]
     chosen: dict[str, Choice] = field(default_factory=dict)
 
@@ -123,16 +123,29 @@ class Formats(SearchSpace):
         """Return whether graphs made like the results are timed, and none is built: then no pass needs samples."""
         return self.synthetic and not TORCH_TASKS[self.draft.task].task.generates
 
-    def start(self, chosen: Point | None = None) -> dict[str, Any]:
-        """Return the point that all are held against: float32 on the first backend."""
-        return {"target": next(iter(BACKENDS)), "format": FLOAT, **(chosen or {})}
+    @cached_property
+    def table(self) -> BenchTable:
+        """Return the table without rows. Its question is a digest of all that must be as it was to go on with rows."""
+        machine, threads = cpu_info()[0], self.recipe.validate_.benchmark.threads
+        asked = [pin_recipe(self.recipe), __version__, machine, environment(threads)["versions"]]
+        bounds = [(gate["metric"], *bound) for gate in self.gates for bound in gate.items() if bound[0] != "metric"]
+        return BenchTable(
+            model=self.model,
+            task=self.draft.task,
+            question=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
+            synthetic=self.synthetic,
+            bounds=tuple(f"{metric} {rule} {limit:g}" for metric, rule, limit in bounds),
+            speed=self.search.split_goals()[0][1],
+            machine=machine,
+            threads=threads,
+        )
 
     def recipe_at(self, point: Point) -> Recipe:
         """Return the explicit recipe of a point. RecipeError says why it is not built."""
         choice = self.choose(point)
         if choice.why:
             raise RecipeError(choice.why)
-        validate = {"benchmark": self.speed, "steps": False, "gates": list(self.gates)}
+        validate = {"benchmark": self.speed, "steps": False, "gates": self.gates}
         draft = replace(self.draft, recipe=self.make_mapping(point, choice.chain))
         return draft.make_recipe(Path(), passes=list(choice.chain.passes), validate=validate)
 
@@ -168,7 +181,7 @@ class Formats(SearchSpace):
             # the usual placement, fastest, times every shape of layer: half a minute and more for each row
             chain = replace(chain, passes=tuple(map(_place_untimed, chain.passes)))
         reach = find_reach(facts, target, chain)
-        if why := explain_not_built(backend, format_, reach):
+        if why := f"{backend} {fact.text}" if fact.verdict == "slow" else reach.explain_little():
             return Choice(chain, state="not built", why=why)
         return Choice(chain, (*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
 
@@ -198,28 +211,24 @@ def open_formats(said: Answers, draft: Draft, synthetic: bool) -> Formats:
     speed = SPEED | (DECODING if generates else {"sequence_length": length} if length else {})
     goals = (f"minimize {'tpot' if generates else 'latency_p50'}", "minimize size")
     search = Search(space={"format": Space(choice=(FLOAT, *FORMATS))}, goals=goals)
-    return Formats(draft.make_recipe(Path()), search, (), as_node({}), draft, said.model, synthetic, gates, speed)
+    recipe, model = draft.make_recipe(Path()), str(said.model)
+    return Formats(recipe, search, (), as_node({}), draft, model, synthetic, gates, speed)
 
 
 @dataclass
 class BenchStudy(Study):
-    """The trials of a bench as a table, which lies beside its folder; `late`: number -> why it was not tried."""
+    """The trials of a bench as a table, which lies beside its folder.
+
+    `late`: number -> why it was not tried. `ending`: what the table says at the end beside its rows.
+    """
 
     space: Formats
     late: dict[int, str] = field(default_factory=dict)
-    recipe: str = ""
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-    @cached_property
-    def blank(self) -> BenchTable:
-        """Return the table without rows."""
-        return make_blank(self.space)
+    ending: dict[str, Any] = field(default_factory=dict)
 
     @property
     def table(self) -> BenchTable:
         """Return the table of all trials that were tried, or were not for lack of time."""
-        told = {"recipe": self.recipe, "notes": self.notes, "seconds": self.seconds}
         rows = [self.read_trial(trial) for trial in self.trials if trial.last or trial.number in self.late]
         usual = {row.name: row for row in rows if row.placement != "searched"}
         for row in rows:
@@ -228,7 +237,7 @@ class BenchStudy(Study):
                 better = row.may_win and (not other.may_win or (row.latency_ms or 0.0) < (other.latency_ms or 0.0))
                 summed = replace(row, seconds=round(row.seconds + other.seconds, 1))
                 usual[row.name] = summed if better else replace(other, placement="usual")
-        return replace(self.blank, rows=tuple(usual.values()), **told).with_winners()
+        return replace(self.space.table, rows=tuple(usual.values()), **self.ending).with_winners()
 
     def read_trial(self, trial: Trial) -> BenchRow:
         """Return a trial as a row."""
@@ -243,7 +252,7 @@ class BenchStudy(Study):
         if run.state != "judged":
             return replace(row, state="failed" if run.state == "failed" else choice.state)
         report = json.loads((self.folder / REPORTS / f"{name_trial(trial)}.json").read_bytes())
-        row = read_row(row, run, report, self.blank.speed)
+        row = read_row(row, run, report, self.space.table.speed)
         return replace(row, quality={}, keeps=None) if self.space.synthetic else row
 
     def bundle_of(self, row: BenchRow) -> Path:
@@ -251,31 +260,20 @@ class BenchStudy(Study):
         return self.folder / BUNDLES / name_trial(self.find(row.trial))
 
     def write(self) -> None:
-        """Write the table whole, and no study's summary: which row wins is another rule than that of a front."""
-        text = json.dumps(to_dict(self.table), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        """Write the table whole, and no study's summary: which row wins is another rule than that of a front.
+
+        All bundles stay while a row may change, to be timed together at the end; then those of the winners.
+        """
+        table = self.table
+        text = json.dumps(to_dict(table), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         file = self.folder.parent / FILE
         try:
             write_whole(file, text.encode())
         except OSError as error:
             raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
-
-
-def make_blank(space: Formats) -> BenchTable:
-    """Return the table of a space without its rows; of the same question are those that another may go on with."""
-    start = space.recipe_at(space.start())
-    machine, threads = cpu_info()[0], start.validate_.benchmark.threads
-    asked = [pin_recipe(start), space.draft.recipe, __version__, machine, environment(threads)["versions"]]
-    bounds = [(gate["metric"], rule, limit) for gate in space.gates for rule, limit in gate.items() if rule != "metric"]
-    return BenchTable(
-        model=space.asked,
-        task=space.draft.task,
-        question=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
-        synthetic=space.synthetic,
-        bounds=tuple(f"{metric} {rule} {limit:g}" for metric, rule, limit in bounds),
-        speed=space.search.split_goals()[0][1],
-        machine=machine,
-        threads=threads,
-    )
+        may_change = not self.ending or any(row.state == "late" or row.may_gain for row in table.rows)
+        winners = [row.trial for row in table.rows if row.name in (table.fastest, table.smallest)]
+        self.keep_bundles(t for t in self.trials if t.last and (may_change or t.number in winners))
 
 
 @dataclass
@@ -287,7 +285,7 @@ class Bench(Sweep):
 
     def run(self) -> str:
         """Try each point that was not; no row ends the others."""
-        for trial in [self.find_trial(point) for point in list_points()]:
+        for trial in [self.study.open_trial(point) for point in list_points()]:
             if trial.last is None:
                 self.try_row(trial)
         self.explain_slow()
@@ -298,15 +296,6 @@ class Bench(Sweep):
     @property
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
-
-    def find_trial(self, point: Point) -> Trial:
-        """Return the trial of a point, written down if it is new."""
-        trials = self.study.trials
-        trial = next((trial for trial in trials if trial.point == point), None)
-        if trial is None:
-            trial = Trial(len(trials), len(trials), dict(point))
-            self.study.record(trial)
-        return trial
 
     def try_row(self, trial: Trial) -> None:
         self.study.late.pop(trial.number, None)
@@ -368,8 +357,7 @@ class Bench(Sweep):
                 continue
             answer = self.workers.judge(Order("explain", str(bundle)), self.deadline)
             if answer is not None and answer.state == "done":
-                trial = self.study.find(row.trial)
-                self.study.record(replace(trial, runs=(replace(trial.runs[0], reason=answer.reason),)))
+                self.amend(row, reason=answer.reason)
 
     def search_placements(self) -> None:
         """Build int8 rows that gain little once more, computing in float what int8 slows down; the faster is the row.
@@ -377,7 +365,8 @@ class Bench(Sweep):
         That times every shape of layer on its backend: so it comes last, and is left out where no time is left.
         """
         for row in sorted((row for row in self.study.table.rows if row.may_gain), key=lambda row: row.speedup or 0.0):
-            self.try_row(self.find_trial({"target": row.backend, "format": row.format, "placement": "searched"}))
+            point = {"target": row.backend, "format": row.format, "placement": "searched"}
+            self.try_row(self.study.open_trial(point))
 
     def time_finals(self, left_s: float) -> None:
         """Time the fastest rows in the same rounds, across backends."""
@@ -397,9 +386,12 @@ class Bench(Sweep):
             self.log(f"the fastest were not timed together: {_shorten(str(error))}")
             return
         for row, latency in zip(rows, times, strict=True):
-            trial = self.study.find(row.trial)
-            goals = trial.runs[0].goals | {FINAL: GoalValue(latency)}
-            self.study.record(replace(trial, runs=(replace(trial.runs[0], goals=goals),)))
+            self.amend(row, goals=self.study.find(row.trial).runs[0].goals | {FINAL: GoalValue(latency)})
+
+    def amend(self, row: BenchRow, **changes: Any) -> None:
+        """Record what was found out of a row after it was measured."""
+        trial = self.study.find(row.trial)
+        self.study.record(replace(trial, runs=(replace(trial.runs[0], **changes),)))
 
 
 def bench_model(said: Answers, out: Path, budget_s: float | None, cache: Path | None, log: Log) -> BenchTable:
@@ -416,7 +408,7 @@ def bench_model(said: Answers, out: Path, budget_s: float | None, cache: Path | 
     synthetic = draft.inputs is None
     draft = add_synthetic_set(draft, out / "synthetic", Path()) if synthetic else _take_fewer(draft)
     space = open_formats(said, draft, synthetic)
-    if _read_question(out) != make_blank(space).question:
+    if _read_question(out) != space.table.question:
         shutil.rmtree(out / STUDY, ignore_errors=True)
     end = begun + budget_s
     with open_study(BenchStudy, out / STUDY, space) as study:
@@ -424,10 +416,9 @@ def bench_model(said: Answers, out: Path, budget_s: float | None, cache: Path | 
             bench = Bench(study, workers, cache or default_root(), end - LEFT_FOR_MEASURING * budget_s, 0, Prior(), log)
             finish_study(study, bench.run)
         bench.time_finals(end - time.monotonic())
-        study.notes, study.recipe = _list_notes(space, study.table), _write_winner(study, out)
-        study.seconds = round(time.monotonic() - begun, 1)
+        study.ending = {"notes": _list_notes(space, study.table), "recipe": _write_winner(study, out)}
+        study.ending["seconds"] = round(time.monotonic() - begun, 1)
         study.write()
-        _remove_bundles(study)
         return study.table
 
 
@@ -494,6 +485,13 @@ class Reach:
         """Return it for people."""
         return f"{self.n_layers} of {self.of_layers} layers, {self.weights:.1%} of their weights"
 
+    def explain_little(self) -> str:
+        """Return why what the format leaves is nearly the float model; "" where it is not."""
+        if self.weights >= LEAST_SHARE or self.products >= LEAST_SHARE:
+            return ""
+        kept = f" (the others: {self.why_kept})" if self.why_kept else ""
+        return f"nearly the float32 model: it reaches {self.text}{kept}"
+
 
 def find_reach(facts: ModelFacts, target: Target, chain: Chain) -> Reach:
     """Return how much of the model a row's passes change, as the plan knows it."""
@@ -511,19 +509,6 @@ def find_reach(facts: ModelFacts, target: Target, chain: Chain) -> Reach:
     products = sum(layer.macs for layer in changed) / max(before.macs, 1)
     commonest = reasons.most_common(1)
     return Reach(len(changed), len(before.layers), weights, products, commonest[0][0] if commonest else "")
-
-
-def explain_not_built(backend: str, format_: str, reach: Reach) -> str:
-    """Return why a format gains nothing here, as far as that is known before it is built; "": it may gain."""
-    if format_ == FLOAT:
-        return ""
-    fact = TARGETS[backend].formats[format_]
-    if fact.verdict == "slow":
-        return f"{backend} {fact.text}"
-    if reach.weights < LEAST_SHARE and reach.products < LEAST_SHARE:
-        kept = f" (the others: {reach.why_kept})" if reach.why_kept else ""
-        return f"nearly the float32 model: it reaches {reach.text}{kept}"
-    return ""
 
 
 def _shorten(text: str) -> str:
@@ -566,17 +551,6 @@ def _write_winner(study: BenchStudy, out: Path) -> str:
         }
     write_new(out / "recipe.yaml", format_draft(recipe, reasons, chain.passes, (), space.speed), replace=True)
     return str(out / "recipe.yaml")
-
-
-def _remove_bundles(study: BenchStudy) -> None:
-    """Remove the bundles of rows that did not win; while one may change all stay, to be timed together at the end."""
-    table = study.table
-    if any(row.state == "late" or row.may_gain for row in table.rows):
-        return
-    kept = {study.bundle_of(row) for row in table.rows if row.name in (table.fastest, table.smallest)}
-    for bundle in (study.folder / BUNDLES).iterdir():
-        if bundle not in kept:
-            shutil.rmtree(bundle, ignore_errors=True)
 
 
 def write_page(table: BenchTable, out: Path) -> Path:

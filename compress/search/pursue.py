@@ -558,11 +558,7 @@ class Pursuit:
         self.sweep.check_time()
         if passes is not None and name not in self.chains:
             self.study.extend(self.space_of({**self.chains, name: passes}, factor, rough))
-        trial = self.find_trial(name)
-        if trial is None:
-            number = max((t.number for t in self.study.trials), default=-1) + 1
-            trial = Trial(number, number, {"passes": name})
-            self.study.record(trial)
+        trial = self.study.open_trial({"passes": name})
         if trial.run_at(rung) is None:
             self.sweep.try_all([trial], rung)
         return self.study.find(trial.number).run_at(rung)

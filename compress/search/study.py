@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,6 +142,15 @@ class Study:
         """Return the trial of that number as it is now."""
         return next(trial for trial in self.trials if trial.number == number)
 
+    def open_trial(self, point: Mapping[str, Any]) -> Trial:
+        """Return the trial of a point, written down as a batch of its own where it is new."""
+        trial = next((trial for trial in self.trials if trial.point == point), None)
+        if trial is None:
+            number = max((trial.number for trial in self.trials), default=-1) + 1
+            trial = Trial(number, number, dict(point))
+            self.record(trial)
+        return trial
+
     def read_report(self, trial: Trial) -> Report:
         """Return the report of a trial that was judged in full. Raises UsageError where there is none."""
         return read_report(self.folder / REPORTS / f"{name_trial(trial)}.json")
@@ -164,7 +173,11 @@ class Study:
         if nearest is not None:
             write_whole(self.folder / FOUND, self._describe_found(nearest))
             self._link_best(nearest)
-        kept = {name_trial(trial) for trial in [*self.front, *([nearest] if nearest else [])]}
+        self.keep_bundles([*self.front, *([nearest] if nearest else [])])
+
+    def keep_bundles(self, trials: Iterable[Trial]) -> None:
+        """Remove the bundles of all other trials, and what a killed run placed without a record."""
+        kept = {name_trial(trial) for trial in trials}
         for bundle in (self.folder / BUNDLES).glob("[0-9]*"):
             if bundle.name not in kept:
                 shutil.rmtree(bundle, ignore_errors=True)
