@@ -88,6 +88,8 @@ NEARLY_ALL = 0.95
 """Of the weights; a row that reaches less of them says how much."""
 LENGTHS_COUNTED = 256
 """Texts of which the usual length is found."""
+BUILDING = ("plan", "build")
+"""The stages of a row before it is measured."""
 FILE, STUDY = "bench.json", "study"
 OURS = (FILE, "bench.log", "bench.html", STUDY, "recipe.yaml", "synthetic.npz", "synthetic.jsonl")
 Log = Callable[[str], None]
@@ -219,11 +221,12 @@ def open_formats(said: Answers, draft: Draft, synthetic: bool) -> Formats:
 class BenchStudy(Study):
     """The trials of a bench as a table, which lies beside its folder.
 
-    `late`: number -> why it was not tried. `ending`: what the table says at the end beside its rows.
+    `late`: number -> why a trial was not tried to its end, and the seconds it took. `ending`: what the table says at
+    the end beside its rows.
     """
 
     space: Formats
-    late: dict[int, str] = field(default_factory=dict)
+    late: dict[int, tuple[str, float]] = field(default_factory=dict)
     ending: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -242,10 +245,11 @@ class BenchStudy(Study):
     def read_trial(self, trial: Trial) -> BenchRow:
         """Return a trial as a row."""
         choice, run, point = self.space.choose(trial.point), trial.last, trial.point
-        row = BenchRow(point["target"], point["format"], "late", placement=point.get("placement", ""))
-        row = replace(row, trial=trial.number, why=self.late.get(trial.number, ""))
+        row = BenchRow(point["target"], point["format"], "late", trial=trial.number)
+        row = replace(row, placement=point.get("placement", ""))
         if run is None:
-            return row
+            why, seconds = self.late[trial.number]
+            return replace(row, why=why, seconds=seconds)
         kinds = tuple(str(values["kind"]) for values in choice.chain.passes)
         row = replace(row, why=choice.why or _shorten(run.reason), passes=kinds, notes=choice.notes)
         row = replace(row, seconds=round(run.seconds, 1), stages=run.stages)
@@ -298,11 +302,12 @@ class Bench(Sweep):
         return self.deadline - time.monotonic()
 
     def try_row(self, trial: Trial) -> None:
+        begun = time.monotonic()
         self.study.late.pop(trial.number, None)
         try:
             self.try_all([trial], 0)
         except OutOfTime as error:
-            self.study.late[trial.number] = str(error)
+            self.study.late[trial.number] = str(error), round(time.monotonic() - begun, 1)
             self.log_row(trial)
             self.study.write()
 
@@ -319,13 +324,10 @@ class Bench(Sweep):
 
     def foresee_measuring(self, trial: Trial) -> float:
         """Return the seconds that measuring takes: the most of those of the backend, else of any; 0: of none yet."""
-        known = [(other, run.stages) for other in self.study.trials if (run := other.last) and run.stages]
-        spent = [
-            (other.point["target"], sum(value for name, value in stages.items() if name not in ("plan", "build")))
-            for other, stages in known
-        ]
-        near = [seconds for backend, seconds in spent if backend == trial.point["target"]]
-        return max(near or [seconds for _, seconds in spent], default=0.0)
+        known = [other for other in self.study.trials if other.last is not None and other.last.stages]
+        near = [other for other in known if other.point["target"] == trial.point["target"]] or known
+        stages = [run.stages for other in near for run in other.runs]
+        return max((sum(s for part, s in each.items() if part not in BUILDING) for each in stages), default=0.0)
 
     def finish(self, trial: Trial, rung: int, built: Answer | None) -> str:
         if built is not None and built.report:  # a twin
