@@ -19,7 +19,6 @@ from typing import Any
 
 from compress.commands.bench_rows import (
     ABSENT,
-    FINAL,
     FLOAT,
     HEADS,
     PLACED,
@@ -90,6 +89,8 @@ LENGTHS_COUNTED = 256
 """Texts of which the usual length is found."""
 BUILDING = ("plan", "build")
 """The stages of a row before it is measured."""
+FINAL = "final"
+"""Among the values of a run: its p50 of the last rounds, in which the fastest of all backends took turns."""
 FILE, STUDY = "bench.json", "study"
 OURS = (FILE, "bench.log", "bench.html", STUDY, "recipe.yaml", "synthetic.npz", "synthetic.jsonl")
 Log = Callable[[str], None]
@@ -240,6 +241,11 @@ class BenchStudy(Study):
                 better = row.may_win and (not other.may_win or (row.latency_ms or 0.0) < (other.latency_ms or 0.0))
                 summed = replace(row, seconds=round(row.seconds + other.seconds, 1))
                 usual[row.name] = summed if better else replace(other, placement="usual")
+        # last, for a search by times is decided by times that were taken alike
+        finals = {t.number: run.goals[FINAL].value for t in self.trials if (run := t.last) and FINAL in run.goals}
+        for name, row in usual.items():
+            if row.trial in finals:
+                usual[name] = replace(row, latency_ms=finals[row.trial], final=True)
         return replace(self.space.table, rows=tuple(usual.values()), **self.ending).with_winners()
 
     def read_trial(self, trial: Trial) -> BenchRow:

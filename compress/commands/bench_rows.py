@@ -22,8 +22,6 @@ SAME = 0.02
 """Of a ratio around 1: as fast as float32, whatever the noise of few rounds."""
 MOST_SHOWN = 2
 """Metrics of quality that a row shows."""
-FINAL = "final"
-"""Among the values of a run: its p50 of the last rounds, in which the fastest of all backends took turns."""
 ABSENT = "does not work here"
 """How the reason begins of a backend that runs nothing on this machine."""
 HEADS = ("backend", "format", "size", "quality", "p50", "against float32", "throughput", "peak memory", "remarks")
@@ -163,13 +161,12 @@ def read_row(row: BenchRow, run: Run, report: Mapping[str, Any], speed: str) -> 
         quality={} if broken else _choose_shown(side["metrics"], [gate.metric for gate in run.gates]),
         keeps=None if broken else all(gate.short == 0 for gate in run.gates),
         broken=broken,
-        latency_ms=run.goals.get(FINAL, time).value,
+        latency_ms=time.value,
         speedup=1.0 if time.ratio is None else time.ratio,
         speedup_interval=None if time.ratio is None else (time.low, time.high),
         throughput_per_s=decodes["decode_rate"] if decodes else side["throughput_per_s"],
         throughput_batch_size=report["benchmark"]["batch_size"] if decodes else side["throughput_batch_size"],
         peak_memory_bytes=side["peak_memory_bytes"],
-        final=FINAL in run.goals,
     )
 
 

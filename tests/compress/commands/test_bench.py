@@ -118,8 +118,10 @@ def test_a_table_its_files_and_the_same_command_again(said: Answers, tmp_path: P
     assert winner is not None
     assert tuple(pass_.kind for pass_ in load_recipe(out / "recipe.yaml").passes) == winner.passes
     assert "not measured" in render_table(table) and "onnxruntime-cpu" in write_page(table, out).read_text()
+    placed = out / "study/bundles/0009/by a run that was killed before the record"
+    placed.mkdir(parents=True)
     again = run(said, out)
-    assert len(Builders.built) == 2 and again.rows == table.rows
+    assert len(Builders.built) == 2 and again.rows == table.rows and not placed.exists()
     other = replace(said, preprocess="{kind: image, channels: L, scale: 0.01}")
     assert run(other, out).question != table.question and len(Builders.built) == 4
 
@@ -196,6 +198,25 @@ def test_int8_that_gains_little_is_built_once_more_where_its_layers_gain(
     assert row.why == ("" if placement == "searched" else "casts")
     assert ("placement: auto" in (tmp_path / "out/recipe.yaml").read_text()) is False
     assert run(said, tmp_path / "out").rows[1] == row and len(Builders.built) == 3
+
+
+def test_the_fastest_of_all_backends_are_timed_together_and_their_times_stay(
+    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(order: Order) -> Answer:
+        Path(order.out).mkdir()
+        return fake(4.0, 1.0) if name_format(order) == "float32" else fake(2.0, 2.0)
+
+    monkeypatch.setattr(Builders, "spoil", staticmethod(spoil))
+    monkeypatch.setattr(benching, "BACKENDS", {name: BACKENDS[name] for name in ("onnxruntime-cpu", "openvino")})
+    monkeypatch.setattr(benching, "FORMATS", {"int8-static": "INT8"})
+    monkeypatch.setattr(benching, "time_finalists", lambda bundles: [3.0, 1.0, 5.0, 6.0][: len(bundles)])
+    table = run(said, tmp_path / "out")
+    assert table.fastest == "openvino-int8-static" and table.smallest == "onnxruntime-cpu-float32"
+    assert [(row.latency_ms, row.final) for row in table.rows] == [(5.0, True), (6.0, True), (3.0, True), (1.0, True)]
+    assert len(list((tmp_path / "out/study/bundles").iterdir())) == 2
+    monkeypatch.setattr(benching, "time_finalists", lambda bundles: [1.5, 5.0])
+    assert run(said, tmp_path / "out").find("onnxruntime-cpu-int8-static") == table.rows[2]
 
 
 def test_what_gains_nothing_is_known_before_it_is_built() -> None:
