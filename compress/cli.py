@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -173,9 +174,7 @@ def sweep(
 ) -> None:
     """Try the points of a recipe's search, and keep the best bundles and the recipe that makes the best one."""
     with ending(as_json):
-        from compress.search.budget import read_seconds
-
-        loaded, seconds = _load(recipe, overrides, device), read_seconds(budget)
+        loaded, seconds = _load(recipe, overrides, device), _read_seconds(budget)
         _tell_code(loaded)
         with quiet_stdout(as_json):
             from compress.search.sweep import sweep as search
@@ -224,9 +223,7 @@ def auto(
 ) -> None:
     """Find the passes with which a model reaches a goal: its bundle, the front, and the recipe without a search."""
     with ending(as_json):
-        from compress.search.budget import read_seconds
-
-        seconds = read_seconds(budget)
+        seconds = _read_seconds(budget)
         with quiet_stdout(as_json):
             from compress.commands.auto import reach_goal
             from compress.commands.new import Answers, choose_output
@@ -570,9 +567,7 @@ def bench(
 ) -> None:
     """Measure every format on every backend that this machine has, in one table, and write the best one's recipe."""
     with ending(as_json):
-        from compress.search.budget import read_seconds
-
-        seconds = read_seconds(budget)
+        seconds = _read_seconds(budget)
         with quiet_stdout(as_json):
             from compress.commands.bench import bench_model, write_page
             from compress.commands.bench_rows import render_table, to_dict
@@ -637,6 +632,21 @@ def _load(recipe: Path, overrides: list[str], device: str | None = None) -> Reci
     from compress.recipe.load import load_recipe
 
     return load_recipe(recipe, overrides if device is None else [*overrides, f"device={device}"])
+
+
+def _read_seconds(budget: str | None) -> float | None:
+    """Return the seconds of "45m", "1h30m" or "90s"; None of None. Raises UsageError for anything else."""
+    from runtime.errors import UsageError
+
+    if budget is None:
+        return None
+    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", budget)
+    if not parts or "".join(map("".join, parts)) != budget:
+        raise UsageError(f"--budget {budget}: write hours, minutes or seconds, as in 45m, 2h or 1h30m")
+    seconds = sum(float(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts)
+    if seconds <= 0:
+        raise UsageError(f"--budget {budget}: no time at all; write 45m")
+    return seconds
 
 
 def _tell_code(recipe: Recipe) -> None:

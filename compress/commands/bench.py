@@ -1,4 +1,7 @@
-"""`compress bench`: every format that this machine runs in one table, without a recipe; then the best one's recipe."""
+"""`compress bench`: every format that this machine runs in one table, without a recipe; then the best one's recipe.
+
+It is a study whose points are a backend and a format: `compress.search` tries them, and goes on with them.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from compress.commands.bench_measure import FINAL_S, Graphs, measure_graphs, time_finalists
 from compress.commands.bench_rows import (
     ABSENT,
     FLOAT,
@@ -25,30 +28,33 @@ from compress.commands.bench_rows import (
     list_cells,
     list_conclusions,
     list_others,
+    read_row,
     to_dict,
 )
-from compress.commands.bench_work import WORK, RowOrder
+from compress.commands.bench_work import FINAL_S, WORK, time_finalists
 from compress.commands.new import Answers, make_draft
-from compress.errors import CompressError, OutputError, PlanError
-from compress.export.onnx import float_graph, write_graph
-from compress.formats.targets import TARGETS, Format
+from compress.errors import OutputError, PlanError, RecipeError
+from compress.facts import ModelFacts
+from compress.formats.targets import TARGETS, Format, Target
 from compress.planning.draft import Draft, list_exports
 from compress.planning.inputs import Batches, load_set, text_fill
-from compress.planning.latency import make_call, make_twins
 from compress.planning.synthetic import add_synthetic_set
-from compress.planning.timing import make_timer
 from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, parse_pass
-from compress.quantize.state import GraphState
+from compress.recipe.pinned import pin_recipe
+from compress.recipe.points import Point, SearchSpace, as_node
 from compress.recipe.schema import Recipe
+from compress.recipe.search import Search, Space
 from compress.recipe.templates import format_draft, write_new
-from compress.search.workers import LocalProcesses
+from compress.search.study import BUNDLES, REPORTS, Study, name_trial, open_study
+from compress.search.sweep import OutOfTime, Prior, Sweep, finish_study
+from compress.search.trials import GoalValue, Run, Trial, same_point
+from compress.search.workers import Answer, LocalProcesses, Order
 from compress.store.cache import default_root
 from compress.tasks import TORCH_TASKS
 from compress.version import __version__
 from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS
 from runtime.bundle.files import write_whole
-from runtime.bundle.records import from_json, to_json
 from runtime.clock.machine import cpu_info, environment, say_busy
 from runtime.errors import RuntimeFailure
 
@@ -73,7 +79,6 @@ OF_ALL = ("int8-static", "w4", "w8", "int8-dynamic", "float16", "bfloat16")
 SPEED: dict[str, Any] = {"warmup": 2, "iterations": 12, "throughput_batch_size": 8}
 DECODING = {"prompt_tokens": 32, "new_tokens": 16}
 FINALISTS = 4
-MOST_TRIES, ENDED = 2, "it ended the process that measured it, twice"
 LEFT_FOR_MEASURING = 0.1
 """Of the budget: no build goes on into it, so that the last row and the last rounds are measured in time."""
 LEAST_SHARE = 0.05
@@ -82,28 +87,39 @@ NEARLY_ALL = 0.95
 """Of the weights; a row that reaches less of them says how much."""
 LENGTHS_COUNTED = 256
 """Texts of which the usual length is found."""
-LATE = "no time was left"
-FILE = "bench.json"
+BUILDING = ("plan", "build")
+"""The stages of a row before it is measured."""
+FINAL = "final"
+"""Among the values of a run: its p50 of the last rounds, in which the fastest of all backends took turns."""
+FILE, STUDY = "bench.json", "study"
+OURS = (FILE, "bench.log", "bench.html", STUDY, "recipe.yaml", "synthetic.npz", "synthetic.jsonl")
 Log = Callable[[str], None]
 
 
-@dataclass
-class Bench:
-    """One call: what is asked, where it goes, when it ends. `draft` has an evaluation set, synthetic or not."""
+@dataclass(frozen=True)
+class Choice:
+    """The passes of a point, or `why` it is not built; `state` then says which kind of reason that is."""
+
+    chain: Chain = field(default_factory=lambda: Chain(()))
+    notes: tuple[str, ...] = ()
+    state: State = "not possible"
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Formats(SearchSpace):
+    """The points of a bench, {"target": backend, "format": ...}; `placement`: "searched" of int8 placed by its times.
+
+    `draft` has an evaluation set, synthetic or not. `model`: as it was given. `gates`: what quality is held to.
+    `speed`: the `benchmark` of the recipes.
+    """
 
     draft: Draft
-    out: Path
-    cache: Path
-    deadline: float
-    budget_s: float
+    model: str
     synthetic: bool
-    log: Log
-    twins: dict[str, GraphState] = field(default_factory=dict)
-
-    @property
-    def seconds_left(self) -> float:
-        """Return the seconds that are left."""
-        return self.deadline - time.monotonic()
+    gates: list[dict[str, Any]]
+    speed: dict[str, Any]
+    chosen: dict[str, Choice] = field(default_factory=dict)
 
     @property
     def times_twins(self) -> bool:
@@ -111,146 +127,307 @@ class Bench:
         return self.synthetic and not TORCH_TASKS[self.draft.task].task.generates
 
     @cached_property
-    def gates(self) -> list[dict[str, Any]]:
-        """Return what a row's quality is held to; [] without data."""
-        return (
-            []
-            if self.synthetic
-            else choose_gates(self.draft.task, self.draft.has_labels, n_samples=self.draft.n_samples.get("evaluation"))
+    def table(self) -> BenchTable:
+        """Return the table without rows. Its question is a digest of all that must be as it was to go on with rows."""
+        machine, threads = cpu_info()[0], self.recipe.validate_.benchmark.threads
+        asked = [pin_recipe(self.recipe), __version__, machine, environment(threads)["versions"]]
+        bounds = [(gate["metric"], *bound) for gate in self.gates for bound in gate.items() if bound[0] != "metric"]
+        return BenchTable(
+            model=self.model,
+            task=self.draft.task,
+            question=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
+            synthetic=self.synthetic,
+            bounds=tuple(f"{metric} {rule} {limit:g}" for metric, rule, limit in bounds),
+            speed=self.search.split_goals()[0][1],
+            machine=machine,
+            threads=threads,
         )
 
-    @cached_property
-    def speed(self) -> dict[str, Any]:
-        """Return the recipe's `benchmark`."""
-        if TORCH_TASKS[self.draft.task].task.generates:
-            return SPEED | DECODING
-        return SPEED | ({"sequence_length": self.length} if self.length else {})
+    def recipe_at(self, point: Point) -> Recipe:
+        """Return the explicit recipe of a point. RecipeError says why it is not built."""
+        choice = self.choose(point)
+        if choice.why:
+            raise RecipeError(choice.why)
+        validate = {"benchmark": self.speed, "steps": False, "gates": self.gates}
+        draft = replace(self.draft, recipe=self.make_mapping(point, choice.chain))
+        return draft.make_recipe(Path(), passes=list(choice.chain.passes), validate=validate)
 
-    @cached_property
-    def length(self) -> int | None:
-        """Return the tokens of a usual text of the evaluation set; None of what is no text."""
-        return None if self.synthetic else find_usual_length(self.draft)
+    def make_mapping(self, point: Point, chain: Chain) -> dict[str, Any]:
+        """Return the recipe of a point, as a draft's mapping without passes."""
+        recipe = {**drop_unused_sets(self.draft.recipe, chain.passes), "target": point["target"]}
+        return {**recipe, **list_exports(point["target"]), "name": f"{self.draft.recipe['name']}-{point['format']}"}
 
-    def make_mapping(self, backend: str, name: str, chain: Chain) -> dict[str, Any]:
-        """Return the recipe of a row, as a draft's mapping without passes."""
-        recipe = {**drop_unused_sets(self.draft.recipe, chain.passes), "target": backend, **list_exports(backend)}
-        return {**recipe, "name": f"{self.draft.recipe['name']}-{name}"}
+    def choose(self, point: Point) -> Choice:
+        """Return the passes of a point, or why there is nothing to be built, whatever the reason is."""
+        key = same_point(point)
+        if key not in self.chosen:
+            try:
+                self.chosen[key] = self._choose(point["target"], point["format"], "placement" in point)
+            except PlanError as error:
+                self.chosen[key] = Choice(why=_shorten(str(error)))
+            except Exception as error:  # noqa: BLE001  (a format that fails is a row, whatever it failed of)
+                self.chosen[key] = Choice(state="failed", why=f"{type(error).__name__}: {_shorten(str(error))}")
+        return self.chosen[key]
 
-    def make_recipe(self, backend: str, name: str, chain: Chain) -> Recipe:
-        """Return the typed recipe of a row."""
-        mapping = self.make_mapping(backend, name, chain)
-        parts = {"passes": list(chain.passes), "validate": {"benchmark": self.speed}}
-        return replace(self.draft, recipe=mapping).make_recipe(Path(), **parts)
+    def _choose(self, backend: str, format_: str, searched: bool) -> Choice:
+        if (reason := BACKENDS[backend].available()) is not None:
+            return Choice(why=f"{ABSENT}: {reason}")
+        if format_ == FLOAT:
+            return Choice()
+        fact, target = TARGETS[backend].formats[format_], TARGETS[backend]
+        if fact.verdict == "refused":
+            return Choice(why=_shorten(f"{backend} {fact.text}"))
+        assert self.draft.inputs is not None
+        facts, data = self.draft.inputs.facts, self.times_twins or "calibration" in self.draft.recipe["data"]
+        chain = choose_passes(FORMATS[format_], backend, facts, data)  # type: ignore[index]
+        if format_ == PLACED and not searched:
+            # the usual placement, fastest, times every shape of layer: half a minute and more for each row
+            chain = replace(chain, passes=tuple(map(_place_untimed, chain.passes)))
+        reach = find_reach(facts, target, chain)
+        if why := f"{backend} {fact.text}" if fact.verdict == "slow" else reach.explain_little():
+            return Choice(chain, state="not built", why=why)
+        return Choice(chain, (*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
 
-    def format_recipe(self, backend: str, name: str, chain: Chain, gates: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the recipe of a row as YAML."""
-        mapping = self.make_mapping(backend, name, chain)
-        return format_draft(mapping, self.draft.reasons, chain.passes, gates, self.speed)
+
+def _place_untimed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {**values, "placement": "auto"} if parse_pass(values).chooses_by_time else dict(values)
+
+
+def list_points() -> list[Point]:
+    """Return the points in their order: the formats that say most first, each on every backend."""
+    backends = [name for name in BACKENDS if name in TARGETS and TARGETS[name].reads == "onnx"]
+    works = [name for name in backends if BACKENDS[name].available() is None]
+    rows = [(name, FLOAT) for name in works]
+    for format_ in FORMATS:
+        taken = [n for n in works if format_ in OF_ALL or TARGETS[n].fact(format_).verdict != "refused"]
+        rows += [(name, format_) for name in taken]
+    rows += [(name, FLOAT) for name in backends if name not in works]
+    return [{"target": backend, "format": format_} for backend, format_ in rows]
+
+
+def open_formats(said: Answers, draft: Draft, synthetic: bool) -> Formats:
+    """Return the points of a draft that has an evaluation set."""
+    generates, gates = TORCH_TASKS[draft.task].task.generates, []
+    if not synthetic:
+        gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
+    length = None if synthetic or generates else find_usual_length(draft)
+    speed = SPEED | (DECODING if generates else {"sequence_length": length} if length else {})
+    goals = (f"minimize {'tpot' if generates else 'latency_p50'}", "minimize size")
+    search = Search(space={"format": Space(choice=(FLOAT, *FORMATS))}, goals=goals)
+    recipe, model = draft.make_recipe(Path()), str(said.model)
+    return Formats(recipe, search, (), as_node({}), draft, model, synthetic, gates, speed)
+
+
+@dataclass
+class BenchStudy(Study):
+    """The trials of a bench as a table, which lies beside its folder.
+
+    `late`: number -> why a trial was not tried to its end, and the seconds it took. `ending`: what the table says at
+    the end beside its rows.
+    """
+
+    space: Formats
+    late: dict[int, tuple[str, float]] = field(default_factory=dict)
+    ending: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def table(self) -> BenchTable:
+        """Return the table of all trials that were tried, or were not for lack of time."""
+        rows = [self.read_trial(trial) for trial in self.trials if trial.last or trial.number in self.late]
+        usual = {row.name: row for row in rows if row.placement != "searched"}
+        for row in rows:
+            if row.placement == "searched" and row.state != "late":
+                other = usual[row.name]
+                better = row.may_win and (not other.may_win or (row.latency_ms or 0.0) < (other.latency_ms or 0.0))
+                summed = replace(row, seconds=round(row.seconds + other.seconds, 1))
+                usual[row.name] = summed if better else replace(other, placement="usual")
+        # last, for a search by times is decided by times that were taken alike
+        finals = {t.number: run.goals[FINAL].value for t in self.trials if (run := t.last) and FINAL in run.goals}
+        for name, row in usual.items():
+            if row.trial in finals:
+                usual[name] = replace(row, latency_ms=finals[row.trial], final=True)
+        return replace(self.space.table, rows=tuple(usual.values()), **self.ending).with_winners()
+
+    def read_trial(self, trial: Trial) -> BenchRow:
+        """Return a trial as a row."""
+        choice, run, point = self.space.choose(trial.point), trial.last, trial.point
+        row = BenchRow(point["target"], point["format"], "late", trial=trial.number)
+        row = replace(row, placement=point.get("placement", ""))
+        if run is None:
+            why, seconds = self.late[trial.number]
+            return replace(row, why=why, seconds=seconds)
+        kinds = tuple(str(values["kind"]) for values in choice.chain.passes)
+        row = replace(row, why=choice.why or _shorten(run.reason), passes=kinds, notes=choice.notes)
+        row = replace(row, seconds=round(run.seconds, 1), stages=run.stages)
+        if run.state != "judged":
+            return replace(row, state="failed" if run.state == "failed" else choice.state)
+        report = json.loads((self.folder / REPORTS / f"{name_trial(trial)}.json").read_bytes())
+        row = read_row(row, run, report, self.space.table.speed)
+        return replace(row, quality={}, keeps=None) if self.space.synthetic else row
+
+    def bundle_of(self, row: BenchRow) -> Path:
+        """Return where the row's bundle is, if it has one."""
+        return self.folder / BUNDLES / name_trial(self.find(row.trial))
+
+    def write(self) -> None:
+        """Write the table whole, and no study's summary: which row wins is another rule than that of a front.
+
+        All bundles stay while a row may change, to be timed together at the end; then those of the winners.
+        """
+        table = self.table
+        text = json.dumps(to_dict(table), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        file = self.folder.parent / FILE
+        try:
+            write_whole(file, text.encode())
+        except OSError as error:
+            raise OutputError(f"{file}: cannot be written: {error.strerror}") from error
+        may_change = not self.ending or any(row.state == "late" or row.may_gain for row in table.rows)
+        winners = [row.trial for row in table.rows if row.name in (table.fastest, table.smallest)]
+        self.keep_bundles(t for t in self.trials if t.last and (may_change or t.number in winners))
+
+
+@dataclass
+class Bench(Sweep):
+    """A bench at work: all its points, why some are slow, and int8 that gains little once more."""
+
+    study: BenchStudy
+    deadline: float
+
+    def run(self) -> str:
+        """Try each point that was not; no row ends the others."""
+        for trial in [self.study.open_trial(point) for point in list_points()]:
+            if trial.last is None:
+                self.try_row(trial)
+        self.explain_slow()
+        if not self.study.space.times_twins:
+            self.search_placements()
+        return ""
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def try_row(self, trial: Trial) -> None:
+        begun = time.monotonic()
+        self.study.late.pop(trial.number, None)
+        try:
+            self.try_all([trial], 0)
+        except OutOfTime as error:
+            self.study.late[trial.number] = str(error), round(time.monotonic() - begun, 1)
+            self.log_row(trial)
+            self.study.write()
+
+    def try_wave(self, trials: Sequence[Trial], rung: int) -> None:
+        if self.seconds_left <= self.foresee_measuring(trials[0]):
+            raise OutOfTime("no time was left; the same command goes on, or give more --budget")
+        super().try_wave(trials, rung)
+
+    def order(self, trial: Trial, rung: int, do: Any) -> Order:
+        """Return what a process is told; nothing makes float32 late, for all others are held against it."""
+        order = replace(super().order(trial, rung, do), timed=False, judging_s=self.foresee_measuring(trial))
+        order = replace(order, do="twin") if self.study.space.times_twins else order
+        return replace(order, seconds=None) if trial.point["format"] == FLOAT else order
+
+    def foresee_measuring(self, trial: Trial) -> float:
+        """Return the seconds that measuring takes: the most of those of the backend, else of any; 0: of none yet."""
+        known = [other for other in self.study.trials if other.last is not None and other.last.stages]
+        near = [other for other in known if other.point["target"] == trial.point["target"]] or known
+        stages = [run.stages for other in near for run in other.runs]
+        return max((sum(s for part, s in each.items() if part not in BUILDING) for each in stages), default=0.0)
+
+    def finish(self, trial: Trial, rung: int, built: Answer | None) -> str:
+        if built is not None and built.report:  # a twin
+            self.record_judged(trial, rung, built, Answer("done", report=built.report))
+            return ""
+        if built is not None and built.state == "late":
+            return f"it takes {built.reason}; the same command goes on, or give more --budget"
+        late = super().finish(trial, rung, built)
+        return late and "out of time as it was built and measured; the same command goes on"
+
+    def stop_where_hopeless(self, answer: Answer) -> None:
+        """Go on: another format may need less room."""
+
+    def record(self, trial: Trial, run: Run) -> None:
+        self.study.record(trial.add(run))
+        self.log_row(trial.add(run))
+
+    def log_row(self, trial: Trial) -> None:
+        row = self.study.read_trial(trial)
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.stages.items())
+        why = f": {row.why}" if row.why else ""
+        self.log(f"{row.name}: {row.state}{why}, {row.seconds:.0f} s" + (f" ({stages})" if stages else ""))
+
+    def explain_slow(self) -> None:
+        """Profile what is slower than float32 and say why, as far as time allows."""
+        for row in self.study.table.rows:
+            bundle = self.study.bundle_of(row)
+            if not row.is_slower or row.why or not bundle.is_dir() or self.seconds_left <= 0:
+                continue
+            answer = self.workers.judge(Order("explain", str(bundle)), self.deadline)
+            if answer is not None and answer.state == "done":
+                self.amend(row, reason=answer.reason)
+
+    def search_placements(self) -> None:
+        """Build int8 rows that gain little once more, computing in float what int8 slows down; the faster is the row.
+
+        That times every shape of layer on its backend: so it comes last, and is left out where no time is left.
+        """
+        for row in sorted((row for row in self.study.table.rows if row.may_gain), key=lambda row: row.speedup or 0.0):
+            point = {"target": row.backend, "format": row.format, "placement": "searched"}
+            self.try_row(self.study.open_trial(point))
+
+    def time_finals(self, left_s: float) -> None:
+        """Time the fastest rows in the same rounds, across backends."""
+        table = self.study.table
+        timed = sorted(
+            (row for row in table.rows if row.may_win and row.latency_ms), key=lambda row: row.latency_ms or 0
+        )
+        rows = [row for row in timed if self.study.bundle_of(row).is_dir()][:FINALISTS]
+        if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.generates:
+            return  # those of one backend have their ratios to one float32
+        if left_s < 2 * FINAL_S:
+            self.log("the fastest were not timed together: no time was left; the same command does it")
+            return
+        try:
+            times = time_finalists([(self.study.bundle_of(row), row.backend) for row in rows])
+        except RuntimeFailure as error:
+            self.log(f"the fastest were not timed together: {_shorten(str(error))}")
+            return
+        for row, latency in zip(rows, times, strict=True):
+            self.amend(row, goals=self.study.find(row.trial).runs[0].goals | {FINAL: GoalValue(latency)})
+
+    def amend(self, row: BenchRow, **changes: Any) -> None:
+        """Record what was found out of a row after it was measured."""
+        trial = self.study.find(row.trial)
+        self.study.record(replace(trial, runs=(replace(trial.runs[0], **changes),)))
 
 
 def bench_model(said: Answers, out: Path, budget_s: float | None, cache: Path | None, log: Log) -> BenchTable:
     """Build and measure every format on every backend that works here, one after another; return the table.
 
-    `out`/bench.json has every finished row at every moment, and a later call for the same question goes on from it;
-    `out`/recipe.yaml is the recipe of the fastest row. A format that fails or is out of time is a row that says so.
-    Without data nothing is calibrated: graphs made like the results are timed on inputs drawn at random, and quality is
-    not known. Raises what `draft_recipe` does, OutputError where `out` cannot be written.
+    `out`/bench.json has every finished row at every moment, and a later call for the same question goes on from its
+    study; `out`/recipe.yaml is the recipe of the fastest row. A format that fails or is out of time is a row that says
+    so. Without data nothing is calibrated: graphs made like the results are timed on inputs drawn at random, and
+    quality is not known. Raises what `draft_recipe` does, OutputError where `out` cannot be written.
     """
-    start, budget_s = time.monotonic(), budget_s or BUDGET_S
+    begun, budget_s = time.monotonic(), budget_s or BUDGET_S
     _make_folder(out)
     draft = make_draft(said, Path())
     synthetic = draft.inputs is None
     draft = add_synthetic_set(draft, out / "synthetic", Path()) if synthetic else _take_fewer(draft)
-    deadline = start + budget_s * (1 - LEFT_FOR_MEASURING)
-    bench = Bench(draft, out, cache or default_root(), deadline, budget_s, synthetic, log)
-    table = _begin_table(bench, said)
-    with LocalProcesses(1, out / "bench.log", WORK) as workers:
-        table = _fill_rows(bench, workers, table)
-        table = _explain_slow(bench, workers, table)
-        table = _search_placements(bench, workers, table)
-    table = _time_finals(bench, table).with_winners()
-    table = replace(table, notes=_list_notes(bench, table), recipe=_write_winner(bench, table))
-    table = replace(table, seconds=round(time.monotonic() - start, 1))
-    _keep(bench, table)
-    _remove_bundles(bench, table)
-    return table
-
-
-def _fill_rows(bench: Bench, workers: LocalProcesses, table: BenchTable) -> BenchTable:
-    """Do the rows that are not there yet, and keep the table after each."""
-    for backend, format_ in _list_wanted():
-        known = table.find(f"{backend}-{format_}")
-        if known is not None and known.is_finished:
-            continue
-        tries = 1 if known is None else known.tries + 1
-        begun = BenchRow(backend, format_, "begun", tries=tries)
-        if tries > MOST_TRIES:
-            table = _keep(bench, table.with_row(replace(begun, state="failed", why=ENDED)))
-            continue
-        _keep(bench, table.with_row(begun))  # so that a row that ends this process is not tried for ever
-        start = time.monotonic()
-        try:
-            row = _do_row(bench, workers, begun, _foresee_measuring(table, backend))
-        except BaseException:
-            _keep(bench, table)
-            raise
-        row = replace(row, tries=0 if row.state == "late" else tries, seconds=round(time.monotonic() - start, 1))
-        _log_row(bench, row)
-        table = _keep(bench, table.with_row(row))
-    return table
-
-
-def _log_row(bench: Bench, row: BenchRow) -> None:
-    stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.stages.items())
-    bench.log(
-        f"{row.name}: {row.state}{': ' + row.why if row.why else ''}, {row.seconds:.0f} s"
-        + (f" ({stages})" if stages else "")
-    )
-
-
-def _foresee_measuring(table: BenchTable, backend: str) -> float:
-    """Return the seconds that measuring a row takes: the most of those of the backend, else of any; 0: of none yet."""
-    seconds = {
-        row.name: sum(value for name, value in row.stages.items() if name not in ("plan", "build"))
-        for row in table.rows
-        if row.stages
-    }
-    near = [value for name, value in seconds.items() if name.startswith(f"{backend}-")]
-    return max(near or seconds.values(), default=0.0)
-
-
-def _explain_slow(bench: Bench, workers: LocalProcesses, table: BenchTable) -> BenchTable:
-    """Profile what is slower than float32 and say why, as far as time allows."""
-    for row in table.rows:
-        bundle = _row_folder(bench, row) / "bundle"
-        if not row.is_slower or row.why or not bundle.is_dir() or bench.seconds_left <= 0:
-            continue
-        order = RowOrder("judge", str(bundle), backend=row.backend)
-        (answer,) = workers.build([order], bench.deadline)
-        if answer is not None and answer.state == "done":
-            table = _keep(bench, table.with_row(replace(row, why=_shorten_text(str(answer.report["why"])))))
-    return table
-
-
-def _search_placements(bench: Bench, workers: LocalProcesses, table: BenchTable) -> BenchTable:
-    """Build int8 rows that gain little once more, computing in float what int8 slows down; keep what is faster.
-
-    That times every shape of layer on its backend: so it comes last, and is left out where no time is left. Twins are
-    timed in this process, which nothing would end in time.
-    """
-    if bench.times_twins:
-        return table
-    for row in sorted((row for row in table.rows if row.may_gain), key=lambda row: row.speedup or 0.0):
-        start = time.monotonic()
-        begun = BenchRow(row.backend, row.format, "begun", placement="searched")
-        found = _do_row(bench, workers, begun, _foresee_measuring(table, row.backend))
-        found = replace(found, seconds=round(row.seconds + time.monotonic() - start, 1))
-        _log_row(bench, found)
-        if found.state == "late":
-            continue
-        better = found.may_win and (not row.may_win or (found.latency_ms or 0.0) < (row.latency_ms or 0.0))
-        table = _keep(bench, table.with_row(found if better else replace(row, placement="usual")))
-    return table
+    space = open_formats(said, draft, synthetic)
+    if _read_question(out) != space.table.question:
+        shutil.rmtree(out / STUDY, ignore_errors=True)
+    end = begun + budget_s
+    with open_study(BenchStudy, out / STUDY, space) as study:
+        with LocalProcesses(1, out / "bench.log", WORK) as workers:
+            bench = Bench(study, workers, cache or default_root(), end - LEFT_FOR_MEASURING * budget_s, 0, Prior(), log)
+            finish_study(study, bench.run)
+        bench.time_finals(end - time.monotonic())
+        study.ending = {"notes": _list_notes(space, study.table), "recipe": _write_winner(study, out)}
+        study.ending["seconds"] = round(time.monotonic() - begun, 1)
+        study.write()
+        return study.table
 
 
 def _make_folder(out: Path) -> None:
@@ -263,7 +440,10 @@ def _make_folder(out: Path) -> None:
         raise OutputError(f"{out}: holds {foreign[0]}, which is not of a bench; give another --out")
 
 
-OURS = (FILE, "bench.log", "bench.html", "rows", "recipe.yaml", "synthetic.npz", "synthetic.jsonl")
+def _read_question(out: Path) -> str:
+    with suppress(OSError, ValueError, KeyError):
+        return str(json.loads((out / FILE).read_text(encoding="utf-8"))["question"])
+    return ""
 
 
 def _take_fewer(draft: Draft) -> Draft:
@@ -295,74 +475,6 @@ def find_usual_length(draft: Draft) -> int | None:
     return lengths[len(lengths) // 2]
 
 
-def _begin_table(bench: Bench, said: Answers) -> BenchTable:
-    """Return the table as an earlier call left it, if that asked the same; else an empty one."""
-    machine, threads = cpu_info()[0], bench.make_recipe(*_row_of(FLOAT), Chain(())).validate_.benchmark.threads
-    versions = environment(threads)["versions"]
-    asked = {"recipe": bench.draft.recipe, "version": __version__, "machine": machine, "versions": versions}
-    empty = BenchTable(
-        model=str(said.model),
-        task=bench.draft.task,
-        question=hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest(),
-        synthetic=bench.synthetic,
-        bounds=tuple(
-            f"{gate['metric']} {rule} {limit:g}"
-            for gate in bench.gates
-            for rule, limit in gate.items()
-            if rule != "metric"
-        ),
-        speed=TORCH_TASKS[bench.draft.task].starter.speed,
-        machine=machine,
-        threads=threads,
-    )
-    try:
-        kept = from_json(BenchTable, json.loads((bench.out / FILE).read_text(encoding="utf-8")), FILE)
-    except (OSError, ValueError, RuntimeFailure):
-        return empty
-    return replace(empty, rows=kept.rows) if kept.question == empty.question else empty
-
-
-def _row_of(format_: str) -> tuple[str, str]:
-    return next(iter(BACKENDS)), format_
-
-
-def _list_wanted() -> list[tuple[str, str]]:
-    """Return backend and format of each row: the formats that say most first, each on every backend."""
-    backends = [name for name in BACKENDS if name in TARGETS and TARGETS[name].reads == "onnx"]
-    works = [name for name in backends if BACKENDS[name].available() is None]
-    others = [(name, FLOAT) for name in backends if name not in works]
-    rows = [(name, FLOAT) for name in works]
-    for format_ in FORMATS:
-        taken = [n for n in works if format_ in OF_ALL or TARGETS[n].fact(format_).verdict != "refused"]
-        rows += [(name, format_) for name in taken]
-    return [*rows, *others]
-
-
-def _do_row(bench: Bench, workers: LocalProcesses, begun: BenchRow, measuring_s: float) -> BenchRow:
-    """Return the row, whatever becomes of it. `measuring_s`: that measuring it is foreseen to take."""
-    row = replace(begun, state="not possible")
-    try:
-        if (reason := BACKENDS[row.backend].available()) is not None:
-            return replace(row, why=f"{ABSENT}: {reason}")
-        chain = _choose_chain(bench, row)
-        reach = find_reach(bench, row, chain)
-        row = replace(row, passes=tuple(str(values["kind"]) for values in chain.passes))
-        row = replace(row, notes=(*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
-        if (known := explain_not_built(row, reach)) is not None:
-            return replace(row, state="not built", why=known, notes=())
-        if bench.seconds_left <= measuring_s:
-            return replace(row, state="late", why=f"{LATE}; the same command goes on, or give more --budget")
-        if bench.times_twins:
-            return replace(row, state="measured", **_measure_twin(bench, row, chain))
-        return _build(bench, workers, row, chain, measuring_s)
-    except PlanError as error:
-        return replace(row, why=_shorten(error))
-    except (CompressError, RuntimeFailure, MemoryError) as error:
-        return replace(row, state="failed", why=_shorten(error))
-    except Exception as error:  # noqa: BLE001  (a format that fails is a row, whatever it failed of)
-        return replace(row, state="failed", why=f"{type(error).__name__}: {_shorten(error)}")
-
-
 @dataclass(frozen=True)
 class Reach:
     """How much of a model a format changes: layers, and shares of their weights and products.
@@ -381,14 +493,20 @@ class Reach:
         """Return it for people."""
         return f"{self.n_layers} of {self.of_layers} layers, {self.weights:.1%} of their weights"
 
+    def explain_little(self) -> str:
+        """Return why what the format leaves is nearly the float model; "" where it is not."""
+        if self.weights >= LEAST_SHARE or self.products >= LEAST_SHARE:
+            return ""
+        kept = f" (the others: {self.why_kept})" if self.why_kept else ""
+        return f"nearly the float32 model: it reaches {self.text}{kept}"
 
-def find_reach(bench: Bench, row: BenchRow, chain: Chain) -> Reach:
+
+def find_reach(facts: ModelFacts, target: Target, chain: Chain) -> Reach:
     """Return how much of the model a row's passes change, as the plan knows it."""
-    assert bench.draft.inputs is not None
-    before = after = bench.draft.inputs.facts
+    before = after = facts
     reasons: Counter[str] = Counter()
     for values in chain.passes:
-        plan = parse_pass(values).check(after, TARGETS[row.backend])
+        plan = parse_pass(values).check(after, target)
         after = plan.facts
         reasons.update(decision.reason for decision in plan.decisions if decision.action == "kept")
     if not chain.passes or not before.layers:
@@ -401,147 +519,20 @@ def find_reach(bench: Bench, row: BenchRow, chain: Chain) -> Reach:
     return Reach(len(changed), len(before.layers), weights, products, commonest[0][0] if commonest else "")
 
 
-def explain_not_built(row: BenchRow, reach: Reach) -> str | None:
-    """Return why a format gains nothing here, as far as that is known before it is built; None: it may gain."""
-    if row.format == FLOAT:
-        return None
-    fact = TARGETS[row.backend].formats[row.format]
-    if fact.verdict == "slow":
-        return f"{row.backend} {fact.text}"
-    if reach.weights < LEAST_SHARE and reach.products < LEAST_SHARE:
-        kept = f" (the others: {reach.why_kept})" if reach.why_kept else ""
-        return f"nearly the float32 model: it reaches {reach.text}{kept}"
-    return None
-
-
-def _shorten(error: BaseException) -> str:
-    return _shorten_text(str(error))
-
-
-def _shorten_text(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.partition("\n")[0].split())
     return text if len(text) <= 160 else text[:160].rsplit(" ", 1)[0] + " ..."
 
 
-def _choose_chain(bench: Bench, row: BenchRow) -> Chain:
-    """Return the passes of a row. PlanError: its backend refuses the format, or nothing makes it of this model."""
-    if row.format == FLOAT:
-        return Chain(())
-    fact = TARGETS[row.backend].formats[row.format]
-    if fact.verdict == "refused":
-        raise PlanError(f"{row.backend} {fact.text}")
-    assert bench.draft.inputs is not None
-    data = bench.times_twins or "calibration" in bench.draft.recipe["data"]
-    chain = choose_passes(FORMATS[row.format], row.backend, bench.draft.inputs.facts, data)  # type: ignore[index]
-    if row.format != PLACED or row.placement == "searched":
-        return chain
-    # the usual placement, fastest, times every shape of layer: half a minute and more for each row
-    return replace(chain, passes=tuple(_place_untimed(values) for values in chain.passes))
-
-
-def _place_untimed(values: dict[str, Any]) -> dict[str, Any]:
-    return {**values, "placement": "auto"} if parse_pass(values).chooses_by_time else values
-
-
-def _row_folder(bench: Bench, row: BenchRow) -> Path:
-    return bench.out / "rows" / (f"{row.name}-searched" if row.placement == "searched" else row.name)
-
-
-def _build(bench: Bench, workers: LocalProcesses, row: BenchRow, chain: Chain, measuring_s: float) -> BenchRow:
-    """Build and measure the row in a process of its own, which ends with the budget."""
-    folder = _row_folder(bench, row)
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = folder / "recipe.yaml"
-    values = {
-        **bench.make_mapping(row.backend, row.format, chain),
-        "passes": list(chain.passes),
-        "validate": {"benchmark": bench.speed, "steps": False},
-    }
-    write_new(recipe, json.dumps(values, indent=1), replace=True)
-    order = RowOrder(
-        "build",
-        str(folder / "bundle"),
-        str(recipe),
-        str(bench.cache),
-        seconds=None if row.format == FLOAT else bench.seconds_left,  # all others are held against it
-        backend=row.backend,
-        gates=tuple(bench.gates),
-        measuring_s=measuring_s,
-    )
-    (answer,) = workers.build([order], bench.deadline)
-    if answer is None:
-        return replace(row, state="late", why="out of time as it was built and measured; the same command goes on")
-    if answer.state == "late":
-        return replace(row, state="late", why=f"{answer.reason}; the same command goes on, or give more --budget")
-    if answer.state != "done":
-        state: State = "not possible" if answer.state == "refused" else "failed"
-        return replace(row, state=state, why=_shorten_text(answer.reason))
-    row = from_json(BenchRow, {**to_json(row), **answer.report, "state": "measured"}, "row")
-    return replace(row, quality={}, keeps=None) if bench.synthetic else row
-
-
-def _measure_twin(bench: Bench, row: BenchRow, chain: Chain) -> dict[str, Any]:
-    """Measure a graph made like the result, of which only speed and size count: nothing is calibrated."""
-    assert bench.draft.inputs is not None
-    recipe = bench.make_recipe(row.backend, row.format, chain)
-    inputs = replace(bench.draft.inputs, recipe=recipe)
-    feeds = make_call(inputs)
-    timer = make_timer(recipe, bench.cache, [feeds])
-    before, after, missing = make_twins(inputs, timer, bench.log, bench.twins.get("float"))
-    bench.twins["float"] = before
-    folder = _row_folder(bench, row)
-    paths = []
-    for name, graph in (("before", float_graph(before.model)), ("after", timer.write(after))):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(parents=True)
-        write_graph(graph, folder / name / "model.onnx")
-        paths.append(folder / name / "model.onnx")
-    try:
-        fields = measure_graphs(Graphs(paths[0], paths[1], feeds, recipe.validate_.benchmark.threads), row.backend)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    notes = (f"not in its time: what {', '.join(missing)} changes",) if missing else ()
-    return {**fields, "notes": (*row.notes, *notes)}
-
-
-def _keep(bench: Bench, table: BenchTable) -> BenchTable:
-    """Write the table whole, and return it."""
-    text = json.dumps(to_dict(table), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        write_whole(bench.out / FILE, text.encode())
-    except OSError as error:
-        raise OutputError(f"{bench.out / FILE}: cannot be written: {error.strerror}") from error
-    return table
-
-
-def _time_finals(bench: Bench, table: BenchTable) -> BenchTable:
-    """Return the table with the times of the fastest rows taken in the same rounds, across backends."""
-    able = sorted((row for row in table.rows if row.may_win and row.latency_ms), key=lambda row: row.latency_ms or 0.0)
-    rows = [row for row in able if (_row_folder(bench, row) / "bundle").is_dir()][:FINALISTS]
-    if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.generates:
-        return table  # those of one backend have their ratios to one float32
-    if bench.seconds_left + LEFT_FOR_MEASURING * bench.budget_s < 2 * FINAL_S:
-        bench.log("the fastest were not timed together: no time was left; the same command does it")
-        return table
-    try:
-        times = time_finalists([(_row_folder(bench, row) / "bundle", row.backend) for row in rows])
-    except RuntimeFailure as error:
-        bench.log(f"the fastest were not timed together: {_shorten(error)}")
-        return table
-    for row, latency in zip(rows, times, strict=True):
-        table = table.with_row(replace(row, latency_ms=latency, final=True))
-    return table
-
-
-def _list_notes(bench: Bench, table: BenchTable) -> tuple[str, ...]:
+def _list_notes(space: Formats, table: BenchTable) -> tuple[str, ...]:
     notes = []
-    if bench.synthetic:
+    if space.synthetic:
         notes.append("synthetic inputs: give --data for int8 as it would be calibrated, and for quality of every row")
-    elif not bench.draft.has_labels:
+    elif not space.draft.has_labels:
         notes.append("no labels: quality is nearness to float32, not accuracy")
     if any(row.state == "late" for row in table.rows):
         notes.append("out of time: the same command goes on with the rows that are late")
-    if not bench.times_twins:
+    if not space.times_twins:
         notes += [
             f"{row.format} on {row.backend}: no time was left to find the layers that gain; the same command does it"
             for row in table.rows
@@ -552,30 +543,22 @@ def _list_notes(bench: Bench, table: BenchTable) -> tuple[str, ...]:
     return tuple(filter(None, [*notes, say_busy(environment(table.threads))]))
 
 
-def _write_winner(bench: Bench, table: BenchTable) -> str:
+def _write_winner(study: BenchStudy, out: Path) -> str:
     """Write the recipe of the fastest row to recipe.yaml, without sets that were drawn at random; return its path."""
-    row = table.find(table.fastest)
+    row, space = study.table.find(study.table.fastest), study.space
     if row is None:
         return ""
-    chain = _choose_chain(bench, row)
-    file = bench.out / "recipe.yaml"
-    shown = bench
-    if bench.synthetic:
-        recipe = {key: value for key, value in bench.draft.recipe.items() if key != "data"}
-        reasons = {"model.source": "add data.calibration and data.evaluation: what was timed was drawn at random"}
-        shown = replace(bench, draft=replace(bench.draft, recipe=recipe, reasons={**bench.draft.reasons, **reasons}))
-    write_new(file, shown.format_recipe(row.backend, row.format, chain), replace=True)
-    return str(file)
-
-
-def _remove_bundles(bench: Bench, table: BenchTable) -> None:
-    """Remove the bundles of rows that did not win; while one may change all stay, to be timed together at the end."""
-    if any(row.state == "late" or row.may_gain for row in table.rows):
-        return
-    kept = {_row_folder(bench, row) for row in table.rows if row.name in (table.fastest, table.smallest)}
-    for folder in (bench.out / "rows").glob("*"):
-        if folder not in kept:
-            shutil.rmtree(folder, ignore_errors=True)
+    point = study.find(row.trial).point
+    chain, reasons = space.choose(point).chain, space.draft.reasons
+    recipe = space.make_mapping(point, chain)
+    if space.synthetic:
+        recipe.pop("data", None)
+        reasons = {
+            **reasons,
+            "model.source": "add data.calibration and data.evaluation: what was timed was drawn at random",
+        }
+    write_new(out / "recipe.yaml", format_draft(recipe, reasons, chain.passes, (), space.speed), replace=True)
+    return str(out / "recipe.yaml")
 
 
 def write_page(table: BenchTable, out: Path) -> Path:

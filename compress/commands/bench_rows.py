@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from compress.search.trials import Run
 from runtime.bundle.records import to_json
+from runtime.metrics import METRICS
 from runtime.report.report import finite
 from runtime.report.units import interval_brackets, size_text
 
-State = Literal["measured", "not possible", "not built", "failed", "late", "begun"]
+State = Literal["measured", "not possible", "not built", "failed", "late"]
 FLOAT, PLACED = "float32", "int8-static"
 """Formats: what all are held against; the one whose layers can be chosen by their times."""
 LITTLE = 1.2
 """Of float32's speed; an int8 row below it is built once more, with the layers that gain from int8 alone."""
 SAME = 0.02
 """Of a ratio around 1: as fast as float32, whatever the noise of few rounds."""
+MOST_SHOWN = 2
+"""Metrics of quality that a row shows."""
 ABSENT = "does not work here"
 """How the reason begins of a backend that runs nothing on this machine."""
 HEADS = ("backend", "format", "size", "quality", "p50", "against float32", "throughput", "peak memory", "remarks")
@@ -28,7 +33,7 @@ class BenchRow:
 
     `speedup` is how many times as fast as float32 on the same backend, timed in the same rounds, with its interval.
     `keeps`: whether the quality is within the table's bounds; None: there is no data to tell. `quality`: metric ->
-    value. `passes`: kinds, in their order.
+    value. `passes`: kinds, in their order. `trial`: its number in the study.
     """
 
     backend: str
@@ -56,18 +61,12 @@ class BenchRow:
     """Of these, by what was done."""
     placement: Literal["", "searched", "usual"] = ""
     """Of int8: the result of a search by times; the usual one, and the search found nothing faster; "": no search."""
-    tries: int = 0
-    """Times that it was begun."""
+    trial: int = -1
 
     @property
     def name(self) -> str:
-        """Return the row's name, and that of its folder."""
+        """Return the row's name."""
         return f"{self.backend}-{self.format}"
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether the row is not to be tried again."""
-        return self.state not in ("late", "begun")
 
     @property
     def is_slower(self) -> bool:
@@ -125,12 +124,6 @@ class BenchTable:
         """Return the row of that name."""
         return next((row for row in self.rows if row.name == name), None)
 
-    def with_row(self, row: BenchRow) -> BenchTable:
-        """Return the table with a row in its old place, or as the last."""
-        if self.find(row.name) is None:
-            return replace(self, rows=(*self.rows, row))
-        return replace(self, rows=tuple(row if other.name == row.name else other for other in self.rows))
-
     def with_winners(self) -> BenchTable:
         """Return the table with the names of its fastest and smallest rows among those that may win."""
         able = [row for row in self.rows if row.may_win]
@@ -154,6 +147,35 @@ class BenchTable:
         return (
             f"Fastest: the lowest p50 of those that keep {kept} (values, no verdict); smallest: the least bytes of them"
         )
+
+
+def read_row(row: BenchRow, run: Run, report: Mapping[str, Any], speed: str) -> BenchRow:
+    """Return a row with what its report (JSON values) says. `speed`: the metric that its time is."""
+    time, side, decodes = run.goals[speed], report["candidate"], report["candidate"]["generation"]
+    broken = "" if report["verdict"] != "fail" or side["metrics"] else next(iter(report["advice"]), "")
+    return replace(
+        row,
+        state="measured",
+        notes=row.notes if broken else (*row.notes, *report["advice"]),
+        size_bytes=side["size_bytes"],
+        quality={} if broken else _choose_shown(side["metrics"], [gate.metric for gate in run.gates]),
+        keeps=None if broken else all(gate.short == 0 for gate in run.gates),
+        broken=broken,
+        latency_ms=time.value,
+        speedup=1.0 if time.ratio is None else time.ratio,
+        speedup_interval=None if time.ratio is None else (time.low, time.high),
+        throughput_per_s=decodes["decode_rate"] if decodes else side["throughput_per_s"],
+        throughput_batch_size=report["benchmark"]["batch_size"] if decodes else side["throughput_batch_size"],
+        peak_memory_bytes=side["peak_memory_bytes"],
+    )
+
+
+def _choose_shown(values: Mapping[str, float], gated: list[str]) -> dict[str, float]:
+    """Return a metric against the labels where there are some, those of the bounds, the first against float32."""
+    labelled = [name for name in values if METRICS[name].against == "labels"]
+    near = [name for name in values if METRICS[name].against == "baseline" and METRICS[name].ideal == 1.0]
+    names = dict.fromkeys([*(labelled[:1] if not set(gated) & set(labelled) else ()), *gated, *near])
+    return {name: round(values[name], 6) for name in list(names)[:MOST_SHOWN] if name in values}
 
 
 def to_dict(table: BenchTable) -> dict[str, Any]:

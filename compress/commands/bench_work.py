@@ -1,90 +1,132 @@
-"""What a process of `compress bench` does for a row: builds its bundle and measures it, or finds why it is slow."""
+"""What is measured for `compress bench`: a bundle in a few rounds, a twin, why a row is slow; the fastest in turns."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compress.commands.bench_measure import find_cause, measure_bundle
-from compress.errors import CompressError
-from compress.execution.run import build_recipe
-from compress.planning.forecast import JUDGING, START
-from compress.planning.make_plan import make_plan
-from compress.planning.plan import Plan
+import numpy as np
+
+from compress.export.onnx import float_graph, write_graph
+from compress.planning.inputs import read_inputs
+from compress.planning.latency import make_call as make_feeds_of
+from compress.planning.latency import make_twins
+from compress.planning.timing import make_timer
+from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
-from compress.search.orders import Answer, Order
-from compress.search.trying import answer
+from compress.search import trying
+from compress.search.trying import answer, time_stage
+from compress.search.workers import Answer, Order
+from compress.store.cache import default_root
+from compress.store.progress import no_log
+from compress.timing.clock import CONFIDENCE, PROCESSES
 from runtime.bundle.records import from_json
+from runtime.clock.compare import compare_files
+from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
+from runtime.judge.explain import explain_bundle, explain_unprofiled
+from runtime.judge.findings import Side
+from runtime.judge.stats import process_interval
+from runtime.judge.validate import assemble, prepare, quality, run_candidate
+from runtime.measure.benchmark import measure, open_variant, pair, speed_evidence
+from runtime.measure.workload import make_feeds, settings_for
+from runtime.report.report import Report, to_dict
+from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 WORK = "compress.commands.bench_work:obey"
-
-
-@dataclass(frozen=True)
-class RowOrder(Order):
-    """`do` "build": build the bundle and measure it; "judge": find why the bundle that is there is slow.
-
-    `seconds`: what is left; a row that is foreseen to take longer is not begun. `gates`: what its quality is held to.
-    `measuring_s`: what measuring took of rows like it.
-    """
-
-    backend: str = ""
-    gates: tuple[dict[str, Any], ...] = ()
-    measuring_s: float = 0.0
-
-
-@dataclass
-class Stages:
-    """The seconds of each stage of a row, in order."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Note the seconds of what is done while the context is open."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = round(time.monotonic() - start, 2)
+LATENCY_S, FINAL_S = 3.0, 6.0
+MOST_CALLS = 200
+FLOATS: dict[str, GraphState] = {}
+"""Model -> its float graph, which all twins that this process makes begin with."""
 
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
-    """Do what a `RowOrder` says and return the answer, both as JSON values. Failures are answers.
-
-    `report` of the answer has fields of a `BenchRow`.
-    """
-    told = from_json(RowOrder, order, "order")
-    return answer(lambda: _explain(told) if told.do == "judge" else _do_row(told))
-
-
-def _do_row(order: RowOrder) -> Answer:
-    """Plan the row, refuse what cannot work or would come too late, build it and measure it."""
-    stages, cache = Stages(), Path(order.cache) if order.cache else None
-    with stages.time("plan"):
-        try:
-            recipe = load_recipe(order.recipe)
-            needed = foresee_build(make_plan(recipe, cache, timed=False)) + order.measuring_s
-        except (CompressError, RuntimeFailure) as error:
-            if error.exit_code != 2:
-                raise
-            return Answer("refused", str(error))
-    if order.seconds is not None and needed > order.seconds:
-        return Answer("late", f"it takes about {needed:.0f} s, and {max(order.seconds, 0):.0f} s are left")
-    with stages.time("build"):
-        build_recipe(recipe, Path(order.out), cache, quiet=True, timed=False)
-    fields = measure_bundle(Path(order.out), order.backend, order.gates, stages.time)
-    return Answer("done", report={**fields, "stages": stages.seconds})
+    """Do what an `Order` says and return the answer, both as JSON values. Failures are answers."""
+    told = from_json(Order, order, "order")
+    if told.do == "build":
+        return trying.obey(order)
+    work = {"judge": measure_bundle, "explain": find_cause, "twin": measure_twin}[told.do]
+    return answer(lambda: work(told))
 
 
-def foresee_build(plan: Plan) -> float:
-    """Return the least seconds of building a plan's bundle, without judging."""
-    return sum(stage.duration.least_s for stage in plan.stages if stage.name not in (START, JUDGING))
+def measure_bundle(order: Order) -> Answer:
+    """Return the report of a bundle without what takes long and no row shows: other backends, why it is slow."""
+    stages: dict[str, float] = {}
+    with time_stage(stages, "quality"):
+        case = prepare(Path(order.out), None, None)
+        evidence, failures = quality(case, run_candidate(case))
+    with time_stage(stages, "timing"):
+        timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads)
+    evidence |= speed_evidence(timed, case.manifest.judgement)
+    report = assemble(case, timed, evidence, failures, (), list(failures.values())[:1])
+    return Answer("done", report=to_dict(report), stages=stages)
 
 
-def _explain(order: RowOrder) -> Answer:
-    return Answer("done", report={"why": find_cause(Path(order.out), order.backend)})
+def find_cause(order: Order) -> Answer:
+    """Return the first reason for which a bundle's candidate is no faster; "" where no profile tells."""
+    try:
+        case = prepare(Path(order.out), None, None)
+        if explain_unprofiled(case.manifest, case.backend) is not None:
+            return Answer("done")
+        causes = explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads).causes
+    except RuntimeFailure:
+        return Answer("done")  # the row stands without a reason
+    return Answer("done", causes[0].seen.rstrip(".") if causes else "")
+
+
+def measure_twin(order: Order) -> Answer:
+    """Measure a graph made like the result, of which only speed and size count: nothing is calibrated."""
+    recipe, cache = load_recipe(order.recipe), Path(order.cache) if order.cache else default_root()
+    inputs = replace(read_inputs(recipe.model_copy(update={"passes": ()}), cache), recipe=recipe)
+    feeds = make_feeds_of(inputs)
+    timer = make_timer(recipe, cache, [feeds])
+    before, after, missing = make_twins(inputs, timer, no_log, FLOATS.get(str(recipe.model)))
+    FLOATS[str(recipe.model)] = before
+    paths = [Path(order.out) / name / "model.onnx" for name in ("before", "after")]
+    for path, graph in zip(paths, (float_graph(before.model), timer.write(after)), strict=True):
+        path.parent.mkdir(parents=True)
+        write_graph(graph, path)
+    threads = recipe.validate_.benchmark.threads
+    compared = compare_files(recipe.target, threads, paths, [feeds], PROCESSES, LATENCY_S, 0)
+    ms, batch_size = float(np.median(compared.ms[:, 1])), len(next(iter(feeds.values())))
+    speedup = process_interval(compared.ms[:, 0] / compared.ms[:, 1], CONFIDENCE)
+    candidate = Side(
+        latency_ms={"p50": ms},
+        throughput_per_s=1000 * batch_size / ms,
+        throughput_batch_size=batch_size,
+        peak_memory_bytes=float(np.median(compared.peak_memory_bytes[1])),
+        size_bytes=sum(file.stat().st_size for file in paths[1].parent.iterdir() if file.is_file()),
+    )
+    shutil.rmtree(order.out)  # no bundle: nothing of it is kept
+    report = Report(
+        "unjudged",
+        recipe.name,
+        recipe.target,
+        Side(),
+        candidate,
+        ratios={"latency_p50": speedup.value},
+        ratio_intervals={"latency_p50": (speedup.low, speedup.high)},
+        advice=(f"not in its time: what {', '.join(missing)} changes",) if missing else (),
+    )
+    return Answer("done", report=to_dict(report))
+
+
+def time_finalists(bundles: Sequence[tuple[Path, str]]) -> list[float]:
+    """Return the p50 (ms) of several bundles' candidates, each on its backend, all timed in the same rounds."""
+    with ExitStack() as stack:
+        calls: list[Call] = []
+        for folder, backend in bundles:
+            case = prepare(folder, [backend], None)
+            (settings, _), (_, variant) = settings_for(case.manifest, case.threads), pair(case.manifest, backend)
+            session = open_variant(stack, folder, variant, settings.threads)
+            encoder = bundle_preprocessor(folder, case.manifest, session.inputs)
+            given = encoding_views(case.manifest.task, case.columns)[0]
+            batches = make_feeds(
+                encoder, given, settings.batch_size, 0, settings.sequence_length, streams=case.manifest.streams
+            )
+            calls.append(make_call(session, batches))
+        return time_in_turns(calls, MOST_CALLS, budget_s=FINAL_S, one_thread=settings.threads == 1).typical_ms

@@ -156,7 +156,7 @@ def pursue(
     first = _make_space(bare, recipe.goal_gates, formats)
     start = first.recipe_at(first.start())
     make_plan(start, cache, twins=False, log=choose_log(quiet=True))  # what is wrong is said at once
-    with open_study(Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+    with open_study(Study, Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, ahead)
         finish_study(study, work.run)
@@ -558,11 +558,7 @@ class Pursuit:
         self.sweep.check_time()
         if passes is not None and name not in self.chains:
             self.study.extend(self.space_of({**self.chains, name: passes}, factor, rough))
-        trial = self.find_trial(name)
-        if trial is None:
-            number = max((t.number for t in self.study.trials), default=-1) + 1
-            trial = Trial(number, number, {"passes": name})
-            self.study.record(trial)
+        trial = self.study.open_trial({"passes": name})
         if trial.run_at(rung) is None:
             self.sweep.try_all([trial], rung)
         return self.study.find(trial.number).run_at(rung)

@@ -19,13 +19,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape as html_escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -142,6 +142,15 @@ class Study:
         """Return the trial of that number as it is now."""
         return next(trial for trial in self.trials if trial.number == number)
 
+    def open_trial(self, point: Mapping[str, Any]) -> Trial:
+        """Return the trial of a point, written down as a batch of its own where it is new."""
+        trial = next((trial for trial in self.trials if trial.point == point), None)
+        if trial is None:
+            number = max((trial.number for trial in self.trials), default=-1) + 1
+            trial = Trial(number, number, dict(point))
+            self.record(trial)
+        return trial
+
     def read_report(self, trial: Trial) -> Report:
         """Return the report of a trial that was judged in full. Raises UsageError where there is none."""
         return read_report(self.folder / REPORTS / f"{name_trial(trial)}.json")
@@ -164,7 +173,11 @@ class Study:
         if nearest is not None:
             write_whole(self.folder / FOUND, self._describe_found(nearest))
             self._link_best(nearest)
-        kept = {name_trial(trial) for trial in [*self.front, *([nearest] if nearest else [])]}
+        self.keep_bundles([*self.front, *([nearest] if nearest else [])])
+
+    def keep_bundles(self, trials: Iterable[Trial]) -> None:
+        """Remove the bundles of all other trials, and what a killed run placed without a record."""
+        kept = {name_trial(trial) for trial in trials}
         for bundle in (self.folder / BUNDLES).glob("[0-9]*"):
             if bundle.name not in kept:
                 shutil.rmtree(bundle, ignore_errors=True)
@@ -303,11 +316,17 @@ def _format_gates(run: Run) -> str:
     return "all hold" if not short else "; ".join(f"{gate.metric} {gate.rule}: {gate.verdict}" for gate in short)
 
 
+AnyStudy = TypeVar("AnyStudy", bound=Study)
+
+
 @contextmanager
-def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) -> Iterator[Study]:
+def open_study(
+    kind: type[AnyStudy], folder: Path, space: SearchSpace, asked: Recipe | None = None
+) -> Iterator[AnyStudy]:
     """Make the folder of a study, or go on with the one that is there; it is held while the context is open.
 
     `asked`: the recipe whose goal is sought; the space that has grown for it then takes the place of the one given.
+    `kind`: the class of the study.
 
     What is refused before any trial (PlanError) leaves no folder behind that was not there.
 
@@ -332,7 +351,7 @@ def open_study(folder: Path, space: SearchSpace, asked: Recipe | None = None) ->
             space = open_space(load_recipe(folder / SEARCHED))
         shutil.rmtree(folder / WORK, ignore_errors=True)  # what a killed run left
         (folder / WORK).mkdir()
-        study = Study(folder, space, _forget_untried(folder / TRIALS))
+        study = kind(folder, space, _forget_untried(folder / TRIALS))
         study.write()  # a killed run may have recorded a trial, or placed a bundle, and not what follows from it
         try:
             yield study

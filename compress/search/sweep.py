@@ -16,7 +16,6 @@ from compress.errors import CompressError, OutputError, RecipeError
 from compress.recipe.pinned import pin_recipe
 from compress.recipe.points import Point, SearchSpace, format_point, open_space
 from compress.recipe.schema import Recipe
-from compress.search.orders import Answer, Order, keep_untimed
 from compress.search.outcome import Foreseen, explain_foreseen_miss, read_gates, read_goals
 from compress.search.sampler import choose_points
 from compress.search.study import (
@@ -32,7 +31,7 @@ from compress.search.study import (
     open_study,
 )
 from compress.search.trials import Run, State, Trial, write_json
-from compress.search.workers import Workers, start_workers
+from compress.search.workers import Answer, Order, Workers, keep_untimed, start_workers
 from compress.store.progress import no_log
 from compress.store.run_log import open_console
 from runtime.bundle.files import write_whole
@@ -237,12 +236,14 @@ class Sweep:
             host=built.host,
             reused=built.reused,
             foreseen=built.foreseen,
+            stages=built.stages,
         )
 
     def record_judged(self, trial: Trial, rung: int, built: Answer, judged: Answer) -> None:
         """Record what a report says, or why there is none, and keep the report."""
         run = self.describe(built, rung, "judged")
-        run = replace(run, seconds=built.seconds + judged.seconds, judged_on=judged.host)
+        seconds, stages = built.seconds + judged.seconds, built.stages | judged.stages
+        run = replace(run, seconds=seconds, stages=stages, judged_on=judged.host)
         report = judged.report
         if judged.state != "done":
             self.record(trial, replace(run, state="failed", reason=judged.reason))
@@ -255,7 +256,7 @@ class Sweep:
             why = f"{', '.join(missing)} was not measured on {report['backend']}, and is a goal"
             self.record(trial, replace(run, state="failed", reason=why))
             return
-        if run.share == 1:
+        if run.share == 1 and self.work_of(trial).exists():
             os.replace(self.work_of(trial), self.study.folder / BUNDLES / name_trial(trial))
         verdict = report["verdict"] if run.share == 1 else ""
         self.record(trial, replace(run, goals=goals, gates=read_gates(report), verdict=verdict))
@@ -314,7 +315,7 @@ def sweep(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     space = open_space(recipe)
     most = space.search.trials if trials is None else trials
-    with open_study(Path(out), space) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+    with open_study(Study, Path(out), space) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
         work = Sweep(study, workers, cache, deadline, most, prior, choose_log(quiet))
         finish_study(study, work.run)
     return study

@@ -62,7 +62,8 @@ class GateMiss:
 class Run:
     """One try of a point: in full where `share` is 1, and else with that part of training and samples.
 
-    `reason`: why it was refused before any work, or failed. `seconds`: of building and judging. `host`: where the
+    `reason`: why it was refused before any work, or failed; of one that was judged why it is slow, where that was
+    asked. `seconds`: of building and judging, `stages`: of each part of them. `host`: where the
     bundle was built; `judged_on`: where its times were taken. `reused`: work that was in the cache already.
     `foreseen`: what the plan said: weights_ratio, seconds, memory_bytes.
     """
@@ -79,6 +80,7 @@ class Run:
     judged_on: str = ""
     reused: tuple[str, ...] = ()
     foreseen: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:

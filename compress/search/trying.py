@@ -1,21 +1,26 @@
-"""What is done for one trial, in whatever process: plan and build its bundle, and judge it."""
+"""What is done for one trial, in whatever process: plan and build its bundle, with less on a rung, and judge it."""
 
 from __future__ import annotations
 
+import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from compress.errors import CompressError, OutputError
 from compress.execution.run import build_recipe
+from compress.planning.forecast import JUDGING, START
 from compress.planning.make_plan import make_plan
+from compress.planning.plan import Plan
 from compress.recipe.load import load_recipe
+from compress.recipe.schema import DataSpecs, Recipe
 from compress.recipe.search import Racing
-from compress.search.fidelity import reduce_recipe
-from compress.search.orders import Answer, Order, keep_untimed
 from compress.search.outcome import explain_foreseen_miss, foresee_sizes
+from compress.search.workers import Answer, Order, keep_untimed
+from compress.specs import DataSpec
 from compress.store.durable import temporary_folder
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
@@ -44,16 +49,28 @@ def answer(work: Callable[[], Answer]) -> dict[str, Any]:
     return {**values, "seconds": time.monotonic() - start, "host": platform.node()}
 
 
+@contextmanager
+def time_stage(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Note the seconds of what is done while the context is open."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        stages[name] = round(time.monotonic() - start, 2)
+
+
 def _build(order: Order) -> Answer:
     """Plan the recipe, refuse what cannot work or is foreseen to be far from its gates, and write the bundle."""
     cache = Path(order.cache) if order.cache else None
+    stages: dict[str, float] = {}
     try:
-        recipe = load_recipe(order.recipe)
-        plan = make_plan(recipe, cache, twins=False)
-        if order.share < 1:
-            counts = {name: facts.n_samples for name, facts in plan.inputs.data.items()}
-            recipe = reduce_recipe(recipe, Racing.model_validate(order.racing, strict=False), order.share, counts)
-            plan = make_plan(recipe, cache, twins=False)
+        with time_stage(stages, "plan"):
+            recipe = load_recipe(order.recipe)
+            plan = make_plan(recipe, cache, twins=False, timed=order.timed)
+            if order.share < 1:
+                counts = {name: facts.n_samples for name, facts in plan.inputs.data.items()}
+                recipe = reduce_recipe(recipe, Racing.model_validate(order.racing, strict=False), order.share, counts)
+                plan = make_plan(recipe, cache, twins=False, timed=order.timed)
     except (CompressError, RuntimeFailure) as error:
         if error.exit_code != 2:
             raise
@@ -66,16 +83,59 @@ def _build(order: Order) -> Answer:
     sizes = foresee_sizes(plan.before.n_bytes, plan.after.n_bytes)
     if order.refuse and (why := explain_foreseen_miss(recipe.validate_.gates, sizes)):
         return Answer("refused", why, foreseen=foreseen)
-    if order.refuse and order.seconds is not None and plan.duration.least_s > order.seconds:
-        return Answer("late", f"it takes {plan.duration}, and {order.seconds:.0f} s are left")
+    needed = plan.duration.least_s if order.judging_s is None else _foresee_build(plan) + order.judging_s
+    if order.refuse and order.seconds is not None and needed > order.seconds:
+        return Answer("late", f"it takes {needed:.0f} s at least, and {order.seconds:.0f} s are left")
     if order.do == "start":
         with temporary_folder() as folder:
             build_recipe(keep_untimed(recipe), folder / "started", cache, quiet=True)
         return Answer("done")
-    notes = build_recipe(recipe, Path(order.out), cache, quiet=True)
+    with time_stage(stages, "build"):
+        notes = build_recipe(recipe, Path(order.out), cache, quiet=True, timed=order.timed)
     reused = tuple(work.name for work in plan.steps if work.cached)
-    return Answer("done", notes=notes, reused=reused, foreseen=foreseen)
+    return Answer("done", notes=notes, reused=reused, foreseen=foreseen, stages=stages)
+
+
+def _foresee_build(plan: Plan) -> float:
+    """Return the seconds that building a plan's bundle takes at least, without judging it."""
+    return sum(stage.duration.least_s for stage in plan.stages if stage.name not in (START, JUDGING))
 
 
 def _judge(order: Order) -> Answer:
     return Answer("done", report=to_dict(validate(order.out, notes=order.notes)))
+
+
+def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mapping[str, int]) -> Recipe:
+    """Return the recipe with a share of its training and samples, as `racing.shorten` says; itself where share is 1.
+
+    `n_samples`: of each declared set, for those that do not say how many they take. A set that has several parts and
+    does not say so of one of them keeps that part whole.
+    """
+    if share >= 1:
+        return recipe
+    changes: dict[str, object] = {}
+    if "training" in racing.shorten:
+        changes["passes"] = tuple(pass_.shorten(share) for pass_ in recipe.passes)
+    names = [name for name in ("evaluation", "calibration") if name in racing.shorten]
+    changes["data"] = _reduce_sets(recipe.data, names, racing.least_samples, share, n_samples)
+    return recipe.model_copy(update=changes)
+
+
+def _reduce_sets(
+    sets: DataSpecs, names: Sequence[str], least: int, share: float, n_samples: Mapping[str, int]
+) -> DataSpecs:
+    changed: dict[str, object] = {}
+    for name in names:
+        declared = getattr(sets, name)
+        if isinstance(declared, DataSpec):
+            changed[name] = _reduce(declared, least, share, n_samples.get(name))
+        elif declared is not None:
+            changed[name] = {key: _reduce(spec, least, share, None) for key, spec in declared.items()}
+    return sets.model_copy(update=changed)
+
+
+def _reduce(spec: DataSpec, least: int, share: float, n_all: int | None) -> DataSpec:
+    n = spec.samples if spec.samples is not None else None if spec.also else n_all
+    if n is not None:
+        spec = spec.model_copy(update={"samples": min(n, max(math.ceil(n * share), least))})
+    return spec.model_copy(update={"also": tuple(_reduce(part, least, share, None) for part in spec.also)})

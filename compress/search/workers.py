@@ -1,7 +1,8 @@
-"""Processes that do a study's trials: in this one, in several of this machine, on a Ray cluster.
+"""Processes that do a study's trials, and what is said to them: in this one, in several here, on a Ray cluster.
 
 Whoever builds in parallel judges afterwards, one bundle after another with nothing beside it: two timings at once
 would measure each other. So a wave of trials is built first, each in a process of its own, and then each is judged.
+Nothing here imports torch: the study itself needs none.
 """
 
 from __future__ import annotations
@@ -10,30 +11,93 @@ import io
 import json
 import os
 import subprocess
+import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import takewhile
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from compress.search.orders import USUAL_WORK, Answer, Order, find_work
+from compress.recipe.schema import Recipe
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import MissingDependency, RuntimeFailure
+from runtime.processes.interrupts import Terminated, end_orderly
 from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
 
 GRACE_S = 20.0
 """For a process that is told to end, to put its files in order."""
-STARTED = "from compress.search.worker import main; main({work!r})"
+STARTED = "from compress.search.workers import answer_orders; answer_orders({work!r})"
+USUAL_WORK = "compress.search.trying:obey"
+"""module:function that answers an order in the process that got it, both as JSON values."""
+
+
+def find_work(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that `USUAL_WORK` or its like names."""
+    module, _, function = name.partition(":")
+    work: Callable[[dict[str, Any]], dict[str, Any]] = getattr(import_module(module), function)
+    return work
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is told to do: `do` "build" or "judge" the bundle at `out`.
+
+    "start": only what comes before the first pass that times something, so that the cache has it, and no bundle.
+    `recipe`: the file with the explicit recipe, of which `share` is done. `seconds`: what is left of the budget.
+    `refuse`: a build that is foreseen to take longer, or to leave a file far from a gate, is not begun. `judging_s`:
+    what judging takes, where that is known and need not be foreseen. `timed`: the plan forecasts speed, which times an
+    ONNX file. `notes`: of the build, for the report. "twin" and "explain" are of `compress bench`.
+    """
+
+    do: Literal["start", "build", "judge", "twin", "explain"]
+    out: str
+    recipe: str = ""
+    cache: str | None = None
+    share: float = 1.0
+    racing: dict[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    refuse: bool = True
+    judging_s: float | None = None
+    timed: bool = True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of an order. `state`: refused before any work, late (not begun: no time is left), failed, or done.
+
+    `stop`: the failure is the disk's or the place's, which no other trial escapes. `report`: of a judgement, as JSON.
+    `stages`: the seconds of each part of the work.
+    """
+
+    state: Literal["done", "refused", "late", "failed"]
+    reason: str = ""
+    seconds: float = 0.0
+    host: str = ""
+    notes: tuple[str, ...] = ()
+    reused: tuple[str, ...] = ()
+    foreseen: dict[str, float] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    stop: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+def keep_untimed(recipe: Recipe) -> Recipe:
+    """Return the recipe with the passes before the first one that times something; all where none does."""
+    before = takewhile(lambda pass_: not pass_.measures_time, recipe.passes)
+    return recipe.model_copy(update={"passes": tuple(before)})
 
 
 class Workers(Protocol):
-    """Who does the work of trials. `n`: how many build at once. `place`: where times are taken, for the records."""
+    """Who does the work of trials. `n`: how many build at once."""
 
     n: int
-    place: str
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
         """Build bundles, several at once; None for those that the deadline (`time.monotonic`) cut off."""
@@ -44,11 +108,27 @@ class Workers(Protocol):
         ...
 
 
+def answer_orders(work: str) -> None:
+    """Answer orders by the function `work` (module:name) until there are no more.
+
+    What it prints goes to stderr, the study's log of workers.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        with end_orderly():
+            obey = find_work(work)
+            for line in sys.stdin:
+                answers.write(json.dumps(obey(json.loads(line))) + "\n")
+                answers.flush()
+    except (KeyboardInterrupt, Terminated):  # the study ends; finished work is in the cache
+        sys.exit(143)
+
+
 class InThisProcess:
     """Does one after another right here; a deadline is seen only between two of them."""
 
     n = 1
-    place = "this process"
     work = USUAL_WORK
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
@@ -65,8 +145,6 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
 
     `log`: the file that gets what they print. `work`: what answers an order in them (`USUAL_WORK`).
     """
-
-    place = "this machine"
 
     def __init__(self, n: int, log: Path, work: str = USUAL_WORK) -> None:
         self.n = n
@@ -185,7 +263,6 @@ class RayCluster(AbstractContextManager["RayCluster"]):
                 why = last_line(str(error))
                 raise RuntimeFailure(f"--ray {address}: no Ray cluster answers there: {why}") from error
         self.n = n or max(int(ray.cluster_resources().get("CPU", 1)), 1)
-        self.place = "the machine that called, by one process of its own"
         self._local = LocalProcesses(1, log)
 
     def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
@@ -227,11 +304,10 @@ class RayCluster(AbstractContextManager["RayCluster"]):
 
 def build_remotely(order: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Build a bundle in a folder of this node's own; return the answer, and the bundle as a tar file."""
-    from compress.search.trying import obey
     from compress.store.durable import temporary_folder
 
     with temporary_folder() as folder:
-        answer = obey({**order, "out": str(folder / "bundle")})
+        answer = find_work(USUAL_WORK)({**order, "out": str(folder / "bundle")})
         packed = io.BytesIO()
         if (folder / "bundle").is_dir():
             with tarfile.open(fileobj=packed, mode="w") as archive:

@@ -80,7 +80,7 @@ def test_what_cannot_work_or_is_foreseen_to_be_too_large_costs_no_work(tmp_path:
 
 def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path) -> None:
     from compress.recipe.search import Racing
-    from compress.search.fidelity import reduce_recipe
+    from compress.search.trying import reduce_recipe
 
     image_recipe(tmp_path)
     passes = [{"kind": "distill", "epochs": 4, "max_seconds": 60}, {"kind": "qat", "steps": 90}, {"kind": "int8"}]
@@ -122,25 +122,23 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
 
 def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path: Path) -> None:
     from compress.search import workers
-    from compress.search.orders import Order
 
     with pytest.MonkeyPatch.context() as patch:
         crash = "import os, sys; sys.stdin.readline(); print('illegal instruction', file=sys.stderr); os._exit(7)"
         patch.setattr(workers, "STARTED", crash)
         with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            answers = processes.build([Order("build", "out")] * 3, None)
+            answers = processes.build([workers.Order("build", "out")] * 3, None)
     reasons = [answer.reason for answer in answers if answer is not None]
     assert reasons == ["its process ended with exit code 7; it said last: illegal instruction"] * 3
 
 
 def test_at_the_deadline_work_in_progress_ends(tmp_path: Path) -> None:
     from compress.search import workers
-    from compress.search.orders import Order
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "STARTED", "import time; time.sleep(600)")
         with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            assert processes.build([Order("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
+            assert processes.build([workers.Order("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
 
 
 @pytest.mark.slow

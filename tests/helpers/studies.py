@@ -15,7 +15,7 @@ import yaml
 from compress.recipe.load import load_recipe
 from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
-from compress.search.orders import Answer, Order
+from compress.search.workers import Answer, Order
 
 SEARCHED: dict[str, Any] = {
     "version": 1,
@@ -88,8 +88,6 @@ class PretendedWorkers:
     `done`: (what was done, the trial's folder's name, its share), in order; `waves`: what was done at once, how often.
     `after`: orders before a kill.
     """
-
-    place = "nowhere"
 
     def __init__(self, make: Callable[[Mapping[str, Any], float], Any], n: int = 1, after: float = math.inf) -> None:
         self.make, self.n, self.after = make, n, after

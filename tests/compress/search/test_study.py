@@ -11,9 +11,9 @@ import pytest
 from studies import PretendedWorkers, make_report, pretend, searched
 
 from compress.errors import PlaceError
-from compress.search.orders import Answer
 from compress.search.study import Study, read_study
 from compress.search.sweep import Prior, sweep
+from compress.search.workers import Answer
 
 pytest.importorskip("optuna")
 
