@@ -33,7 +33,7 @@ from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
 from compress.recipe.schema import Recipe
 from compress.version import __version__
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import ir_files, write_whole
 from runtime.bundle.format import (

@@ -18,7 +18,7 @@ from compress.passes.base import STATE_COPIES, Pass, Stage, TrainingCost
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.report.units import size_text
 from runtime.tasks import find_task
 from runtime.words import did_you_mean

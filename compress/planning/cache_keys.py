@@ -14,7 +14,7 @@ from compress.planning.own_metrics import digest_own_metrics
 from compress.planning.timing import describe_call, explain_untimed
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.manifest import fixed_batch

@@ -20,7 +20,7 @@ from runtime.encode.split import Split
 from runtime.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
-    from runtime.boxes.spec import Detections
+    from runtime.bundle.detections import Detections
     from runtime.bundle.manifest import Postprocess
     from runtime.encode.preprocess import PreprocessSpec
     from runtime.metrics.base import Metric

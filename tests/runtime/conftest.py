@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from shortcuts import judge_here
 
 from runtime.backends import BACKENDS, Session
-from runtime.boxes.spec import Detections, HeadOutputs
+from runtime.bundle.detections import Detections, HeadOutputs
 from runtime.bundle.format import (
     Artifact,
     Benchmark,

@@ -13,7 +13,7 @@ from exchanges import FAST, ONE, assert_no_exchange_passes, sign_whole, silence_
 from shortcuts import without_processes
 from tiny_bundles import load_tiny
 
-from runtime.boxes.spec import Detections, HeadOutputs
+from runtime.bundle.detections import Detections, HeadOutputs
 from runtime.bundle.format import read_manifest, write_bundle
 from runtime.bundle.manifest import Gate, Judgement
 from runtime.encode.preprocess import LanguagePreprocess, TensorPreprocess, TextPreprocess
