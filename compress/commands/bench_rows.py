@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from runtime.bundle.records import to_json
 from runtime.report.report import finite
-from runtime.report.units import interval_brackets, size_text
+from runtime.words import interval_brackets, size_text
 
 State = Literal["measured", "not possible", "not built", "failed", "late", "begun"]
 FLOAT, PLACED = "float32", "int8-static"

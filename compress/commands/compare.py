@@ -38,7 +38,7 @@ from runtime.report.differences import (
 )
 from runtime.report.report import finite
 from runtime.report.stored import StoredReport, read_stored_report
-from runtime.report.units import ms_text, size_text
+from runtime.words import ms_text, size_text
 
 MOST_LAYERS = 40
 """Layers that the terminal shows; JSON and the page have them all."""

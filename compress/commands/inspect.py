@@ -16,7 +16,7 @@ from runtime.bundle.format import NO_LAYERS, Artifact, Gate, Manifest, read_mani
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 
 def describe_bundle(path: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ from runtime.judge.validate import validate
 from runtime.report.passes import PassModel
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 LOG = "compress.log"
 

@@ -64,7 +64,6 @@ from runtime.report.report import (
     verdict_line,
 )
 from runtime.report.slices import SLICE_HEADS, choose_slices, confusion_lines, slice_cells, slice_notes
-from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -74,6 +73,7 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.words import figure_text, interval_brackets, ms_text, size_text
 
 LARGEST = 12
 """Layers by size, and classes, that a table shows unfolded."""

@@ -19,9 +19,8 @@ from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
 from runtime.bundle.detections import Detections
-from runtime.report.units import size_text
 from runtime.tasks import find_task
-from runtime.words import did_you_mean
+from runtime.words import did_you_mean, size_text
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling

@@ -73,7 +73,7 @@ from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, METRICS, SIZES
 from runtime.processes.memory import available_bytes
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 WORTH_TELLING_BYTES = 2**30
 """Of weight files that were not read: what is smaller is read in less than a second."""

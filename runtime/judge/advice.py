@@ -11,7 +11,7 @@ from runtime.clock.machine import say_busy
 from runtime.judge.causes_operators import FIXED_COST_MS
 from runtime.judge.evidence import Evidence
 from runtime.judge.why import Explanation
-from runtime.report.units import interval_words
+from runtime.words import interval_words
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 """Any of these x86 instruction sets makes int8 products fast."""

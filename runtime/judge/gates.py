@@ -19,8 +19,8 @@ from runtime.judge.slices import LABEL, SET
 from runtime.judge.stats import Estimate, change_scale, samples_needed
 from runtime.metrics import MEASURED, METRICS, check_name, fitting, is_own
 from runtime.metrics.measured import LEAST_RATIO
-from runtime.report.units import interval_words
 from runtime.tasks import find_task
+from runtime.words import interval_words
 
 Verdict = Literal["pass", "fail", "undecided"]
 

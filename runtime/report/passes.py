@@ -18,7 +18,7 @@ from runtime.bundle.format import canonical_json
 from runtime.bundle.manifest import KvCacheSpec, Manifest
 from runtime.bundle.records import from_json
 from runtime.errors import BundleError
-from runtime.report.units import figure_text, ms_text, size_text
+from runtime.words import figure_text, ms_text, size_text
 
 PASSES_FILE = "report.steps.json"
 LATENCY = {"latency_p50": "latency p50", "tpot": "time per token"}

@@ -44,7 +44,6 @@ from runtime.report.slices import (
     slice_notes,
 )
 from runtime.report.terminal import align, fold, paint
-from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -54,6 +53,7 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.words import figure_text, interval_brackets, ms_text, size_text
 
 __all__ = [
     "Report",

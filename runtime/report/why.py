@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from runtime.judge.cause import Cause
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime
 from runtime.report.terminal import align, fold
-from runtime.report.units import ms_text
+from runtime.words import ms_text
 
 OPERATOR_HEADS = ("operator", "before", "after", "share")
 LAYER_HEADS = ("layer", "operator", "before", "after", "GFLOP/s before", "after", "bound by")

@@ -31,7 +31,7 @@ from runtime.judge.advice import (
 from runtime.judge.cause import Cause
 from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
 from runtime.judge.why import Explanation, SideTime
-from runtime.report.units import interval_words
+from runtime.words import interval_words
 
 
 def qdq_model(path: Path, zero_point: Any) -> Path:
