@@ -38,10 +38,10 @@ from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Side, side
 from runtime.judge.pairing import compare_reports
 from runtime.judge.stats import proportion_interval
-from runtime.metrics import METRICS
 from runtime.report.report import Report
 from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport, read_stored_report
+from runtime.tasks.metrics import METRICS
 
 NEEDS = ()
 STATED = 0.05

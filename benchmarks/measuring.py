@@ -19,7 +19,7 @@ from runtime.bundle.manifest import Manifest
 from runtime.clock.turns import make_call, time_in_turns
 from runtime.errors import RuntimeFailure
 from runtime.measure.workload import make_feeds
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples
 
 ONNXRUNTIME, OPENVINO = "onnxruntime-cpu", "openvino"

@@ -169,7 +169,8 @@ class Bundle:
         task = find_task(self.manifest.task)
         if task.encodes:
             encoder = answer_encoder(self.preprocessor)
-            return AnswerGenerator(EncodedDecoder(self.session, encoder.target.start_tokens), encoder, task)
+            answering = EncodedDecoder(self.session, encoder.target.start_tokens)
+            return AnswerGenerator(answering, encoder, task.to_columns)
         decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
         folder = (self.root / self.manifest.artifact("candidate").path).parent
         return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)

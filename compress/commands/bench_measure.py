@@ -25,7 +25,7 @@ from runtime.judge.stats import Estimate, exact, process_interval
 from runtime.judge.validate import prepare, quality, run_candidate
 from runtime.measure.benchmark import measure, open_variant, pair, speed_evidence
 from runtime.measure.workload import make_feeds, settings_for
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 LATENCY_S, FINAL_S = 3.0, 6.0

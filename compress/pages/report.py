@@ -48,7 +48,7 @@ from runtime.judge.confusion import Confusion
 from runtime.judge.findings import Findings
 from runtime.judge.gates import GateResult
 from runtime.judge.why import Explanation
-from runtime.metrics import MEASURED, METRICS
+from runtime.metrics import MEASURED
 from runtime.metrics.base import Metric
 from runtime.report.curves import find_curves
 from runtime.report.pass_table import choose_metrics
@@ -73,6 +73,7 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.tasks.metrics import METRICS
 from runtime.words import figure_text, interval_brackets, ms_text, size_text
 
 LARGEST = 12

@@ -21,8 +21,8 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
-from runtime.metrics import METRICS, is_own
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
+from runtime.tasks.metrics import METRICS, is_own
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from runtime.measure.benchmark import (
     pair,
 )
 from runtime.measure.workload import settings_for
-from runtime.metrics import METRICS, Outputs, why_not
+from runtime.metrics import Outputs
+from runtime.tasks.metrics import METRICS, why_not
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 FIDELITY_SAMPLES = 256

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics import Metric, Outputs
 from runtime.metrics.base import Columns
 from runtime.tasks import find_task
+from runtime.tasks.metrics import METRICS, why_not
 
 MOST_SAMPLES = 24
 """Samples that a report keeps."""

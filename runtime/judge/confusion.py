@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.metrics import METRICS, Outputs, why_not
+from runtime.metrics import Outputs
 from runtime.tasks.base import name_classes
+from runtime.tasks.metrics import METRICS, why_not
 
 MOST_PAIRS = 5000
 """Pairs of classes that a report lists; the rarest are left out."""

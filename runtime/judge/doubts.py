@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from runtime.judge.evidence import Evidence
-from runtime.metrics import METRICS, Outputs
+from runtime.metrics import Outputs
 from runtime.tasks import find_task
+from runtime.tasks.metrics import METRICS
 
 
 def find_doubts(

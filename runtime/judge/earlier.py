@@ -15,11 +15,12 @@ from runtime.errors import UsageError
 from runtime.judge.evidence import list_wanted_metrics
 from runtime.judge.findings import Side
 from runtime.judge.pairing import compare_reports, find_incomparable
-from runtime.metrics import MEASURED, METRICS, is_own
+from runtime.metrics import MEASURED
 from runtime.metrics.base import Columns
 from runtime.report.report import Report
 from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport
+from runtime.tasks.metrics import METRICS, is_own
 
 MEDIANS = ("latency_p50", "throughput", "ttft", "tpot")
 

@@ -38,9 +38,10 @@ from runtime.judge.stats import (
     unknown,
 )
 from runtime.measure.requests import RequestTimes
-from runtime.metrics import METRICS, Metric, Outputs, is_own, why_not
+from runtime.metrics import Metric, Outputs
 from runtime.metrics.base import Columns, Flaws, Link
 from runtime.metrics.measured import ITL_PERCENTILES, LATENCY_PERCENTILES, MEASURED
+from runtime.tasks.metrics import METRICS, is_own, why_not
 
 PROCESS = "fresh processes"
 BETWEEN_RUNS = 0.02

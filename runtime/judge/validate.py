@@ -57,13 +57,14 @@ from runtime.measure.benchmark import (
     speed_evidence,
 )
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
-from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite, is_own
+from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.report.pass_table import make_pass_table
 from runtime.report.passes import PassModel, read_pass_table, write_pass_table
 from runtime.report.report import Report, prepare_folder, write_report
 from runtime.report.samples import describe_evaluation, keep_samples
 from runtime.report.stored import StoredReport
 from runtime.tasks import find_task
+from runtime.tasks.metrics import METRICS, is_own
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3

@@ -9,8 +9,9 @@ from dataclasses import replace
 from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Case, Findings, Side
 from runtime.measure.benchmark import BenchmarkResult
-from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
+from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
 from runtime.report.passes import Change, PassModel, PassRow, PassTable
+from runtime.tasks.metrics import METRICS
 
 FLOAT = "float"
 

@@ -39,11 +39,11 @@ from runtime.judge.evidence import quality_evidence, size_evidence, timing_evide
 from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.pairing import compare_reports
 from runtime.judge.slices import find_groups
-from runtime.metrics import METRICS
 from runtime.report.reading import read_report
 from runtime.report.report import Report, write_report
 from runtime.report.samples import describe_evaluation, keep_samples
 from runtime.report.stored import read_stored_report
+from runtime.tasks.metrics import METRICS
 
 RECIPE: dict[str, Any] = {
     "name": "net",

@@ -24,7 +24,8 @@ from runtime.judge.evidence import (
     timing_evidence,
 )
 from runtime.judge.gates import GateResult, check_gates, judge, overall
-from runtime.metrics import METRICS, NonFiniteOutputs
+from runtime.metrics import NonFiniteOutputs
+from runtime.tasks.metrics import METRICS
 
 IMAGE = "image-classification"
 

@@ -15,10 +15,10 @@ from runtime.judge.evidence import Evidence, column_evidence, quality_evidence, 
 from runtime.judge.findings import Side, ratio_intervals, ratios, side
 from runtime.judge.pairing import compare_reports, find_metric
 from runtime.judge.recorded import as_metric
-from runtime.metrics import METRICS
 from runtime.report.report import Report
 from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport
+from runtime.tasks.metrics import METRICS
 
 TASK = "image-classification"
 NAMES = ("top1", "agreement", "kl", "sqnr_db", "f1_macro")

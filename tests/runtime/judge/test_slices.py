@@ -26,9 +26,9 @@ from runtime.judge.findings import tabulate_slices
 from runtime.judge.gates import GateResult, check_gates, judge
 from runtime.judge.slices import Groups, find_groups
 from runtime.judge.validate import validate
-from runtime.metrics import METRICS
 from runtime.report.report import render_html, render_markdown, render_text
 from runtime.report.slices import slice_cells
+from runtime.tasks.metrics import METRICS
 
 IMAGE = "image-classification"
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)

@@ -14,10 +14,10 @@ import runtime
 from runtime.__main__ import main
 from runtime.bundle.format import Gate, Judgement, Postprocess, write_bundle
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
 from runtime.serving.protocol import ServedModel
 from runtime.tasks import TASKS, find_task
 from runtime.tasks.base import BatchFacts, mark_chosen, rank_classes, softmax
+from runtime.tasks.metrics import METRICS
 
 LOGITS = np.array([[3.0, 1.0, 2.0], [0.1, 0.0, 0.0], [0.0, 5.0, 5.0]], np.float32)
 IMAGE = find_task("image-classification")
