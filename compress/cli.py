@@ -295,7 +295,7 @@ def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
 def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
     """Check that every file of a bundle is the one its manifest names."""
     with ending(as_json):
-        from runtime.bundle.format import verify as verify_bundle
+        from runtime.tasks.manifest import verify as verify_bundle
 
         manifest = verify_bundle(bundle)
         if as_json:

@@ -215,15 +215,15 @@ def open_bundle(
     unknown backend or option; MissingDependency if the backend is not installed.
     """
     from runtime.backends import find_backend, open_artifact
-    from runtime.bundle import format as format_
     from runtime.bundle.files import name_file
     from runtime.errors import UsageError
+    from runtime.tasks import manifest as manifests
     from runtime.tasks.predict import bundle_preprocessor
 
     root = Path(path)
     find_backend(backend)  # an unknown one is told before the files are read
     with name_file(root):
-        manifest = format_.verify(root) if verify else format_.read_manifest(root)
+        manifest = manifests.verify(root) if verify else manifests.read_manifest(root)
         candidate = manifest.candidate_for(backend)
         if manifest.is_scored(backend):
             what = "checkpoint" if candidate.is_checkpoint else "graph"

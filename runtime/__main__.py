@@ -26,7 +26,7 @@ except ImportError as error:  # all below needs it, so that the command ends her
 
 from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
-from runtime.bundle.format import Manifest, read_manifest, verify
+from runtime.bundle.format import Manifest
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.samples import write_npz
 from runtime.judge.explain import explain_path
@@ -38,6 +38,7 @@ from runtime.report.terminal import find_width, show_progress
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
+from runtime.tasks.manifest import read_manifest, verify
 from runtime.tasks.sources import read_sources
 
 MOST_INPUT = 2**26

@@ -21,10 +21,11 @@ from runtime.judge.evidence import Evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case
 from runtime.judge.gates import judge
-from runtime.judge.stats import Estimate, exact, process_interval
+from runtime.judge.speed import speed_evidence
 from runtime.judge.validate import prepare, quality, run_candidate
-from runtime.measure.benchmark import measure, open_variant, pair, speed_evidence
+from runtime.measure.benchmark import measure, open_variant, pair
 from runtime.measure.workload import make_feeds, settings_for
+from runtime.stats import Estimate, exact, process_interval
 from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 

@@ -46,7 +46,6 @@ from runtime.bundle.format import (
     RecordedMetric,
     checkpoint_size,
     model_size,
-    write_bundle,
     write_candidate_outputs,
     write_outputs,
     write_recorded,
@@ -56,6 +55,7 @@ from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
+from runtime.tasks.manifest import write_bundle
 
 FOLDER_FILES = (
     "config.json",

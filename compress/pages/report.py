@@ -43,7 +43,7 @@ from compress.pages.page import render_page
 from compress.pages.samples import show_samples
 from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layers
 from compress.pages.why import draw_roofline
-from runtime.bundle.format import Artifact, Manifest, read_manifest
+from runtime.bundle.format import Artifact, Manifest
 from runtime.judge.confusion import Confusion
 from runtime.judge.findings import Findings
 from runtime.judge.gates import GateResult
@@ -73,6 +73,7 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.tasks.manifest import read_manifest
 from runtime.tasks.metrics import METRICS
 from runtime.words import figure_text, interval_brackets, ms_text, size_text
 

@@ -17,12 +17,12 @@ import numpy as np
 from runtime.backends import BACKENDS, Session, open_options
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest, inside
-from runtime.judge.evidence import find_medians
 from runtime.measure.benchmark import (
     BenchmarkResult,
     Beside,
     Variant,
     engine_trouble,
+    find_medians,
     list_variants,
     open_variant,
     pair,

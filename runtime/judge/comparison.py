@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.judge.stats import Estimate
+from runtime.stats import Estimate
 
 Verdict = Literal["better", "worse", "within noise", "not known"]
 

@@ -17,12 +17,12 @@ from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
 from runtime.judge.slices import Groups
-from runtime.judge.stats import Estimate
 from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.report.passes import PassTable
 from runtime.report.samples import EvaluatedOn, KeptSamples
+from runtime.stats import Estimate
 from runtime.tasks.metrics import METRICS
 
 FORMAT_VERSION = 1

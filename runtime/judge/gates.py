@@ -16,9 +16,9 @@ from runtime.bundle.format import Benchmark, Gate, Judgement, Postprocess
 from runtime.errors import UsageError
 from runtime.judge.evidence import Evidence, slices_by
 from runtime.judge.slices import LABEL, SET
-from runtime.judge.stats import Estimate, change_scale, samples_needed
 from runtime.metrics import MEASURED
 from runtime.metrics.measured import LEAST_RATIO
+from runtime.stats import Estimate, change_scale, samples_needed
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT
 from runtime.tasks.metrics import METRICS, check_name, fitting, is_own

@@ -21,11 +21,11 @@ from runtime.judge.comparison import Comparison, Difference, Verdict
 from runtime.judge.evidence import column_evidence
 from runtime.judge.findings import Interval
 from runtime.judge.recorded import as_metric, describe_own_metric
-from runtime.judge.stats import PROCESSES, Estimate, change_level, change_scale, divide, exact, subtract, unknown
 from runtime.metrics import MEASURED, MeasuredMetric, Metric
 from runtime.metrics.base import Columns
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
+from runtime.stats import PROCESSES, Estimate, change_level, change_scale, divide, exact, subtract, unknown
 from runtime.tasks.metrics import METRICS, is_own
 
 GRAIN = 0.001

@@ -24,7 +24,6 @@ from runtime.bundle.format import (
     read_recorded,
     read_samples,
     read_slices,
-    verify,
 )
 from runtime.bundle.onnx_file import graph_facts
 from runtime.clock.machine import environment
@@ -36,13 +35,14 @@ from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.doubts import find_doubts
 from runtime.judge.earlier import check_earlier, hold_against
-from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
+from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
 from runtime.judge.gates import check_gates, judge, overall
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.slices import find_groups
+from runtime.judge.speed import size_evidence, speed_evidence
 from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
@@ -54,7 +54,6 @@ from runtime.measure.benchmark import (
     measure,
     open_variant,
     pair,
-    speed_evidence,
 )
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
@@ -64,6 +63,7 @@ from runtime.report.report import Report, prepare_folder, write_report
 from runtime.report.samples import describe_evaluation, keep_samples
 from runtime.report.stored import StoredReport
 from runtime.tasks import find_task
+from runtime.tasks.manifest import verify
 from runtime.tasks.metrics import METRICS, is_own
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from runtime.bundle.format import MANIFEST, Manifest, read_manifest, read_samples, read_slices
+from runtime.bundle.format import MANIFEST, Manifest, read_samples, read_slices
 from runtime.errors import UsageError
 from runtime.judge.slices import LABEL, Groups, find_groups
 from runtime.metrics.base import Columns
 from runtime.report.reading import read_report
 from runtime.report.report import Report
 from runtime.report.samples import SAMPLES_FILE, describe_evaluation, read_kept_samples
+from runtime.tasks.manifest import read_manifest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.cli import app
-from runtime.bundle.format import verify
+from runtime.tasks.manifest import verify
 
 FILES = {
     "README.md",

@@ -28,9 +28,9 @@ from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.work import WORK
-from runtime.bundle.format import verify
 from runtime.report.passes import PASSES_FILE, PassRow
 from runtime.report.report import Report, render_text
+from runtime.tasks.manifest import verify
 
 pytestmark = pytest.mark.slow
 QUICK = [

@@ -24,7 +24,6 @@ from compress.cli import app
 from compress.commands.report import add_page, make_page
 from compress.pages.frontier import Frontier, Trial
 from compress.pages.report import render_report
-from runtime.bundle.format import verify
 from runtime.errors import UsageError
 from runtime.judge.cause import Cause
 from runtime.judge.confusion import ConfusedPair, Confusion
@@ -35,6 +34,7 @@ from runtime.judge.why import Explanation, LayerComparison, OperatorTime, SideTi
 from runtime.report.passes import PassRow, PassTable
 from runtime.report.reading import read_report
 from runtime.report.report import Report, to_dict
+from runtime.tasks.manifest import verify
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$ \"quoted\" & _under \x07"
 VOID = {"meta", "link", "img", "br"}

@@ -30,11 +30,8 @@ from runtime.bundle.format import (
     canonical_json,
     inside,
     model_size,
-    read_manifest,
     read_outputs,
     read_samples,
-    verify,
-    write_bundle,
     write_samples,
 )
 from runtime.bundle.onnx_file import external_files
@@ -43,6 +40,7 @@ from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, write_j
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import ImagePreprocess, spec_from_dict
 from runtime.errors import BundleError, UsageError
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

@@ -29,7 +29,8 @@ from runtime.judge.advice import (
     slower,
 )
 from runtime.judge.cause import Cause
-from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
+from runtime.judge.evidence import Evidence
+from runtime.judge.speed import size_evidence, timing_evidence
 from runtime.judge.why import Explanation, SideTime
 from runtime.words import interval_words
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from runtime.__main__ import main
-from runtime.bundle.format import Benchmark, Gate, Judgement, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import BundleError, UsageError
 from runtime.judge.validate import validate
 from runtime.report.stored import read_stored_report
+from runtime.tasks.manifest import write_bundle
 
 pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)

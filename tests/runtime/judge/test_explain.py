@@ -10,13 +10,13 @@ from shortcuts import without_processes
 from tiny_bundles import make_bundle
 
 from runtime.__main__ import main
-from runtime.bundle.format import read_manifest
 from runtime.clock.peaks import Peaks
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge import explain, validate
 from runtime.judge.explain import explain_path, explain_unprofiled
 from runtime.judge.twins import ProfiledPair
 from runtime.report.why import render_explanation
+from runtime.tasks.manifest import read_manifest
 
 KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
 

@@ -18,19 +18,11 @@ from places import ROOT
 
 from runtime.__main__ import main
 from runtime.backends import BACKENDS
-from runtime.bundle.format import (
-    Benchmark,
-    Gate,
-    Judgement,
-    Manifest,
-    read_manifest,
-    verify,
-    write_bundle,
-    write_outputs,
-)
+from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, write_outputs
 from runtime.encode.preprocess import TensorPreprocess
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.validate import validate
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)

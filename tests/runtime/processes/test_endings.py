@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from runtime.__main__ import main
-from runtime.bundle.format import read_manifest, write_bundle
 from runtime.processes import endings
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 CODE = "import sys; from runtime.__main__ import main; sys.exit(main())"
 WITHOUT = """
