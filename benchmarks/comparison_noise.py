@@ -36,9 +36,9 @@ from runtime.bundle.format import Judgement
 from runtime.judge.comparison import Comparison
 from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Side, side
-from runtime.judge.pairing import compare_reports
+from runtime.judge.samples import EvaluatedOn
+from runtime.report.pairing import compare_reports
 from runtime.report.report import Report
-from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport, read_stored_report
 from runtime.stats import proportion_interval
 from runtime.tasks.metrics import METRICS

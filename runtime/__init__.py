@@ -105,7 +105,7 @@ class Bundle:
                 self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
             )
         if self.manifest.alone:
-            from runtime.judge.validate import run_candidate_alone
+            from runtime.judge.bundle import run_candidate_alone
 
             return dict(run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size))
         baseline = self.manifest.baseline_for(self.backend)
@@ -182,11 +182,11 @@ class Bundle:
         return benchmark(self.root, self.backend, self.threads)
 
     def validate(self) -> "Report":
-        """Judge the bundle in this backend and write the report into it; `runtime.judge.validate.validate`.
+        """Judge the bundle in this backend and write the report into it; `runtime.report.validate.validate`.
 
         Threads are what the bundle's gates were written for, not this session's.
         """
-        from runtime.judge.validate import validate
+        from runtime.report.validate import validate
 
         return validate(self.root, [self.backend])
 

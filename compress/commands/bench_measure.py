@@ -17,12 +17,12 @@ from runtime.bundle.format import Gate, Judgement
 from runtime.clock.compare import compare_files
 from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
+from runtime.judge.bundle import prepare, quality, run_candidate
 from runtime.judge.evidence import Evidence
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case
 from runtime.judge.gates import judge
 from runtime.judge.speed import speed_evidence
-from runtime.judge.validate import prepare, quality, run_candidate
 from runtime.measure.benchmark import measure, open_variant, pair
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.stats import Estimate, exact, process_interval

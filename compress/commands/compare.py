@@ -26,8 +26,6 @@ from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
 from runtime.judge.comparison import Comparison, Difference, SliceComparison, Verdict
 from runtime.judge.findings import Side
-from runtime.judge.pairing import compare_reports, list_different_runs
-from runtime.judge.slice_pairing import compare_slices, order_slices
 from runtime.report.differences import (
     SLICE_HEADS,
     comparison_notes,
@@ -36,6 +34,7 @@ from runtime.report.differences import (
     format_value,
     slice_cells,
 )
+from runtime.report.pairing import compare_reports, compare_slices, list_different_runs, order_slices
 from runtime.report.report import finite
 from runtime.report.stored import StoredReport, read_stored_report
 from runtime.words import ms_text, size_text

@@ -45,14 +45,14 @@ from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layer
 from compress.pages.why import draw_roofline
 from runtime.bundle.format import Artifact, Manifest
 from runtime.judge.confusion import Confusion
-from runtime.judge.findings import Findings
+from runtime.judge.findings import Findings, PassTable
 from runtime.judge.gates import GateResult
+from runtime.judge.passes import choose_metrics
 from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED
 from runtime.metrics.base import Metric
 from runtime.report.curves import find_curves
-from runtime.report.pass_table import choose_metrics
-from runtime.report.passes import LATENCY, PassTable, pass_cells, pass_heads, pass_notes
+from runtime.report.passes import LATENCY, pass_cells, pass_heads, pass_notes
 from runtime.report.report import (
     BACKEND_HEADS,
     PAGE,

@@ -48,7 +48,7 @@ class Calls:
 
 
 def judging_seconds(speed: Benchmark, n_samples: int, calls: Calls, gates: Sequence[Gate] = ()) -> float:
-    """Return the seconds of judging a model that is called, as `runtime.judge.validate` does it: no decoder's."""
+    """Return the seconds of judging a model that is called, as `runtime.judge.bundle` does it: no decoder's."""
     processes = count_processes(Judgement(gates=tuple(gates), benchmark=speed))
     gated = {gate.metric for gate in gates}
     single, many = calls.of_batch(speed.batch_size), calls.of_batch(speed.throughput_batch_size)

@@ -588,7 +588,7 @@ def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.Monk
     assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
     asked: list[object] = []
     room(
-        "runtime.judge.validate",
+        "runtime.report.validate",
         validate=lambda path, report_folder, earlier, progress: (
             asked.append((report_folder, earlier)) or report("fail")
         ),

@@ -16,7 +16,7 @@ from fuzzing import FULL, SEED, assert_done_or_refused
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.tasks.manifest import verify
 
 SHARE = 0.005

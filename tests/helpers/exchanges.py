@@ -19,7 +19,7 @@ from runtime.bundle.manifest import Benchmark, Gate, Judgement
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, write_bundle
 
 ONE = ("onnxruntime-cpu",)

@@ -29,7 +29,7 @@ from runtime import open_bundle
 from runtime.bundle.format import canonical_json, read_samples
 from runtime.bundle.manifest import Benchmark, Judgement, Manifest
 from runtime.encode.preprocess import LanguagePreprocess, TextPreprocess
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.tasks.manifest import verify, write_bundle
 
 KINDS = ("image", "text", "decoder")

@@ -28,13 +28,12 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side, tabulate_slices
-from runtime.judge.pairing import compare_reports
+from runtime.judge.samples import describe_evaluation, keep_samples
 from runtime.judge.slices import find_groups
 from runtime.judge.speed import size_evidence, timing_evidence
-from runtime.report.reading import read_report
+from runtime.report.pairing import compare_reports
 from runtime.report.report import Report, write_report
-from runtime.report.samples import describe_evaluation, keep_samples
-from runtime.report.stored import read_stored_report
+from runtime.report.stored import read_report, read_stored_report
 from runtime.tasks.manifest import read_manifest, write_bundle
 from runtime.tasks.metrics import METRICS
 

@@ -27,13 +27,12 @@ from compress.pages.report import render_report
 from runtime.errors import UsageError
 from runtime.judge.cause import Cause
 from runtime.judge.confusion import ConfusedPair, Confusion
-from runtime.judge.findings import MetricSlices, SliceValue
+from runtime.judge.findings import MetricSlices, PassRow, PassTable, SliceValue
 from runtime.judge.gates import GateResult
-from runtime.judge.validate import validate
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime, SideTime
-from runtime.report.passes import PassRow, PassTable
-from runtime.report.reading import read_report
 from runtime.report.report import Report, to_dict
+from runtime.report.stored import read_report
+from runtime.report.validate import validate
 from runtime.tasks.manifest import verify
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$ \"quoted\" & _under \x07"

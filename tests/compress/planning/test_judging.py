@@ -21,7 +21,7 @@ from compress.recipe.schema import Recipe
 from runtime import open_bundle
 from runtime.bundle.format import read_samples, read_slices
 from runtime.judge.recorded import value_columns
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest
 
 RECIPE = """\

@@ -31,11 +31,11 @@ from runtime.decode.scoring import score
 from runtime.errors import BundleError, UsageError
 from runtime.judge.findings import OF_DECODERS
 from runtime.judge.speed import request_evidence, speed_evidence
-from runtime.judge.validate import validate
 from runtime.measure.benchmark import benchmark
 from runtime.measure.requests import RequestTimes
 from runtime.metrics import MEASURED
 from runtime.report.report import render_markdown, render_text, verdict_line
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 MakeBundle = Callable[..., Path]

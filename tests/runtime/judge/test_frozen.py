@@ -18,7 +18,7 @@ from runtime.bundle.manifest import Gate, Judgement
 from runtime.encode.preprocess import LanguagePreprocess, TensorPreprocess, TextPreprocess
 from runtime.errors import BundleError
 from runtime.judge.frozen import check_outputs, find_far_rows
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, write_bundle
 
 tiny = load_tiny()

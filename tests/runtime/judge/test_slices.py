@@ -16,9 +16,9 @@ from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.judge.findings import tabulate_slices
 from runtime.judge.gates import GateResult, check_gates, judge
 from runtime.judge.slices import Groups, find_groups
-from runtime.judge.validate import validate
 from runtime.report.report import render_html, render_markdown, render_text
 from runtime.report.slices import slice_cells
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, write_bundle
 from runtime.tasks.metrics import METRICS
 

@@ -96,7 +96,7 @@ def test_a_bundle_that_cannot_be_written_is_judged_elsewhere(
 ) -> None:
     before = sorted(path.name for path in image_bundle.rglob("*"))
     monkeypatch.setattr(
-        "runtime.judge.validate.judge_model", failing(AssertionError("nothing runs before this is known"))
+        "runtime.report.validate.judge_model", failing(AssertionError("nothing runs before this is known"))
     )
     monkeypatch.setattr("tempfile.TemporaryFile", failing(OSError(errno.EROFS, "Read-only file system")))
     code, said = end(["validate", str(image_bundle)], capsys)

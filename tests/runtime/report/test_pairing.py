@@ -13,11 +13,11 @@ from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.errors import UsageError
 from runtime.judge.evidence import Evidence, column_evidence, quality_evidence
 from runtime.judge.findings import Side, ratio_intervals, ratios, side
-from runtime.judge.pairing import compare_reports, find_metric
 from runtime.judge.recorded import as_metric
+from runtime.judge.samples import EvaluatedOn
 from runtime.judge.speed import size_evidence, timing_evidence
+from runtime.report.pairing import compare_reports, find_metric
 from runtime.report.report import Report
-from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport
 from runtime.tasks.metrics import METRICS
 
