@@ -31,6 +31,7 @@ from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
+from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
 from compress.version import __version__
 from runtime.bundle.detections import Detections
@@ -38,6 +39,7 @@ from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import ir_files, write_whole
 from runtime.bundle.format import (
     HOST,
+    REMEDIES_FILE,
     Artifact,
     BuildScore,
     Generation,
@@ -156,6 +158,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     write_json(staging / HOST, {**contents.host, "notes": here})
     layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
     write_json(staging / "layers.json", layers)
+    write_json(staging / REMEDIES_FILE, REMEDIES)
     manifest = Manifest(
         name=recipe.name,
         task=recipe.model.task,

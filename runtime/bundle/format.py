@@ -10,6 +10,7 @@ evaluation/            the frozen samples (samples.npz, samples.jsonl) and basel
 report.json .md .xml   what validation measured, report.samples.npz, report.steps.json and compress.log: in no manifest,
                        because they are written afterwards; any other name that the manifest does not list is not the
                        bundle's
+remedies.json          what the build would do against each cause of slowness, for the judge to show
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
                        because it is of one machine
 ```
@@ -78,6 +79,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 __all__ = [
     "FORMAT_VERSION",
     "HOST",
+    "REMEDIES_FILE",
     "Artifact",
     "Benchmark",
     "BuildScore",
@@ -101,6 +103,7 @@ __all__ = [
     "read_candidate_outputs",
     "read_outputs",
     "read_recorded",
+    "read_remedies",
     "read_samples",
     "read_slices",
     "seal_bundle",
@@ -123,13 +126,14 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
 )
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
+REMEDIES_FILE = "remedies.json"
 FOLDERS = ("model/", "baseline/", "evaluation/")
 """What every bundle may have; others are those of its artifacts."""
 WRITTEN_AFTERWARDS = re.compile(
     r"report\.(?:json|md|xml|html|earlier\.html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
 )
 """Names of what validation writes, a draft that a kill left of it included."""
-MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_BYTES, MOST_REMEDY_BYTES = 64 * 2**20, 2**14
 FILES_OF = {
     "onnx": model_files,
     "checkpoint": checkpoint_files,
@@ -469,3 +473,28 @@ def read_layers(root: Path, manifest: Manifest) -> tuple[dict[str, Any], ...]:
     if not isinstance(layers, list) or not all(isinstance(row, dict) for row in layers):
         raise BundleError(f"{root / 'layers.json'}: must be a list of objects, one for each layer or note")
     return tuple(layers)
+
+
+def read_remedies(root: Path, manifest: Manifest) -> dict[str, str]:
+    """Read what would end each cause of slowness, pieces of recipes, remedies.json; nothing where the bundle has none.
+
+    Raises BundleError where it is not a small object of printable texts.
+    """
+    if REMEDIES_FILE not in manifest.files:
+        return {}
+    try:
+        if manifest.files[REMEDIES_FILE].size_bytes > MOST_REMEDY_BYTES:
+            raise ValueError(f"larger than {MOST_REMEDY_BYTES} bytes")
+        remedies = json.loads((root / REMEDIES_FILE).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{root / REMEDIES_FILE}: {error}") from error
+    if not isinstance(remedies, dict) or not all(map(_is_plain_text, remedies.values())):
+        raise BundleError(
+            f"{root / REMEDIES_FILE}: must be an object of printable texts, a piece of a recipe by its name"
+        )
+    return remedies
+
+
+def _is_plain_text(value: object) -> bool:
+    """Return whether a value is a text without what steers a terminal."""
+    return isinstance(value, str) and all(line.isprintable() for line in value.split("\n"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.bundle.onnx_file import GraphFacts
 from runtime.clock.machine import say_busy
-from runtime.judge.causes_operators import FIXED_COST_MS
+from runtime.judge.causes import FIXED_COST_MS
 from runtime.judge.evidence import Evidence
 from runtime.judge.why import Explanation
 from runtime.words import interval_words

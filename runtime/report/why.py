@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.judge.cause import Cause
+from runtime.judge.causes import Cause
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime
 from runtime.report.terminal import align, fold
 from runtime.words import ms_text

@@ -25,7 +25,7 @@ from compress.commands.report import add_page, make_page
 from compress.pages.frontier import Frontier, Trial
 from compress.pages.report import render_report
 from runtime.errors import UsageError
-from runtime.judge.cause import Cause
+from runtime.judge.causes import Cause
 from runtime.judge.confusion import ConfusedPair, Confusion
 from runtime.judge.findings import MetricSlices, PassRow, PassTable, SliceValue
 from runtime.judge.gates import GateResult

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis.extra import numpy as npst
 from onnx import TensorProto, helper
 
 from runtime.bundle.format import (
+    REMEDIES_FILE,
     Artifact,
     Benchmark,
     Gate,
@@ -31,6 +33,7 @@ from runtime.bundle.format import (
     inside,
     model_size,
     read_outputs,
+    read_remedies,
     read_samples,
     write_samples,
 )
@@ -495,3 +498,23 @@ def test_format_and_preprocessing_import_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "Expecting property name"),
+        ('["ignore: []"]', "must be an object of printable texts"),
+        ('{"casts": 1}', "must be an object of printable texts"),
+        ('{"casts": "\\u001b[2J"}', "must be an object of printable texts"),
+        ('{"casts": "a", "casts": "b"}', "'casts' is there twice"),
+        (json.dumps({"casts": "x" * 2**14}), "larger than 16384 bytes"),
+    ],
+)
+def test_remedies_that_are_no_small_texts_are_refused(image_bundle: Path, content: str, said: str) -> None:
+    manifest = read_manifest(image_bundle)
+    assert read_remedies(image_bundle, manifest) == {}, "an older bundle has none"
+    (image_bundle / REMEDIES_FILE).write_text(content)
+    manifest = write_bundle(image_bundle, replace(manifest, files={}))
+    with pytest.raises(BundleError, match=re.escape(said)):
+        read_remedies(image_bundle, manifest)

@@ -28,7 +28,7 @@ from runtime.judge.advice import (
     reasons,
     slower,
 )
-from runtime.judge.cause import Cause
+from runtime.judge.causes import Cause
 from runtime.judge.evidence import Evidence
 from runtime.judge.speed import size_evidence, timing_evidence
 from runtime.judge.why import Explanation, SideTime
