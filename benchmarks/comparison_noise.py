@@ -33,9 +33,8 @@ from common import (
 )
 
 from runtime.bundle.format import Judgement
-from runtime.judge.comparison import Comparison
 from runtime.judge.evidence import quality_evidence
-from runtime.judge.findings import Side, side
+from runtime.judge.findings import Comparison, Side, side
 from runtime.judge.samples import EvaluatedOn
 from runtime.report.pairing import compare_reports
 from runtime.report.report import Report

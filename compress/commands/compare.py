@@ -24,8 +24,7 @@ from compress.pages.comparison import ComparisonPart, render_comparison
 from compress.recipe.templates import write_new
 from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
-from runtime.judge.comparison import Comparison, Difference, SliceComparison, Verdict
-from runtime.judge.findings import Side
+from runtime.judge.findings import Comparison, Difference, DifferenceVerdict, Side, SliceComparison
 from runtime.report.differences import (
     SLICE_HEADS,
     comparison_notes,
@@ -152,8 +151,8 @@ def to_dict(bundles: Sequence[ComparedBundle]) -> dict[str, Any]:
 def summarize(measured: Comparison) -> str:
     """Return how many differences are real, and which: "1 better (size), 2 worse (top1, kl), 9 within noise"."""
     parts = []
-    real: tuple[Verdict, ...] = ("better", "worse")
-    others: tuple[Verdict, ...] = ("within noise", "not known")
+    real: tuple[DifferenceVerdict, ...] = ("better", "worse")
+    others: tuple[DifferenceVerdict, ...] = ("within noise", "not known")
     for verdict in real:
         names = [found.metric for found in measured.find(verdict)]
         parts += [f"{len(names)} {verdict} ({', '.join(names)})"] * bool(names)

@@ -27,12 +27,11 @@ from runtime.bundle.format import (
 from runtime.bundle.onnx_file import graph_facts
 from runtime.clock.machine import environment
 from runtime.errors import BundleError, RuntimeFailure
-from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_smaller
+from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
 from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
 from runtime.judge.changes import Changes, find_changes
 from runtime.judge.confusion import Confusion, count_confusions
 from runtime.judge.copies import describe_copies, find_draws
-from runtime.judge.doubts import find_doubts
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, Findings, differences, ratio_intervals, ratios, side, tabulate_slices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.judge.comparison import Comparison, Difference, SliceComparison, SliceDifference
+from runtime.judge.findings import Comparison, Difference, SliceComparison, SliceDifference
 from runtime.judge.gates import GateResult, Verdict
 from runtime.words import SMALL, figure_text, interval_brackets, size_text
 

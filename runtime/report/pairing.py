@@ -22,9 +22,8 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
-from runtime.judge.comparison import Comparison, Difference, SliceComparison, SliceDifference, Verdict
 from runtime.judge.evidence import column_evidence, slices_by
-from runtime.judge.findings import Interval
+from runtime.judge.findings import Comparison, Difference, DifferenceVerdict, Interval, SliceComparison, SliceDifference
 from runtime.judge.recorded import as_metric, describe_own_metric
 from runtime.judge.slices import Groups
 from runtime.metrics import MEASURED, MeasuredMetric, Metric
@@ -275,7 +274,7 @@ def _describe(
 ) -> Difference:
     """Return a metric's difference with its verdict: beyond noise where no change at all is outside of its interval."""
     same, higher_is_better = (1.0, True) if scale == "ratio" else (0.0, metric.higher_is_better)
-    verdict: Verdict = "within noise"
+    verdict: DifferenceVerdict = "within noise"
     least = 0.0 if scale == "ratio" else -math.inf
     if math.isnan(change.value) or (change.low == least and math.isinf(change.high)):
         verdict = "not known"
@@ -368,5 +367,5 @@ def _pair_slice(metric: Metric, mask: Array, old: StoredReport, new: StoredRepor
 
 def order_slices(slices: Sequence[SliceDifference]) -> list[SliceDifference]:
     """Return the slices: what is worse, what is better, then the others; of each the largest change first."""
-    order: tuple[Verdict, ...] = ("worse", "better", "within noise", "not known")
+    order: tuple[DifferenceVerdict, ...] = ("worse", "better", "within noise", "not known")
     return sorted(slices, key=lambda s: (order.index(s.difference.verdict), -abs(s.difference.change.value)))
