@@ -44,7 +44,7 @@ from compress.pages.samples import show_samples
 from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layers
 from compress.pages.why import draw_roofline
 from runtime.bundle.format import Artifact, Manifest
-from runtime.judge.confusion import Confusion
+from runtime.judge.changes import Confusion
 from runtime.judge.findings import Findings, PassTable
 from runtime.judge.gates import GateResult
 from runtime.judge.passes import choose_metrics

@@ -29,8 +29,7 @@ from runtime.clock.machine import environment
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
 from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
-from runtime.judge.changes import Changes, find_changes
-from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.changes import Changes, Confusion, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled

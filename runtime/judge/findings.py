@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
-from runtime.judge.changes import Changes
-from runtime.judge.confusion import Confusion
+from runtime.judge.changes import Changes, Confusion
 from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict

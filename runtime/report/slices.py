@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from runtime.judge.confusion import ConfusedPair, Confusion
+from runtime.judge.changes import ConfusedPair, Confusion
 from runtime.judge.findings import Findings, MetricSlices, SliceValue, order_metrics, order_worst_first
 from runtime.words import figure_text
 

@@ -26,7 +26,7 @@ from compress.pages.frontier import Frontier, Trial
 from compress.pages.report import render_report
 from runtime.errors import UsageError
 from runtime.judge.causes import Cause
-from runtime.judge.confusion import ConfusedPair, Confusion
+from runtime.judge.changes import ConfusedPair, Confusion
 from runtime.judge.findings import MetricSlices, PassRow, PassTable, SliceValue
 from runtime.judge.gates import GateResult
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime, SideTime
