@@ -19,7 +19,7 @@ from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, Plugin, Plu
 from runtime.tasks.metrics import METRICS
 
 METRIC = """
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from dataclasses import replace
 ONE = replace(METRICS["top1"], name="one")
 """
