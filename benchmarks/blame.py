@@ -41,7 +41,8 @@ from measuring import make_peer_models, open_judged
 
 from compress.commands.blame import Blame, blame_bundle
 from compress.graph.layers import GraphLayer, find_layers
-from runtime.bundle.format import model_size, read_manifest, write_bundle
+from runtime.bundle.format import model_size
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 CLAIMS = ROOT / "recipes/claims"
 NEEDS = ("data/stsb/sts-dev.csv", "data/cifar10/test.npz", "models/cifar10-resnet20", "models/tinystories656k-hf")

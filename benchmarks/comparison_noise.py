@@ -33,15 +33,14 @@ from common import (
 )
 
 from runtime.bundle.format import Judgement
-from runtime.judge.comparison import Comparison
 from runtime.judge.evidence import quality_evidence
-from runtime.judge.findings import Side, side
-from runtime.judge.pairing import compare_reports
-from runtime.judge.stats import proportion_interval
-from runtime.metrics import METRICS
+from runtime.judge.findings import Comparison, Side, side
+from runtime.judge.samples import EvaluatedOn
+from runtime.report.pairing import compare_reports
 from runtime.report.report import Report
-from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport, read_stored_report
+from runtime.stats import proportion_interval
+from runtime.tasks.metrics import METRICS
 
 NEEDS = ()
 STATED = 0.05

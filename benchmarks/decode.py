@@ -86,7 +86,7 @@ def head_size(model: Path) -> int:
 
 
 def bundle_model(bundle: Path) -> Path:
-    from runtime.bundle.format import read_manifest
+    from runtime.tasks.manifest import read_manifest
 
     return bundle / read_manifest(bundle).candidate_for("onnxruntime-cpu").path
 

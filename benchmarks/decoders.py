@@ -132,8 +132,8 @@ class BundlePlayer:
 
     def __init__(self, bundle: Path, threads: int) -> None:
         from runtime.backends import find_backend
-        from runtime.bundle.format import read_manifest
         from runtime.decode.kv_cache import Decoder
+        from runtime.tasks.manifest import read_manifest
 
         manifest = read_manifest(bundle)
         artifact = manifest.candidate_for("onnxruntime-cpu")

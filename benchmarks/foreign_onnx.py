@@ -29,7 +29,7 @@ from measuring import (
 )
 
 from runtime.clock.compare import compare_files
-from runtime.judge.stats import Estimate, process_interval
+from runtime.stats import Estimate, process_interval
 
 NEEDS = ("models/ultraface-slim/version-slim-320.onnx", "data/bccd/JPEGImages")
 ULTRAFACE = ROOT / "recipes/claims/ultraface-int8.yaml"

@@ -24,7 +24,7 @@ from simulated_times import time_subjects
 
 from runtime.bundle.format import Gate, Judgement
 from runtime.judge.gates import judge
-from runtime.judge.stats import proportion_interval
+from runtime.stats import proportion_interval
 
 NEEDS = ()
 ALLOWED = 0.03

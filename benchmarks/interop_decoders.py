@@ -35,10 +35,11 @@ from language import BOS, EVALUATED, read_stories
 
 import runtime
 from runtime.backends import open_artifact
-from runtime.bundle.format import Artifact, read_manifest
+from runtime.bundle.format import Artifact
 from runtime.decode.kv_cache import Decoder
 from runtime.decode.scoring import language_encoder
 from runtime.encode.language import empty_past
+from runtime.tasks.manifest import read_manifest
 
 RECIPE = ROOT / "recipes/claims" / "tinystories-w4-gptq.yaml"
 MODEL = "models/tinystories656k-hf"

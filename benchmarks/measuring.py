@@ -14,12 +14,13 @@ from common import Call, Peer, Row, RunError, run_peer, say
 from peers.batches import Batch, write_batches
 
 from runtime.backends import Session, find_backend
-from runtime.bundle.format import model_size, read_manifest, read_outputs, read_samples
+from runtime.bundle.format import model_size, read_outputs, read_samples
 from runtime.bundle.manifest import Manifest
 from runtime.clock.turns import make_call, time_in_turns
 from runtime.errors import RuntimeFailure
 from runtime.measure.workload import make_feeds
-from runtime.metrics import METRICS
+from runtime.tasks.manifest import read_manifest
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of, run_samples
 
 ONNXRUNTIME, OPENVINO = "onnxruntime-cpu", "openvino"

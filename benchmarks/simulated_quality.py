@@ -11,7 +11,8 @@ import numpy as np
 
 from runtime.bundle.format import Gate, Judgement
 from runtime.judge.evidence import Evidence, quality_evidence
-from runtime.metrics import METRICS, Outputs
+from runtime.metrics import Outputs
+from runtime.tasks.metrics import METRICS
 
 SIZES = (10, 20, 30, 50, 100, 200, 500, 1000, 5000)
 Rng = np.random.Generator

@@ -10,7 +10,8 @@ import numpy as np
 from simulated_quality import Array, Rng, Rule, Subject
 
 from runtime.bundle.format import Benchmark, Judgement
-from runtime.judge.evidence import Evidence, process_evidence, range_evidence, request_evidence, timing_evidence
+from runtime.judge.evidence import Evidence
+from runtime.judge.speed import process_evidence, range_evidence, request_evidence, timing_evidence
 from runtime.measure.requests import RequestTimes
 
 FASTER = 0.8

@@ -19,8 +19,8 @@ from common import ROOT, Call, Claim, Measured, Peer, Row, apply_recipe, at_leas
 import runtime
 from compress.deploy.places import deploy
 from compress.deploy.triton import Serving
-from runtime.bundle.format import read_manifest
 from runtime.bundle.format import read_samples as read_bundle_samples
+from runtime.tasks.manifest import read_manifest
 
 NEEDS = ()
 PEER = Peer("tritonserver", "triton_ask.py", venv="triton")

@@ -35,16 +35,16 @@ from runtime.bundle.format import (
     Judgement,
     Manifest,
     read_samples,
-    write_bundle,
     write_outputs,
     write_samples,
 )
 from runtime.bundle.tensors import TensorSpec
 from runtime.clock.graphs import Node, write_model
-from runtime.judge.evidence import make_evidence
 from runtime.judge.gates import judge
-from runtime.judge.stats import Estimate, exact
-from runtime.measure.benchmark import measure, speed_evidence
+from runtime.judge.speed import make_evidence, speed_evidence
+from runtime.measure.benchmark import measure
+from runtime.stats import Estimate, exact
+from runtime.tasks.manifest import write_bundle
 
 NEEDS = ()
 IDLE_PROCESSES, QUICK_PROCESSES = 50, 6

@@ -292,7 +292,7 @@ def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
 def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
     """Check that every file of a bundle is the one its manifest names."""
     with ending(as_json):
-        from runtime.bundle.format import verify as verify_bundle
+        from runtime.tasks.manifest import verify as verify_bundle
 
         manifest = verify_bundle(bundle)
         if as_json:
@@ -314,9 +314,9 @@ def validate(
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from runtime.judge.validate import validate as validate_bundle
             from runtime.report.stored import read_stored_report
             from runtime.report.terminal import show_progress
+            from runtime.report.validate import validate as validate_bundle
 
             earlier = None if baseline is None else read_stored_report(baseline)
             report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier, progress=show_progress)
@@ -688,7 +688,7 @@ def _show_report(
 def _add_front(study: Study) -> Path | None:
     """Write the page of a study's best bundle anew, with the front in it; None where there is no bundle."""
     from compress.commands.report import add_page
-    from runtime.report.reading import read_report
+    from runtime.report.stored import read_report
 
     if study.bundle is None:
         return None

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from compress.formats.schemes import KvScheme, Scheme
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.tensors import State, TensorSpec
 
 LOWEST_OPSET = 17

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import MaskIds
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
     AudioPreprocess,

@@ -105,7 +105,7 @@ class Bundle:
                 self.session, self.preprocessor, task, columns, batch_size, facts=facts_of(self.manifest)
             )
         if self.manifest.alone:
-            from runtime.judge.validate import run_candidate_alone
+            from runtime.judge.bundle import run_candidate_alone
 
             return dict(run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size))
         baseline = self.manifest.baseline_for(self.backend)
@@ -169,7 +169,8 @@ class Bundle:
         task = find_task(self.manifest.task)
         if task.encodes:
             encoder = answer_encoder(self.preprocessor)
-            return AnswerGenerator(EncodedDecoder(self.session, encoder.target.start_tokens), encoder, task)
+            answering = EncodedDecoder(self.session, encoder.target.start_tokens)
+            return AnswerGenerator(answering, encoder, task.to_columns)
         decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
         folder = (self.root / self.manifest.artifact("candidate").path).parent
         return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)
@@ -181,11 +182,11 @@ class Bundle:
         return benchmark(self.root, self.backend, self.threads)
 
     def validate(self) -> "Report":
-        """Judge the bundle in this backend and write the report into it; `runtime.judge.validate.validate`.
+        """Judge the bundle in this backend and write the report into it; `runtime.report.validate.validate`.
 
         Threads are what the bundle's gates were written for, not this session's.
         """
-        from runtime.judge.validate import validate
+        from runtime.report.validate import validate
 
         return validate(self.root, [self.backend])
 
@@ -214,15 +215,15 @@ def open_bundle(
     unknown backend or option; MissingDependency if the backend is not installed.
     """
     from runtime.backends import find_backend, open_artifact
-    from runtime.bundle import format as format_
     from runtime.bundle.files import name_file
     from runtime.errors import UsageError
+    from runtime.tasks import manifest as manifests
     from runtime.tasks.predict import bundle_preprocessor
 
     root = Path(path)
     find_backend(backend)  # an unknown one is told before the files are read
     with name_file(root):
-        manifest = format_.verify(root) if verify else format_.read_manifest(root)
+        manifest = manifests.verify(root) if verify else manifests.read_manifest(root)
         candidate = manifest.candidate_for(backend)
         if manifest.is_scored(backend):
             what = "checkpoint" if candidate.is_checkpoint else "graph"

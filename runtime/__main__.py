@@ -26,18 +26,21 @@ except ImportError as error:  # all below needs it, so that the command ends her
 
 from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
-from runtime.bundle.format import Manifest, read_manifest, verify
+from runtime.bundle.format import Manifest
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.samples import write_npz
+from runtime.judge.bundle import report_unjudged
 from runtime.judge.explain import explain_path
-from runtime.judge.validate import report_unjudged, validate
+from runtime.judge.findings import Findings
 from runtime.measure.benchmark import backend_of, benchmark
-from runtime.report.report import Report, finite, render_short, render_text, to_dict
+from runtime.report.report import finite, render_short, render_text, to_dict
 from runtime.report.stored import read_stored_report
 from runtime.report.terminal import find_width, show_progress
+from runtime.report.validate import validate
 from runtime.report.why import render_explanation
 from runtime.serving import MIB, ServingLimits, require_http_packages, serve
 from runtime.tasks import find_task
+from runtime.tasks.manifest import read_manifest, verify
 from runtime.tasks.sources import read_sources
 
 MOST_INPUT = 2**26
@@ -201,7 +204,7 @@ def _why(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_report(report: Report, options: argparse.Namespace) -> None:
+def _print_report(report: Findings, options: argparse.Namespace) -> None:
     if options.json:
         print_json(to_dict(report))
     else:

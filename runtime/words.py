@@ -1,7 +1,8 @@
-"""What a word that is none of ours was meant as: other people's words for our things, and misspellings."""
+"""Words for people: what one that is none of ours was meant as; sizes, times and intervals."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import islice
@@ -47,6 +48,8 @@ OTHER_WORDS = {
 MOST_MEANT = 3
 MOST_COMPARED, MOST_OPTIONS = 80, 1000
 """Length of a word that another may have been meant by, and how many others are looked at."""
+SMALL = 0.001
+"""Below this four places show next to nothing of a figure."""
 
 
 def find_meant(word: object, options: Iterable[object]) -> list[str]:
@@ -69,3 +72,43 @@ def suggest(word: object, options: Iterable[object]) -> str:
     """Return the words of `did_you_mean`, or list all the options where none is near."""
     known = list(options)
     return did_you_mean(word, known) or (f"; known: {', '.join(map(str, known))}" if known else "")
+
+
+def ms_text(value: float | None) -> str:
+    """Format milliseconds."""
+    return "-" if value is None else f"{value:.4g} ms"
+
+
+def size_text(n_bytes: float | None) -> str:
+    """Format bytes in units of 1024, as limits of memory are given: 1536 -> "1.5 KiB"."""
+    if n_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if abs(n_bytes) < 1024:
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"
+
+
+def interval_words(low: float, high: float, spec: str = ".4g", unit: str = "") -> str:
+    """Format the ends by `spec`; an end that is not known in words, never as an infinite number."""
+    first, last = (f"{end:{spec}}{unit}" for end in (low, high))
+    known = math.isfinite(low), math.isfinite(high)
+    return {
+        (True, True): f"{first} to {last}",
+        (True, False): f"at least {first}",
+        (False, True): f"at most {last}",
+        (False, False): "unknown",
+    }[known]
+
+
+def interval_brackets(ends: tuple[float, float] | None, spec: str = ".4f") -> str:
+    """Format an interval as it stands behind a value, "[0.12, 0.34]"; "" where there is none with two ends."""
+    return f"[{ends[0]:{spec}}, {ends[1]:{spec}}]" if ends is not None and all(map(math.isfinite, ends)) else ""
+
+
+def figure_text(value: float, ends: tuple[float, float] | None = None, sign: str = "") -> str:
+    """Format a figure with its interval, both to four places, or by their powers of ten where these show nothing."""
+    widest = max((abs(figure) for figure in (value, *(ends or ())) if math.isfinite(figure)), default=0.0)
+    spec = f"{sign}.4f" if widest >= SMALL or widest == 0 else f"{sign}.1e"
+    return f"{value:{spec}} {interval_brackets(ends, spec)}".rstrip()

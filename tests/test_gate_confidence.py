@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from places import BENCHMARKS
 
-from runtime.judge.stats import Estimate
+from runtime.stats import Estimate
 
 RUNS = 1000
 

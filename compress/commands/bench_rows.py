@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from compress.search.trials import Run
 from runtime.bundle.records import to_json
-from runtime.metrics import METRICS
 from runtime.report.report import finite
-from runtime.report.units import interval_brackets, size_text
+from runtime.tasks.metrics import METRICS
+from runtime.words import interval_brackets, size_text
 
 State = Literal["measured", "not possible", "not built", "failed", "late"]
 FLOAT, PLACED = "float32", "int8-static"

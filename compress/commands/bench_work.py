@@ -28,13 +28,14 @@ from runtime.bundle.records import from_json
 from runtime.clock.compare import compare_files
 from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
+from runtime.judge.bundle import assemble, prepare, quality, run_candidate
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Side
-from runtime.judge.stats import process_interval
-from runtime.judge.validate import assemble, prepare, quality, run_candidate
-from runtime.measure.benchmark import measure, open_variant, pair, speed_evidence
+from runtime.judge.speed import speed_evidence
+from runtime.measure.benchmark import measure, open_variant, pair
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.report.report import Report, to_dict
+from runtime.stats import process_interval
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 WORK = "compress.commands.bench_work:obey"

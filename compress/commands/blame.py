@@ -39,9 +39,9 @@ from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
 from runtime.errors import UsageError
+from runtime.judge.bundle import prepare
 from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.judge.findings import Case
-from runtime.judge.validate import prepare
 from runtime.metrics import Metric, NonFiniteOutputs, check_finite
 
 MINUTES = 3.0

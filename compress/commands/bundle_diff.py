@@ -15,8 +15,8 @@ from compress.pages.layers import real_layers
 from compress.pages.report import describe_sizes
 from compress.recipe.places import RecipeFindings, plain
 from compress.recipe.yaml_source import read_with_includes
-from runtime.bundle.format import read_manifest
 from runtime.judge.findings import Findings
+from runtime.tasks.manifest import read_manifest
 
 ABSENT = "-"
 """In place of a value that one side has not."""

@@ -24,10 +24,7 @@ from compress.pages.comparison import ComparisonPart, render_comparison
 from compress.recipe.templates import write_new
 from runtime.bundle.format import MANIFEST
 from runtime.errors import BundleError, UsageError
-from runtime.judge.comparison import Comparison, Difference, SliceComparison, Verdict
-from runtime.judge.findings import Side
-from runtime.judge.pairing import compare_reports, list_different_runs
-from runtime.judge.slice_pairing import compare_slices, order_slices
+from runtime.judge.findings import Comparison, Difference, DifferenceVerdict, Side, SliceComparison
 from runtime.report.differences import (
     SLICE_HEADS,
     comparison_notes,
@@ -36,9 +33,10 @@ from runtime.report.differences import (
     format_value,
     slice_cells,
 )
+from runtime.report.pairing import compare_reports, compare_slices, list_different_runs, order_slices
 from runtime.report.report import finite
 from runtime.report.stored import StoredReport, read_stored_report
-from runtime.report.units import ms_text, size_text
+from runtime.words import ms_text, size_text
 
 MOST_LAYERS = 40
 """Layers that the terminal shows; JSON and the page have them all."""
@@ -153,8 +151,8 @@ def to_dict(bundles: Sequence[ComparedBundle]) -> dict[str, Any]:
 def summarize(measured: Comparison) -> str:
     """Return how many differences are real, and which: "1 better (size), 2 worse (top1, kl), 9 within noise"."""
     parts = []
-    real: tuple[Verdict, ...] = ("better", "worse")
-    others: tuple[Verdict, ...] = ("within noise", "not known")
+    real: tuple[DifferenceVerdict, ...] = ("better", "worse")
+    others: tuple[DifferenceVerdict, ...] = ("within noise", "not known")
     for verdict in real:
         names = [found.metric for found in measured.find(verdict)]
         parts += [f"{len(names)} {verdict} ({', '.join(names)})"] * bool(names)

@@ -18,12 +18,13 @@ from compress.store.output import publish, reserve_output
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import write_whole
-from runtime.bundle.format import Artifact, Manifest, verify, write_bundle
-from runtime.judge.validate import validate
+from runtime.bundle.format import Artifact, Manifest
+from runtime.judge.passes import read_pass_table, write_pass_table
 from runtime.nvidia.gpu import gpu_here
-from runtime.report.passes import read_pass_table, write_pass_table
 from runtime.report.report import Report
 from runtime.report.terminal import show_progress
+from runtime.report.validate import validate
+from runtime.tasks.manifest import verify, write_bundle
 
 
 def compile_bundle(path: Path, again: bool = False) -> Report:

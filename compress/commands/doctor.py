@@ -32,7 +32,7 @@ SKIPPED_EXTRAS = {"dev"}
 CODE = (".py", ".so", ".pyd")
 LOOK_UP = {
     PASS_GROUP: "from compress.passes import KINDS as table; from compress.work import find_work; find_work({name!r})",
-    METRIC_GROUP: "from runtime.metrics import METRICS as table",
+    METRIC_GROUP: "from runtime.tasks.metrics import METRICS as table",
     TASK_GROUP: "from runtime.tasks import TASKS as table",
     TORCH_TASK_GROUP: "from compress.tasks import TORCH_TASKS as table",
     BACKEND_GROUP: "from compress.formats.targets import TARGETS as table",

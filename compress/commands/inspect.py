@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runtime.bundle.format import NO_LAYERS, Artifact, Gate, Manifest, read_manifest
+from runtime.bundle.format import NO_LAYERS, Artifact, Gate, Manifest
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
-from runtime.report.units import size_text
+from runtime.tasks.manifest import read_manifest
+from runtime.words import size_text
 
 
 def describe_bundle(path: Path) -> dict[str, Any]:

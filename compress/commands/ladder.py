@@ -28,8 +28,8 @@ from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession, onnxruntime_lib
 from runtime.bundle.files import find_encoder
 from runtime.bundle.format import inside
 from runtime.bundle.manifest import Artifact, Manifest
+from runtime.judge.bundle import prepare
 from runtime.judge.divergence import Divergence, relative_error
-from runtime.judge.validate import prepare
 
 EXPLAINED = {8: 0.1, 6: 0.15, 5: 0.2, 4: 0.3, 3: 0.5, 2: 1.0}
 """Bits -> relative root mean square error at its output that rounding a layer's weights and inputs to them explains:

@@ -20,10 +20,11 @@ from compress.store.durable import temporary_folder
 from runtime.backends import Feeds, Session, find_backend, open_artifact
 from runtime.bundle.columns import Columns, count
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import Manifest, read_manifest, read_samples, verify
+from runtime.bundle.format import Manifest, read_samples
 from runtime.bundle.manifest import Artifact
 from runtime.decode.scoring import language_encoder
 from runtime.judge.divergence import Divergence, first_divergence, relative, relative_error, squares
+from runtime.tasks.manifest import read_manifest, verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 REFERENCE = "onnxruntime-cpu"

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from compress.commands.endings import DEBUG
-from runtime.bundle.format import read_manifest
 from runtime.judge.findings import Findings
 from runtime.processes.endings import is_debugging
-from runtime.report.reading import read_report
-from runtime.report.stored import check_bundle
+from runtime.report.stored import check_bundle, read_report
+from runtime.tasks.manifest import read_manifest
 
 if TYPE_CHECKING:
     from compress.pages.frontier import Frontier

@@ -20,7 +20,8 @@ from compress.store.cache import code_version, library_versions
 from compress.store.digests import FileDigests
 from compress.store.durable import temporary_folder
 from compress.timing.kept import Kept
-from runtime.bundle.format import HOST, Manifest, read_manifest, verify
+from runtime.bundle.format import HOST, Manifest
+from runtime.tasks.manifest import read_manifest, verify
 
 
 @dataclass(frozen=True)

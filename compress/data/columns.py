@@ -17,8 +17,8 @@ from compress.store.digests import READ_AT_ONCE_BYTES
 from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
+from runtime.bundle.pixels import load_pixels, read_image_size
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
-from runtime.encode.images import load_pixels, read_image_size
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task

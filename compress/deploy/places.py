@@ -13,7 +13,8 @@ from compress.store.durable import blame
 from compress.store.output import publish, reserve_output
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import Artifact, Manifest, verify
+from runtime.bundle.format import Artifact, Manifest
+from runtime.tasks.manifest import verify
 
 Place = Literal["triton", "docker", "genai"]
 OPTIONS = {"backend": "--backend", "max_batch_size": "--max-batch-size", "instances": "--instances"}

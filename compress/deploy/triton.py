@@ -25,7 +25,7 @@ import onnx_ir as ir
 from compress.deploy.carried import ON_A_GPU, copy_runtime, reading_samples, write_requirements
 from compress.errors import ExportError
 from compress.graph.specs import input_specs, output_specs
-from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples, verify
+from runtime.bundle.format import FILES_OF, Artifact, Manifest, read_samples
 from runtime.bundle.onnx_file import holds_float8
 from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.audio import AUDIO, RATE
@@ -33,6 +33,7 @@ from runtime.encode.preprocess import ImageTextPreprocess, spec_from_dict
 from runtime.serving.model import IMAGE
 from runtime.tasks import find_task
 from runtime.tasks.base import IMAGE_SIZE, OFFSETS, TEXT, TEXT_PAIR
+from runtime.tasks.manifest import verify
 
 TYPES = {
     "float32": "TYPE_FP32", "float16": "TYPE_FP16", "float64": "TYPE_FP64", "int64": "TYPE_INT64",

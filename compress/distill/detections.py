@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.distill.losses import Divergence, divergence
 from compress.errors import PassError
-from runtime.boxes.spec import WHOLE, Detections
+from runtime.bundle.detections import WHOLE, Detections
 
 SMOOTH = 0.1
 """Parts of a box's side below which its error counts by its square."""

@@ -29,7 +29,7 @@ from compress.distill.losses import (
 )
 from compress.distill.watch import Seen
 from compress.errors import PassError
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.words import did_you_mean
 
 Term = Callable[[Batch, Seen, Seen], Tensor]

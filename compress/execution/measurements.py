@@ -28,7 +28,7 @@ from compress.store.run_log import Journal
 from runtime.bundle.format import model_size
 from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.errors import RuntimeFailure
-from runtime.report.passes import PassModel
+from runtime.judge.passes import PassModel
 
 
 def list_costs(passes: Sequence[Pass], results: Sequence[PassResult[object]]) -> list[PassModel]:

@@ -64,13 +64,12 @@ from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
 from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
-from runtime.judge.earlier import check_earlier
+from runtime.judge.passes import PassModel
 from runtime.judge.slices import find_groups
-from runtime.judge.validate import validate
-from runtime.report.passes import PassModel
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
-from runtime.report.units import size_text
+from runtime.report.validate import check_earlier, validate
+from runtime.words import size_text
 
 LOG = "compress.log"
 
@@ -108,7 +107,7 @@ def build_recipe(
 ) -> tuple[str, ...]:
     """Write the bundle of a recipe to `out` as `apply_recipe` does, not judged yet; return this machine's notes.
 
-    They are for the report: `runtime.judge.validate.validate(out, notes=...)` writes it. For whoever builds in many
+    They are for the report: `runtime.report.validate.validate(out, notes=...)` writes it. For whoever builds in many
     processes and measures in one after another. `timed`: whether its plan forecasts speed, which times an ONNX file.
     """
     out, root = resolve_output(Path(out)), cache or default_root()

@@ -31,13 +31,15 @@ from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
+from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
 from compress.version import __version__
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import ir_files, write_whole
 from runtime.bundle.format import (
     HOST,
+    REMEDIES_FILE,
     Artifact,
     BuildScore,
     Generation,
@@ -46,7 +48,6 @@ from runtime.bundle.format import (
     RecordedMetric,
     checkpoint_size,
     model_size,
-    write_bundle,
     write_candidate_outputs,
     write_outputs,
     write_recorded,
@@ -56,6 +57,7 @@ from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
+from runtime.tasks.manifest import write_bundle
 
 FOLDER_FILES = (
     "config.json",
@@ -156,6 +158,7 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
     write_json(staging / HOST, {**contents.host, "notes": here})
     layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
     write_json(staging / "layers.json", layers)
+    write_json(staging / REMEDIES_FILE, REMEDIES)
     manifest = Manifest(
         name=recipe.name,
         task=recipe.model.task,

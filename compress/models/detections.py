@@ -8,7 +8,7 @@ from pathlib import Path
 from compress.errors import SourceError
 from compress.models.preprocess import find_class_names
 from compress.specs import ModelSpec
-from runtime.boxes.spec import Detections, complete_detections
+from runtime.bundle.detections import Detections, complete_detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.tasks import find_task

@@ -38,8 +38,8 @@ from compress.specs import ModelSpec
 from compress.structure.alike import cut_chain
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
-from runtime.report.units import size_text
 from runtime.tasks import find_task
+from runtime.words import size_text
 
 Traced = tuple[Trace, list[str]]
 MOST_NAMED = 6

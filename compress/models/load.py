@@ -29,7 +29,7 @@ from compress.models.source import Source, locate, read_shared
 from compress.models.weights import check_finite, load_state
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.tasks.base import Task
 

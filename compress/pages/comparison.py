@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from compress.pages.charts import MUTED, SERIES, clean_text, draw_chart, tip
 from compress.pages.page import render_page
-from runtime.judge.comparison import Comparison, Difference, SliceDifference
+from runtime.judge.findings import Comparison, Difference, SliceDifference
 from runtime.report.differences import (
     SLICE_HEADS,
     describe_change,

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from runtime.report.differences import comparison_notes, difference_cells
-from runtime.report.units import interval_brackets, ms_text, size_text
+from runtime.words import interval_brackets, ms_text, size_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 

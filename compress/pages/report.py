@@ -43,16 +43,16 @@ from compress.pages.page import render_page
 from compress.pages.samples import show_samples
 from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layers
 from compress.pages.why import draw_roofline
-from runtime.bundle.format import Artifact, Manifest, read_manifest
-from runtime.judge.confusion import Confusion
-from runtime.judge.findings import Findings
+from runtime.bundle.format import Artifact, Manifest
+from runtime.judge.changes import Confusion
+from runtime.judge.findings import Findings, PassTable
 from runtime.judge.gates import GateResult
+from runtime.judge.passes import choose_metrics
 from runtime.judge.why import Explanation
-from runtime.metrics import MEASURED, METRICS
+from runtime.metrics import MEASURED
 from runtime.metrics.base import Metric
 from runtime.report.curves import find_curves
-from runtime.report.pass_table import choose_metrics
-from runtime.report.passes import LATENCY, PassTable, pass_cells, pass_heads, pass_notes
+from runtime.report.passes import LATENCY, pass_cells, pass_heads, pass_notes
 from runtime.report.report import (
     BACKEND_HEADS,
     PAGE,
@@ -64,7 +64,6 @@ from runtime.report.report import (
     verdict_line,
 )
 from runtime.report.slices import SLICE_HEADS, choose_slices, confusion_lines, slice_cells, slice_notes
-from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -74,6 +73,9 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.tasks.manifest import read_manifest
+from runtime.tasks.metrics import METRICS
+from runtime.words import figure_text, interval_brackets, ms_text, size_text
 
 LARGEST = 12
 """Layers by size, and classes, that a table shows unfolded."""

@@ -17,8 +17,8 @@ from compress.formats.targets import Target
 from compress.passes.layer_schemes import count_layer_bytes, count_stored_bits
 from compress.quantize.allocate import join_groups
 from compress.specs import Record, one_of
-from runtime.report.units import size_text
 from runtime.tasks import find_task
+from runtime.words import size_text
 
 MEASURED_TOKENS = 8192
 """Of the calibration data, at most, on which what each choice of bits costs is measured."""

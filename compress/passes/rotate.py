@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, assign_roles
 from compress.formats.targets import Target
 from compress.passes.base import Pass
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 
 class Rotate(Pass):

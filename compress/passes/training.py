@@ -18,10 +18,9 @@ from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
-from runtime.boxes.spec import Detections
-from runtime.report.units import size_text
+from runtime.bundle.detections import Detections
 from runtime.tasks import find_task
-from runtime.words import did_you_mean
+from runtime.words import did_you_mean, size_text
 
 if TYPE_CHECKING:
     from compress.distill.losses import Pooling

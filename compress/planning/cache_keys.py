@@ -14,15 +14,15 @@ from compress.planning.own_metrics import digest_own_metrics
 from compress.planning.timing import describe_call, explain_untimed
 from compress.recipe.schema import Recipe
 from compress.store.cache import cache_key
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Benchmark, Judgement
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
-from runtime.metrics import METRICS, is_own
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
+from runtime.tasks.metrics import METRICS, is_own
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from compress.formats.targets import TARGETS
 from compress.planning.measured_speed import LatencyForecast
 from compress.recipe.schema import Recipe
 from runtime.bundle.manifest import Gate
-from runtime.report.units import ms_text, size_text
+from runtime.words import ms_text, size_text
 
 NEAR = 0.1
 """Nearer to its bound than this share a gate may go either way: most forecasts of speed lie within 10 % of what is

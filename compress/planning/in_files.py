@@ -6,7 +6,7 @@ from compress.facts import ModelFacts, Note
 from compress.recipe.exports import EngineExport
 from compress.recipe.schema import Recipe
 from runtime.processes.memory import available_bytes
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 WHOLE_BYTES = 512 * 2**20
 """Weights of a language model, in float32, up to which it is loaded, exported and run as a whole."""

@@ -37,8 +37,8 @@ from runtime.encode.preprocess import (
 )
 from runtime.encode.texts import FEEDS
 from runtime.errors import UsageError
-from runtime.report.units import size_text
 from runtime.tasks.predict import encoding_views
+from runtime.words import size_text
 
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""

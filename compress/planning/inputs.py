@@ -79,7 +79,7 @@ from runtime.encode.preprocess import (
 )
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.errors import UsageError
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import encoding_views
 from runtime.words import suggest
 

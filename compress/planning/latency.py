@@ -58,7 +58,7 @@ from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 BUDGET_S = 6.0
 """Seconds for the calls of one comparison."""

@@ -66,9 +66,10 @@ from runtime.bundle.format import Judgement
 from runtime.bundle.manifest import fixed_batch
 from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
-from runtime.metrics import MEASURED, METRICS, SIZES
+from runtime.metrics import MEASURED, SIZES
 from runtime.processes.memory import available_bytes
-from runtime.report.units import size_text
+from runtime.tasks.metrics import METRICS
+from runtime.words import size_text
 
 WORTH_TELLING_BYTES = 2**30
 """Of weight files that were not read: what is smaller is read in less than a second."""

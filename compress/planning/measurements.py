@@ -9,7 +9,7 @@ from compress.passes import Pass
 from compress.planning.judging import explain_not_run
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 LARGEST_BYTES = 512 * 2**20
 """Of a float model's weights: what lies between its passes is exported, scored and timed without being asked for."""

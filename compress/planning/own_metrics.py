@@ -12,7 +12,7 @@ from compress.recipe.schema import Recipe
 from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import Judgement
-from runtime.metrics import OWN
+from runtime.tasks.metrics import OWN
 from runtime.words import suggest
 
 

@@ -21,7 +21,7 @@ from compress.planning.inputs import Inputs
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import pass_names
 from compress.recipe.schema import Recipe
-from runtime.report.units import ms_text, size_text
+from runtime.words import ms_text, size_text
 
 COLUMNS = ("work", "done already", "weights before", "after", "time", "layers", "memory")
 MOST_LAYERS = 12

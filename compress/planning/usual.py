@@ -20,8 +20,8 @@ from runtime.bundle.format import Gate, Judgement
 from runtime.errors import UsageError
 from runtime.judge.evidence import count_least_samples
 from runtime.judge.gates import check_gates
-from runtime.metrics import METRICS
 from runtime.tasks import find_task
+from runtime.tasks.metrics import METRICS
 from runtime.words import did_you_mean
 
 PassMapping = dict[str, Any]

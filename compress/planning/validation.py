@@ -32,8 +32,8 @@ from runtime.judge.gates import check_gates
 from runtime.judge.slices import LABEL, SET
 from runtime.measure.workload import MOST_FEED_BYTES, check_room
 from runtime.metrics import MEASURED, SIZES
-from runtime.report.units import size_text
 from runtime.tasks import find_task
+from runtime.words import size_text
 
 STAGES = ("model", "blocks", "graph")
 """In the order in which they run."""

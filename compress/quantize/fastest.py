@@ -37,7 +37,7 @@ from compress.quantize.placement import Kind, Placement, Use, place
 from compress.quantize.qdq import integer_layers, placement_of
 from compress.quantize.state import GraphState
 from compress.timing.clock import GraphTimes, middle_batch
-from runtime.judge.stats import Estimate
+from runtime.stats import Estimate
 
 WORTH = 0.05
 """What a choice must gain of a whole call. Ten builds of a CNN of 0.1 ms, idle and beside other work, differed by up to

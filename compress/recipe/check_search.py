@@ -18,7 +18,7 @@ from compress.recipe.points import SEARCH, Dimension, enter, is_there, put
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Search, Space, find_direction
 from runtime.bundle.format import Gate
-from runtime.metrics import is_own
+from runtime.tasks.metrics import is_own
 
 SPACE: Path = (SEARCH, "space")
 

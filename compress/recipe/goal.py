@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 from runtime.bundle.format import Gate
-from runtime.metrics import MEASURED, METRICS, is_own
+from runtime.metrics import MEASURED
+from runtime.tasks.metrics import METRICS, is_own
 from runtime.words import did_you_mean
 
 TERM = re.compile(

@@ -99,7 +99,7 @@ def _validate_tree(root: Node, findings: RecipeFindings) -> Recipe | None:
 
 def _check_metrics(root: Node, findings: RecipeFindings) -> None:
     """Report every named metric that does not exist."""
-    from runtime.metrics import is_own, metric_names, suggest_metric
+    from runtime.tasks.metrics import is_own, metric_names, suggest_metric
 
     known, task = metric_names(), root.find(("model", "task")).value
     for path, node in _walk(root, ()):

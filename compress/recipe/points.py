@@ -19,7 +19,7 @@ from compress.recipe.places import Node, Path, Position, RecipeFindings, join_pa
 from compress.recipe.schema import Recipe, Wording
 from compress.recipe.search import Search, Space
 from runtime.bundle.format import Judgement
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 
 SEARCH = "search"
 Point = Mapping[str, Any]

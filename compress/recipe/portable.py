@@ -15,7 +15,7 @@ from compress.recipe.schema import Recipe, Wording
 from compress.recipe.variables import escape, names_in
 from compress.specs import NamesPlace
 from runtime.bundle.format import Judgement
-from runtime.metrics import is_own
+from runtime.tasks.metrics import is_own
 
 _KIND = re.compile(r"([a-z]+:)?(.*)", re.DOTALL)
 _PLAIN = ("data", "passes", "also", "source", "validate_", "gates")

@@ -28,7 +28,7 @@ from compress.recipe.goal import read_goals, split_goal
 from compress.recipe.search import Search
 from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Gate, Judgement, Postprocess
-from runtime.metrics import is_own
+from runtime.tasks.metrics import is_own
 
 if TYPE_CHECKING:
     AnyPass = Pass

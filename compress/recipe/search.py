@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from compress.specs import Record, one_of
 from runtime.bundle.format import Gate
-from runtime.metrics import MEASURED, METRICS, is_own
+from runtime.metrics import MEASURED
+from runtime.tasks.metrics import METRICS, is_own
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Number = int | Finite

@@ -206,7 +206,7 @@ def _relax_merged(schema: Schema) -> None:
 
 
 def _list_metrics(schema: Schema) -> None:
-    from runtime.metrics import metric_names
+    from runtime.tasks.metrics import metric_names
 
     own = {"type": "string", "pattern": r"^python:.+\.py:\w+$", "examples": ["python:metrics.py:cost"]}
     names = {"anyOf": [{"type": "string", "enum": list(metric_names())}, own]}
@@ -218,7 +218,7 @@ def _list_metrics(schema: Schema) -> None:
 
 def _describe_spaces(schema: Schema) -> None:
     """List the goals, and let passes be completed where chains or passes are a choice by name."""
-    from runtime.metrics import metric_names
+    from runtime.tasks.metrics import metric_names
 
     search, whole = schema["$defs"]["Search"]["properties"], schema["$defs"]["Space"]
     goals = [f"{direction} {name}" for name in metric_names() if (direction := find_direction(name))]

@@ -44,8 +44,8 @@ from compress.store.durable import blame, lock
 from runtime.bundle.files import write_whole
 from runtime.bundle.records import to_json
 from runtime.metrics import MEASURED
-from runtime.report.reading import read_report
 from runtime.report.report import Report, finite
+from runtime.report.stored import read_report
 
 if TYPE_CHECKING:
     from compress.pages.frontier import Frontier

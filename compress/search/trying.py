@@ -24,8 +24,8 @@ from compress.specs import DataSpec
 from compress.store.durable import temporary_folder
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import RuntimeFailure
-from runtime.judge.validate import validate
 from runtime.report.report import to_dict
+from runtime.report.validate import validate
 
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:

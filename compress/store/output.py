@@ -17,9 +17,10 @@ from pathlib import Path
 from compress.errors import OutputError, PlaceError
 from compress.store.durable import blame, close_own_folder, link_or_copy, open_own_folder
 from runtime.bundle.files import MAX_NAME_BYTES, regular_files, sha256_of, sync, sync_tree
-from runtime.bundle.format import MANIFEST, is_hashed, read_manifest
+from runtime.bundle.format import MANIFEST, is_hashed
 from runtime.errors import BundleError
 from runtime.processes.interrupts import delay_interrupts
+from runtime.tasks.manifest import read_manifest
 
 NEW, OLD, GONE = "new", "old", "gone"
 MAX_PATH_BYTES = 4095

@@ -19,7 +19,7 @@ from compress.timing.kept import Kept
 from runtime.backends import find_backend
 from runtime.clock.compare import compare_files
 from runtime.clock.turns import MIN_ROUNDS, make_call, time_in_turns
-from runtime.judge.stats import Estimate, process_interval
+from runtime.stats import Estimate, process_interval
 
 CALLS = 200
 """Of each graph, where the budget allows."""

@@ -17,7 +17,7 @@ from compress.passes.weight_only import WeightPass
 from compress.quantize.budgets import NEAR, NEAR_BYTES, Measured, Prices
 from compress.work.block_layers import list_layers
 from compress.work.contexts import BlockContext, WeightTrials
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 
 def price_bits(

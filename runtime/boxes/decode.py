@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.boxes.overlap import suppress_overlaps
-from runtime.boxes.spec import Detections, Priors
 from runtime.bundle.columns import Array
+from runtime.bundle.detections import Detections, Priors
 from runtime.errors import BundleError
 
 CANDIDATES = 3000

@@ -10,6 +10,7 @@ evaluation/            the frozen samples (samples.npz, samples.jsonl) and basel
 report.json .md .xml   what validation measured, report.samples.npz, report.steps.json and compress.log: in no manifest,
                        because they are written afterwards; any other name that the manifest does not list is not the
                        bundle's
+remedies.json          what the build would do against each cause of slowness, for the judge to show
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
                        because it is of one machine
 ```
@@ -23,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,7 @@ from runtime.bundle.samples import (
     write_jsonl,
     write_npz,
 )
-from runtime.encode.preprocess import spec_from_dict
 from runtime.errors import BundleError, UsageError
-from runtime.tasks import TASKS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a bundle may be called: deployments make folders and files of the name."""
@@ -80,6 +79,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 __all__ = [
     "FORMAT_VERSION",
     "HOST",
+    "REMEDIES_FILE",
     "Artifact",
     "Benchmark",
     "BuildScore",
@@ -97,22 +97,25 @@ __all__ = [
     "checkpoint_size",
     "inside",
     "is_hashed",
+    "load_manifest",
     "model_files",
     "model_size",
     "read_candidate_outputs",
-    "read_manifest",
     "read_outputs",
     "read_recorded",
+    "read_remedies",
     "read_samples",
     "read_slices",
-    "verify",
-    "write_bundle",
+    "seal_bundle",
+    "verify_files",
     "write_candidate_outputs",
     "write_outputs",
     "write_recorded",
     "write_samples",
 ]
 
+Check = Callable[[Manifest], None]
+"""Raises ValueError where a manifest's task does not fit what else it says: no task is known here."""
 NO_LAYERS = ("note", "measured")
 """Types of rows of layers.json that are of no layer."""
 MANIFEST, HOST = "manifest.json", "host.json"
@@ -123,13 +126,14 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
 )
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
+REMEDIES_FILE = "remedies.json"
 FOLDERS = ("model/", "baseline/", "evaluation/")
 """What every bundle may have; others are those of its artifacts."""
 WRITTEN_AFTERWARDS = re.compile(
     r"report\.(?:json|md|xml|html|earlier\.html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
 )
 """Names of what validation writes, a draft that a kill left of it included."""
-MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_MANIFEST_BYTES, MOST_REMEDY_BYTES = 64 * 2**20, 2**14
 FILES_OF = {
     "onnx": model_files,
     "checkpoint": checkpoint_files,
@@ -148,7 +152,7 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(to_json(value), sort_keys=True, indent=2, ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
-def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
+def seal_bundle(staging: Path, manifest: Manifest, check: Check) -> Manifest:
     """Hash every file under `staging`, write manifest.json there, and give it back with its files and digest.
 
     Same files and manifest, same bytes. BundleError if the folder holds what a bundle may not (links), or the result
@@ -163,14 +167,14 @@ def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
     manifest = replace(manifest, files=records, digest="")
     manifest = replace(manifest, digest=_compute_digest(to_json(manifest)))
     write_whole(staging / MANIFEST, canonical_json(manifest))
-    return read_manifest(staging)
+    return load_manifest(staging, check)
 
 
-def read_manifest(path: Path) -> Manifest:
+def load_manifest(path: Path, check: Check) -> Manifest:
     """Read the manifest of the bundle in the folder `path`, checked by itself.
 
     BundleError for another format version, a wrong type, a digest or bytes that are not its content's, and a path that
-    leaves the folder. The other files are not looked at; `verify` does that.
+    leaves the folder. The other files are not looked at; `verify_files` does that.
     """
     file = path / MANIFEST
     try:
@@ -183,6 +187,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = json.loads(raw, object_pairs_hook=refuse_duplicates)
         manifest = _parse_manifest(data)
+        check(manifest)
         intact = raw == canonical_json(data) and manifest.digest == _compute_digest(data)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: {error}") from error
@@ -194,12 +199,12 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def verify(path: Path) -> Manifest:
+def verify_files(path: Path, check: Check) -> Manifest:
     """Read the manifest; check each file's size and sha256, that none is unlisted, and that models read no other file.
 
     BundleError lists all problems, one a line.
     """
-    manifest = read_manifest(path)
+    manifest = load_manifest(path, check)
     files, problems = regular_files(path)
     unlisted = sorted(name for name in files.keys() - manifest.files.keys() if is_hashed(name))
     problems += [f"{name}: not in the manifest; remove it" for name in unlisted]
@@ -348,16 +353,6 @@ def _parse_manifest(data: Any) -> Manifest:
     manifest = from_json(Manifest, data, "manifest")
     if not NAME.fullmatch(manifest.name):
         raise ValueError(f"manifest.name: {manifest.name!r} is more than letters, digits, dot, dash and underscore")
-    spec_from_dict(manifest.preprocess)
-    if manifest.task not in TASKS:
-        raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
-    try:
-        TASKS[manifest.task].check_postprocess(manifest.postprocess)
-    except UsageError as error:
-        raise ValueError(f"manifest.{error}") from error
-    if TASKS[manifest.task].generates != manifest.generates:
-        is_there = "is there" if manifest.generates else "missing"
-        raise ValueError(f"manifest.generation: {is_there}, and the task is {manifest.task}")
     names = [artifact.name for artifact in manifest.artifacts]
     if len(set(names)) != len(names) or "candidate" not in names:
         raise ValueError(
@@ -478,3 +473,28 @@ def read_layers(root: Path, manifest: Manifest) -> tuple[dict[str, Any], ...]:
     if not isinstance(layers, list) or not all(isinstance(row, dict) for row in layers):
         raise BundleError(f"{root / 'layers.json'}: must be a list of objects, one for each layer or note")
     return tuple(layers)
+
+
+def read_remedies(root: Path, manifest: Manifest) -> dict[str, str]:
+    """Read what would end each cause of slowness, pieces of recipes, remedies.json; nothing where the bundle has none.
+
+    Raises BundleError where it is not a small object of printable texts.
+    """
+    if REMEDIES_FILE not in manifest.files:
+        return {}
+    try:
+        if manifest.files[REMEDIES_FILE].size_bytes > MOST_REMEDY_BYTES:
+            raise ValueError(f"larger than {MOST_REMEDY_BYTES} bytes")
+        remedies = json.loads((root / REMEDIES_FILE).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{root / REMEDIES_FILE}: {error}") from error
+    if not isinstance(remedies, dict) or not all(map(_is_plain_text, remedies.values())):
+        raise BundleError(
+            f"{root / REMEDIES_FILE}: must be an object of printable texts, a piece of a recipe by its name"
+        )
+    return remedies
+
+
+def _is_plain_text(value: object) -> bool:
+    """Return whether a value is a text without what steers a terminal."""
+    return isinstance(value, str) and all(line.isprintable() for line in value.split("\n"))

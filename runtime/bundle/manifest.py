@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
-from runtime.boxes.spec import Detections
+from runtime.bundle.detections import Detections
 from runtime.bundle.engine import EngineOrder, EngineRecord
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import State, TensorSpec

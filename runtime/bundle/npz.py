@@ -20,7 +20,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.processes.memory import available_bytes
-from runtime.report.units import size_text
+from runtime.words import size_text
 
 _DAMAGE = (
     *(OSError, EOFError, ValueError, OverflowError, RuntimeError, MemoryError),

@@ -14,7 +14,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array, Columns, check_text, count, stack_rows
 from runtime.bundle.npz import NpzError, read_arrays
-from runtime.encode.images import check_pixels, load_pixels
+from runtime.bundle.pixels import check_pixels, load_pixels
 from runtime.errors import BundleError, UsageError
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip can hold

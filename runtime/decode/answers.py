@@ -6,7 +6,7 @@ both read the same batch, side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from runtime.encode.seq2seq import DECODER_IDS, Seq2SeqEncoder
 from runtime.encode.split import Split, split_samples
 from runtime.errors import UsageError
 from runtime.metrics.texts import pack_texts
-from runtime.tasks.base import Task
 
 
 @dataclass
@@ -34,7 +33,8 @@ class AnswerGenerator:
 
     decoder: EncodedDecoder
     encoder: Seq2SeqEncoder
-    task: Task
+    to_columns: Callable[[Any], dict[str, Any]] = dict
+    """Makes columns of samples that a user has in hand."""
 
     def generate(self, samples: Any, request: Request) -> list[Result]:
         """Answer samples, all in one batch; errors as in `stream`."""
@@ -43,12 +43,12 @@ class AnswerGenerator:
     def stream(self, samples: Any, request: Request) -> Pieces:
         """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
 
-        `samples`: a list of what the task's model reads, or columns. One that is read in several parts (a recording in
+        `samples`: what `to_columns` takes. One that is read in several parts (a recording in
         chunks) is answered part by part; the texts are joined as `join_texts` does, `max_new_tokens` are of each part,
         and a stop string ends the whole answer. UsageError, before anything runs, for samples that cannot be encoded
         and settings out of range; NonFiniteOutputs if the model gives NaN.
         """
-        split = split_samples(self.encoder, self.task.to_columns(samples))
+        split = split_samples(self.encoder, self.to_columns(samples))
         firsts = np.flatnonzero(np.diff(split.samples, prepend=-1))
         pieces = self.stream_rows(split.columns, request, firsts)
         return pieces if len(firsts) == len(split.samples) else self._stream_parts(split, request, firsts, pieces)
@@ -170,7 +170,7 @@ def score_answers(
     if short.size:
         raise UsageError(f"sample {short[0]}: its reference has no token to predict")
     sums["n_tokens"][split.rows_each > 1] = 0
-    generator = AnswerGenerator(EncodedDecoder(session, seq2seq.target.start_tokens), seq2seq, Task())
+    generator = AnswerGenerator(EncodedDecoder(session, seq2seq.target.start_tokens), seq2seq)
     answers: list[list[str]] = [[] for _ in by_sample]
     vocab = max(map(vocab_size, sessions)) or seq2seq.vocab_size or 1
     references = [by_sample[sample] for sample in split.samples]

@@ -17,18 +17,19 @@ import numpy as np
 from runtime.backends import BACKENDS, Session, open_options
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import Manifest, inside
-from runtime.judge.evidence import find_medians
 from runtime.measure.benchmark import (
     BenchmarkResult,
     Beside,
     Variant,
     engine_trouble,
+    find_medians,
     list_variants,
     open_variant,
     pair,
 )
 from runtime.measure.workload import settings_for
-from runtime.metrics import METRICS, Outputs, why_not
+from runtime.metrics import Outputs
+from runtime.tasks.metrics import METRICS, why_not
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 FIDELITY_SAMPLES = 256

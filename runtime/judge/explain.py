@@ -11,7 +11,7 @@ from typing import Any
 
 from runtime.backends import Feeds, Session, open_options
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import inside, read_layers, read_samples, verify
+from runtime.bundle.format import inside, read_layers, read_remedies, read_samples
 from runtime.bundle.manifest import Benchmark, Manifest
 from runtime.clock.machine import environment, say_busy
 from runtime.clock.peaks import measure_peaks, time_products
@@ -25,6 +25,7 @@ from runtime.measure.benchmark import Variant, backend_of, list_variants
 from runtime.measure.profile_models import PROFILERS, ProfileOrder, profile_models
 from runtime.measure.requests import make_prompts, make_sources, run_request
 from runtime.measure.workload import make_feeds, settings_for
+from runtime.tasks.manifest import verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 NEW_TOKENS = 16
@@ -75,6 +76,7 @@ def explain_bundle(
     Both models make calls of the judged batch size, or of decoders the steps of an answer, in short runs of their own.
     """
     settings, _ = settings_for(manifest, threads)
+    remedies = read_remedies(root, manifest)
     rows = [row for row in read_layers(root, manifest) if "layer" in row]
     histories = {str(row["layer"]): [str(line) for line in row.get("history", [])] for row in rows}
 
@@ -98,6 +100,7 @@ def explain_bundle(
         histories,
         _placed_by_time(root),
         manifest.target,
+        remedies,
     )
     return explain(pair, "token" if manifest.generates else "call")
 

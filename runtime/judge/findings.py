@@ -10,24 +10,23 @@ from typing import Any, Literal
 
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import Manifest
-from runtime.judge.changes import Changes
-from runtime.judge.comparison import Comparison
-from runtime.judge.confusion import Confusion
+from runtime.judge.changes import Changes, Confusion
 from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, SliceEvidence
 from runtime.judge.gates import GateResult, Verdict
+from runtime.judge.samples import EvaluatedOn, KeptSamples
 from runtime.judge.slices import Groups
-from runtime.judge.stats import Estimate
 from runtime.judge.why import Explanation
-from runtime.metrics import MEASURED, METRICS, Metric, Outputs
+from runtime.metrics import MEASURED, Metric, Outputs
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
-from runtime.report.passes import PassTable
-from runtime.report.samples import EvaluatedOn, KeptSamples
+from runtime.stats import Estimate
+from runtime.tasks.metrics import METRICS
 
 FORMAT_VERSION = 1
 WIDE = 0.5
 """Width of the interval of a fraction beyond which a slice may be anything."""
 Interval = tuple[float, float]
+DifferenceVerdict = Literal["better", "worse", "within noise", "not known"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,117 @@ class MetricSlices:
     """The value whose slice lost most against the baseline; "" where none lost."""
     values: dict[str, SliceValue]
     """By the value that the column has."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric's value minus that of the pass before, paired by sample where its interval is known."""
+
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """What was measured after one pass; None and nothing for what was not."""
+
+    name: str
+    """"float" for the model as it came, then each pass's."""
+    seconds: float | None = None
+    """Seconds that the pass took when it was done: of a run that was broken off, its last part."""
+    size_bytes: int | None = None
+    smaller: float | None = None
+    """How many times smaller than the float model."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """None where a value is infinite."""
+    changes: dict[str, Change] = field(default_factory=dict)
+    """Metric -> change since the last row before that was measured."""
+    latency_ms: float | None = None
+    faster: float | None = None
+    """How many times faster than the float model: the median of the rounds' own ratios."""
+    error: str = ""
+    """Why nothing, or not all, was measured."""
+    peak_memory_bytes: int | None = None
+    """The most memory that the process held while the pass worked."""
+
+
+@dataclass(frozen=True)
+class PassTable:
+    """The float model, and what each pass made of it; the last row is the candidate."""
+
+    rows: tuple[PassRow, ...]
+    latency: str
+    """The metric that `latency_ms` is: latency_p50, or of a decoder tpot."""
+    shown: tuple[str, ...]
+    """The metrics that the gates are about, or the first: what a narrow table has room for."""
+    cpu: str
+    """Where it was measured."""
+    manifest_digest: str
+    recorded: bool = False
+    """True where it is not of this validation, but of the one that ended the build."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of two candidates. `change` is after minus before or, of speed, how many times as fast after is.
+
+    The values of speed are each candidate's speed-up over its own baseline.
+    """
+
+    metric: str
+    unit: str
+    higher_is_better: bool
+    scale: Literal["difference", "ratio"]
+    before: float
+    after: float
+    change: Estimate
+    verdict: DifferenceVerdict
+    remark: str = ""
+    """What the interval does not say: that it is not paired, that machines differ, what is missing."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is known of the differences of one bundle from another, all intervals holding at once."""
+
+    before: str
+    after: str
+    confidence: float
+    """Of all intervals together."""
+    n_intervals: int
+    """Those of the other bundles of the same comparison included."""
+    differences: tuple[Difference, ...]
+    not_compared: dict[str, str]
+    """Metric -> why."""
+    notes: tuple[str, ...] = ()
+
+    def find(self, verdict: DifferenceVerdict) -> list[Difference]:
+        """Return the differences with a verdict."""
+        return [difference for difference in self.differences if difference.verdict == verdict]
+
+
+@dataclass(frozen=True)
+class SliceDifference:
+    """One metric of two candidates on the `n` samples whose `column` is `value`."""
+
+    column: str
+    value: str
+    n: int
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class SliceComparison:
+    """What is known of the slices of one bundle against another; `not_compared`: "metric by column" -> why."""
+
+    confidence: float
+    """Of all intervals together."""
+    slices: tuple[SliceDifference, ...] = ()
+    not_compared: Mapping[str, str] | None = None
+
+    def find(self, verdict: DifferenceVerdict) -> list[SliceDifference]:
+        """Return the slices with a verdict."""
+        return [found for found in self.slices if found.difference.verdict == verdict]
 
 
 @dataclass(frozen=True)

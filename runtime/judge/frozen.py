@@ -16,8 +16,9 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.format import Manifest
 from runtime.errors import BundleError
-from runtime.metrics import METRICS, Metric, Outputs, why_not
+from runtime.metrics import Metric, Outputs
 from runtime.tasks import find_task
+from runtime.tasks.metrics import METRICS, why_not
 
 SPREAD, ROUNDING = 0.02, 1e-3
 """How far a row may be from its frozen one: shares of the usual distance of two rows, and of its own length.

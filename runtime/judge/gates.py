@@ -16,11 +16,13 @@ from runtime.bundle.format import Benchmark, Gate, Judgement, Postprocess
 from runtime.errors import UsageError
 from runtime.judge.evidence import Evidence, slices_by
 from runtime.judge.slices import LABEL, SET
-from runtime.judge.stats import Estimate, change_scale, samples_needed
-from runtime.metrics import MEASURED, METRICS, check_name, fitting, is_own
+from runtime.metrics import MEASURED
 from runtime.metrics.measured import LEAST_RATIO
-from runtime.report.units import interval_words
+from runtime.stats import Estimate, change_scale, samples_needed
 from runtime.tasks import find_task
+from runtime.tasks.base import TEXT
+from runtime.tasks.metrics import METRICS, check_name, fitting, is_own
+from runtime.words import interval_words
 
 Verdict = Literal["pass", "fail", "undecided"]
 
@@ -83,9 +85,9 @@ def _check_metric(
 
 
 def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
-    found = find_task(task)
-    if not MEASURED[name].suits(found):
-        fits = ", ".join(other for other, metric in MEASURED.items() if metric.suits(found))
+    kind = find_task(task).generates, TEXT in find_task(task).columns
+    if not MEASURED[name].suits(*kind):
+        fits = ", ".join(other for other, metric in MEASURED.items() if metric.suits(*kind))
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")
     if name == "throughput_under_latency" and benchmark.latency_limit_ms is None:
         raise UsageError("metric 'throughput_under_latency' needs benchmark.latency_limit_ms")

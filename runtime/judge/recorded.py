@@ -13,8 +13,9 @@ from runtime.errors import BundleError
 from runtime.judge.copies import Draws
 from runtime.judge.evidence import Evidence, column_evidence
 from runtime.judge.slices import Groups
-from runtime.metrics import Metric, NonFiniteOutputs, is_own
+from runtime.metrics import Metric, NonFiniteOutputs
 from runtime.metrics.base import Columns
+from runtime.tasks.metrics import is_own
 
 
 def recorded_evidence(

@@ -30,11 +30,19 @@ class ProfiledPair:
     """Its layers' places in int8 and float were chosen by times, at the build: `placement: fastest`."""
     target: str = ""
     """What the candidate is made for; "": the backend of the profile."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """What would end a cause, a piece of a recipe, as the build put it into the bundle; none of an older one."""
 
     @cached_property
     def twins(self) -> dict[str, NodeTime]:
         """Return, by the candidate's node, the baseline's node of the same layer."""
         return match_twins(self.after, self.before) if self.before is not None else {}
+
+    def fill_remedy(self, name: str, layers: Sequence[str] = ()) -> str:
+        """Return the piece of a recipe of that name for this backend and these layers; "" where the bundle has none."""
+        # never str.format: a bundle's text may come from anyone, and {x.__class__} would be looked up
+        remedy = self.remedies.get(name, "")
+        return remedy.replace("{backend}", self.after.backend).replace("{layers}", ", ".join(layers))
 
 
 def match_twins(after: Profile, before: Profile) -> dict[str, NodeTime]:

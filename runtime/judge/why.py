@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from runtime.clock.peaks import Peaks
-from runtime.judge.cause import Cause, round_digits
-from runtime.judge.causes import FINDERS
-from runtime.judge.causes_int8 import QUANTIZING
+from runtime.judge.causes import FINDERS, QUANTIZING, Cause, round_digits
 from runtime.judge.twins import ProfiledPair
 from runtime.measure.profile import NodeTime, Profile
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count, take
+from runtime.bundle.pixels import load_pixels
 from runtime.clock.turns import MIN_ROUNDS, no_garbage_collection, take_off_others
-from runtime.encode.images import ImagePreprocess, load_pixels
+from runtime.encode.images import ImagePreprocess
 from runtime.encode.pairs import ImageTextPreprocess
 from runtime.encode.preprocess import Preprocessor, split_samples
 from runtime.tasks.base import BatchFacts, Task

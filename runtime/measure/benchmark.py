@@ -26,7 +26,7 @@ from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.files import name_file
-from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples, verify
+from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples
 from runtime.bundle.records import to_json
 from runtime.clock.fresh import Answer, run_fresh, write_batches
 from runtime.clock.machine import environment
@@ -34,23 +34,13 @@ from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import Seq2SeqEncoder, source_length
 from runtime.errors import BundleError, RuntimeFailure, UsageError
-from runtime.judge.evidence import (
-    Evidence,
-    cost_evidence,
-    find_medians,
-    latency_percentiles,
-    process_evidence,
-    range_evidence,
-    request_evidence,
-    size_evidence,
-    timing_evidence,
-)
-from runtime.judge.stats import fresh_processes_needed
 from runtime.measure.process import FEEDS, Order, Seconds, TimedModel
 from runtime.measure.requests import RequestTimes, make_prompts, make_sources
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import MEASURED, SIZES
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
+from runtime.stats import fresh_processes_needed
+from runtime.tasks.manifest import verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
 USUAL = "onnxruntime-cpu"
@@ -440,6 +430,12 @@ def _collect(
     )
 
 
+def find_medians(seconds: Array) -> Array:
+    """Return each process's median, [processes, models], of seconds [processes, models, ...]."""
+    medians: Array = np.median(seconds.reshape(*seconds.shape[:2], -1), axis=2)
+    return medians
+
+
 def reads_prompts(encoder: Preprocessor) -> bool:
     """Return whether requests are texts, whose tokens can be counted."""
     return not isinstance(encoder, Seq2SeqEncoder) or source_length(encoder.spec.source) is not None
@@ -450,37 +446,3 @@ def open_variant(stack: ExitStack, root: Path, variant: Variant, threads: int) -
     session = open_artifact(root, variant.artifact, variant.backend, threads, variant.options)
     stack.callback(session.close)
     return session
-
-
-def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:
-    """Return evidence of every measured metric, by name."""
-    judgement = replace(judgement, benchmark=result.settings)
-    settings, level = result.settings, judgement.confidence
-    if result.requests is not None:
-        evidence = request_evidence(result.requests, judgement)
-    else:
-        assert result.calls is not None and result.large is not None
-        evidence = {
-            name: timing_evidence(name, percentile, result.calls, level)
-            for name, percentile in latency_percentiles(settings).items()
-        }
-        size = settings.throughput_batch_size
-        evidence["throughput"] = timing_evidence("throughput", 50, result.large, level, lambda second: size / second)
-        if settings.price_per_hour is not None:
-            evidence["cost_per_million"] = cost_evidence(result.large, judgement)
-    if result.answers is not None:
-        whole = result.answers.sum(axis=3)[..., None]  # [processes, models, rounds, 1]
-        evidence |= {name: timing_evidence(name, p, whole, level) for name, p in END_TO_END_PERCENTILES.items()}
-    if not isinstance(result.energy, str):
-        evidence["energy"] = timing_evidence(
-            "energy", 50, result.energy[..., None], level, lambda joules: 1000 * joules
-        )
-    if result.limited is not None:
-        name = "throughput_under_latency" if result.requests is None else "goodput"
-        evidence[name] = process_evidence(name, result.limited, level)
-    *first, after = result.probes
-    before = first[0] if first else None
-    memory, load = (before.peak_memory_bytes, before.load_ms) if before else (None, None)
-    evidence["peak_memory"] = range_evidence("peak_memory", memory, after.peak_memory_bytes, level)
-    evidence["load_time"] = range_evidence("load_time", load, after.load_ms, level)
-    return evidence | size_evidence(*result.sizes)

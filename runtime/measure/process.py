@@ -18,7 +18,7 @@ import numpy as np
 from runtime.backends import Feeds, Session, find_backend, open_model
 from runtime.backends.base import DeviceTimed
 from runtime.bundle.columns import Array
-from runtime.bundle.format import Benchmark, read_manifest, read_samples
+from runtime.bundle.format import Benchmark, read_samples
 from runtime.bundle.manifest import KvCacheSpec, fixed_batch
 from runtime.bundle.records import from_json
 from runtime.clock.compare import RUNS
@@ -30,6 +30,7 @@ from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
 from runtime.measure.requests import Prompts, RequestTimes, find_goodput, run_request, time_requests
 from runtime.tasks import find_task
+from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
 
 MAX_LIMITED_POWER = 10

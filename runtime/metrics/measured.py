@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.tasks.base import TEXT, Task
-
 LEAST_RATIO = 1e-3
 """Of a speed-up, a share that is retained, and of sizes: no model is a thousand times worse and still gated."""
 MEASURED_RANGES = {
@@ -39,11 +37,9 @@ class MeasuredMetric:
         """Return the least and the largest value that it can have."""
         return MEASURED_RANGES[self.unit]
 
-    def suits(self, task: Task) -> bool:
-        """Return whether models of the task have it."""
-        if self.of_prompts and TEXT not in task.columns:
-            return False
-        return self.generates is None or self.generates == task.generates
+    def suits(self, generates: bool, reads_prompts: bool) -> bool:
+        """Return whether models have it that generate text or do not, and read prompts or do not."""
+        return (self.generates is None or self.generates == generates) and (reads_prompts or not self.of_prompts)
 
 
 LATENCY_PERCENTILES = {"latency_p50": 50, "latency_p90": 90, "latency_p95": 95, "latency_p99": 99}

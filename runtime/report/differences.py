@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.judge.comparison import Comparison, Difference, SliceComparison, SliceDifference
+from runtime.judge.findings import Comparison, Difference, SliceComparison, SliceDifference
 from runtime.judge.gates import GateResult, Verdict
-from runtime.report.units import SMALL, figure_text, interval_brackets, size_text
+from runtime.words import SMALL, figure_text, interval_brackets, size_text
 
 DIFFERENCE_HEADS = ("", "before", "after", "change", "verdict")
 SLICE_HEADS = ("slice", "samples", "before", "after", "change", "verdict")

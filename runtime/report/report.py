@@ -19,8 +19,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, Side, order_metrics
+from runtime.judge.findings import FURTHER, MEASURED_FIELDS, OF_DECODERS, Findings, PassTable, Side, order_metrics
 from runtime.judge.gates import GateResult
+from runtime.judge.samples import SAMPLES_FILE
 from runtime.judge.why import Explanation
 from runtime.metrics import MEASURED
 from runtime.report.curves import Curve, curve_line, curves_svg, find_curves
@@ -32,8 +33,7 @@ from runtime.report.differences import (
     regression_lines,
     since_line,
 )
-from runtime.report.passes import PassTable, pass_cells, pass_heads, pass_notes
-from runtime.report.samples import SAMPLES_FILE
+from runtime.report.passes import pass_cells, pass_heads, pass_notes
 from runtime.report.slices import (
     SLICE_HEADS,
     choose_slices,
@@ -44,7 +44,6 @@ from runtime.report.slices import (
     slice_notes,
 )
 from runtime.report.terminal import align, fold, paint
-from runtime.report.units import figure_text, interval_brackets, ms_text, size_text
 from runtime.report.why import (
     LAYER_HEADS,
     NO_CAUSE,
@@ -54,6 +53,7 @@ from runtime.report.why import (
     operator_cells,
     remaining_line,
 )
+from runtime.words import figure_text, interval_brackets, ms_text, size_text
 
 __all__ = [
     "Report",

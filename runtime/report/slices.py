@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from runtime.judge.confusion import ConfusedPair, Confusion
+from runtime.judge.changes import ConfusedPair, Confusion
 from runtime.judge.findings import Findings, MetricSlices, SliceValue, order_metrics, order_worst_first
-from runtime.report.units import figure_text
+from runtime.words import figure_text
 
 MOST_ROWS, MOST_PAIRS, MOST_CLASSES, MOST_NAMED = 10, 8, 10, 5
 """Slices and confused pairs in a table; classes of a model whose whole matrix is shown; names in a sentence."""

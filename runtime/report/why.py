@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runtime.judge.cause import Cause
+from runtime.judge.causes import Cause
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime
 from runtime.report.terminal import align, fold
-from runtime.report.units import ms_text
+from runtime.words import ms_text
 
 OPERATOR_HEADS = ("operator", "before", "after", "share")
 LAYER_HEADS = ("layer", "operator", "before", "after", "GFLOP/s before", "after", "bound by")

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns
-from runtime.bundle.format import read_manifest
 from runtime.encode.pairs import ImageTextEncoder
 from runtime.encode.preprocess import spec_from_dict, split_samples
 from runtime.encode.texts import TextEncoder
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS
+from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, facts_of
 
 IMAGE = "image"

@@ -18,13 +18,12 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.audio import AUDIO_COLUMNS, LongerAudio
 from runtime.encode.split import Split
 from runtime.errors import BundleError, UsageError
+from runtime.metrics.base import Metric
 
 if TYPE_CHECKING:
-    from runtime.boxes.spec import Detections
+    from runtime.bundle.detections import Detections
     from runtime.bundle.manifest import Postprocess
     from runtime.encode.preprocess import PreprocessSpec
-    from runtime.metrics.base import Metric
-
 Tensors = Mapping[str, Array]
 """Name -> array [n, ...], one row a sample."""
 TEXT, TEXT_PAIR = "text", "text_pair"

@@ -11,6 +11,7 @@ import numpy as np
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
+from runtime.metrics.texts import pack_texts, unpack_texts
 from runtime.tasks.base import BatchFacts, ReadsAudio, Tensors, describe_shapes, one_output, rename, softmax
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class CtcSpeechRecognition(ReadsAudio):
 
     def read_outputs(self, outputs: Tensors, batch: BatchFacts) -> dict[str, Array]:
         """Return {"answer", "score"} of the only output [B, frames, classes]. BundleError."""
-        from runtime.metrics.texts import pack_texts
-
         found = [outputs["logits"]] if "logits" in outputs else [o for o in outputs.values() if o.ndim == 3]
         if len(found) != 1 or found[0].ndim != 3 or found[0].shape[2] != len(batch.class_names):
             raise BundleError(
@@ -58,16 +57,12 @@ class CtcSpeechRecognition(ReadsAudio):
         """Return the texts of each recording's pieces, one after the other."""
         if len(split.samples) == len(split.rows_each):
             return outputs
-        from runtime.metrics.texts import pack_texts, unpack_texts
-
         pieces = zip(split.samples.tolist(), unpack_texts(outputs[ANSWER]), strict=True)
         texts = [" ".join(text for _, text in each if text) for _, each in groupby(pieces, key=lambda piece: piece[0])]
         return {ANSWER: pack_texts(texts), SCORE: split.average(outputs[SCORE]).astype(np.float32)}
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
         """Return {"label": what was written, "score"} for each recording."""
-        from runtime.metrics.texts import unpack_texts
-
         texts = unpack_texts(outputs[ANSWER])
         return [{"label": t, "score": s} for t, s in zip(texts, outputs[SCORE].tolist(), strict=True)]
 
@@ -88,6 +83,4 @@ def write_classes(classes: Array, names: Sequence[str]) -> str:
 
 
 def _repack(parts: Sequence[Array]) -> Array:
-    from runtime.metrics.texts import pack_texts, unpack_texts
-
     return pack_texts([text for part in parts for text in unpack_texts(part)])

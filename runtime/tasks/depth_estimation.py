@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.errors import BundleError
+from runtime.metrics.base import Columns, Metric, Outputs, ratio_of_sums, share_of_sums
 from runtime.tasks.base import BatchFacts, ReadsImages, Tensors, describe_shapes
-
-if TYPE_CHECKING:
-    from runtime.metrics.base import Columns, Metric, Outputs
 
 DEPTH = "depth"
 CLOSE = 1.25
@@ -67,8 +65,6 @@ def _count_close(outputs: Outputs, labels: Any) -> Columns:
 
 def _make_metrics() -> tuple[Metric, ...]:
     # here, for where metrics are listed, tasks are asked for theirs
-    from runtime.metrics.base import Metric, ratio_of_sums, share_of_sums
-
     about = "of labelled pixels (above 0), of a model whose depths have the labels' unit"
     error = Metric(
         name="abs_rel",

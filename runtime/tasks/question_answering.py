@@ -15,6 +15,8 @@ from runtime.bundle.columns import Array, Columns, take_texts
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import TextPreprocess
 from runtime.errors import BundleError, UsageError
+from runtime.metrics.base import Columns as Counts
+from runtime.metrics.base import Flaws, Metric, Outputs, remember
 from runtime.tasks.base import (
     MASK,
     OFFSETS,
@@ -31,8 +33,6 @@ from runtime.tasks.base import (
 
 if TYPE_CHECKING:
     from runtime.encode.split import Split
-    from runtime.metrics.base import Columns as Counts
-    from runtime.metrics.base import Metric, Outputs
 
 QUESTION, CONTEXT = "question", "context"
 N_BEST = 5
@@ -257,8 +257,6 @@ def _compare_answers(outputs: Outputs, baseline: Outputs) -> Counts:
 
 def _make_metrics() -> tuple[Metric, ...]:
     # here, for where metrics are listed, tasks are asked for theirs
-    from runtime.metrics.base import Flaws, Metric, remember
-
     score = remember(score_answers)
     shared: dict[str, Any] = {
         "higher_is_better": True,

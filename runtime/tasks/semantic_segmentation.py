@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.images import ImagePreprocess, Placement, place_image
 from runtime.errors import BundleError, UsageError
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, remember, share_of_sums
 from runtime.tasks.base import (
     IMAGE_SIZE,
     BatchFacts,
@@ -22,9 +23,6 @@ from runtime.tasks.base import (
     one_output,
     rename,
 )
-
-if TYPE_CHECKING:
-    from runtime.metrics.base import Columns, Metric, Outputs
 
 STRIP = 2**22
 """Logits that are resized at once: a whole image of 3000 x 2000 pixels and 150 classes would take 3.6 GB."""
@@ -270,8 +268,6 @@ def _reach_of_classes(columns: Columns) -> float:
 
 def _make_metrics() -> tuple[Metric, ...]:
     # here, for where metrics are listed, tasks are asked for theirs
-    from runtime.metrics.base import Flaws, Metric, remember, share_of_sums
-
     count = remember(count_pixels)
 
     def has_flaws(columns: Columns) -> Array:

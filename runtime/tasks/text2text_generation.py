@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.bundle.columns import Columns
+from runtime.metrics.texts import unpack_texts
 from runtime.tasks.base import TEXT, Task, Tensors
 
 
@@ -27,8 +28,6 @@ class WritesAnswers(Task):
 
     def predict(self, outputs: Tensors, class_names: Sequence[str]) -> list[Any] | None:
         """Return {"label": what was written} for each sample."""
-        from runtime.metrics.texts import unpack_texts
-
         return [{"label": text} for text in unpack_texts(outputs["answer"])]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +11,8 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import TextPreprocess
 from runtime.errors import BundleError, UsageError
+from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums, share_of_sums
 from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, classify, describe_shapes, one_output, rename
-
-if TYPE_CHECKING:
-    from runtime.metrics.base import Columns, Metric, Outputs
 
 UNLABELLED = -100
 """Fills rows of labels up to the longest text's."""
@@ -172,8 +170,6 @@ def _count_same_words(outputs: Outputs, baseline: Outputs) -> Columns:
 
 def _make_metrics() -> tuple[Metric, ...]:
     # here, for where metrics are listed, tasks are asked for theirs
-    from runtime.metrics.base import Flaws, Metric, ratio_of_sums, share_of_sums
-
     def shortage(columns: Columns) -> str:
         n = int(columns[1].sum())
         return "" if n >= LEAST_SPANS else f"the labels have {n} spans; at least {LEAST_SPANS} would be needed"

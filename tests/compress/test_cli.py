@@ -27,12 +27,13 @@ from compress.passes import PASSES
 from compress.recipe.load import load_recipe
 from compress.recipe.network import OFFLINE, restrict_network
 from compress.recipe.vocabulary import editor_schema
-from runtime.bundle.format import Artifact, Gate, Judgement, Manifest, write_bundle
+from runtime.bundle.format import Artifact, Gate, Judgement, Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency
 from runtime.processes.telemetry import NO_TELEMETRY
 from runtime.report.report import Report, Side, write_report
 from runtime.report.stored import StoredReport
+from runtime.tasks.manifest import write_bundle
 
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
 RECIPE = """\
@@ -582,12 +583,12 @@ def test_compare_refuses_what_was_not_validated() -> None:
 
 def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_bundle("b")
-    monkeypatch.setattr("runtime.bundle.format.verify", lambda path: manifest)
+    monkeypatch.setattr("runtime.tasks.manifest.verify", lambda path: manifest)
     assert run("verify", "b").stdout == f"b: all 2 files are as the manifest says (digest {manifest.digest})\n"
     assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
     asked: list[object] = []
     room(
-        "runtime.judge.validate",
+        "runtime.report.validate",
         validate=lambda path, report_folder, earlier, progress: (
             asked.append((report_folder, earlier)) or report("fail")
         ),

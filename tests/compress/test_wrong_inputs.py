@@ -25,8 +25,8 @@ from compress.planning.draft import make_recipe, name_recipe
 from compress.planning.usual import find_scheme
 from compress.recipe.goal import read_goals
 from runtime.errors import UsageError
-from runtime.metrics import check_name
 from runtime.tasks import find_task
+from runtime.tasks.metrics import check_name
 
 RECIPE = """\
 version: 1

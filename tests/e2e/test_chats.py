@@ -22,7 +22,8 @@ from compress.models.huggingface import TextModel
 from compress.planning.inputs import load_set, read_inputs
 from compress.recipe.load import load_recipe
 from compress.work import tune as work_of_tune
-from runtime.bundle.format import read_manifest, read_samples
+from runtime.bundle.format import read_samples
+from runtime.tasks.manifest import read_manifest
 
 RTN: dict[str, Any] = {"kind": "rtn", "scheme": "W4A16", "group_size": 32}
 EXACT = 1e-4

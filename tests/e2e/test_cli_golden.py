@@ -28,7 +28,7 @@ def run(*args: str | Path) -> Result:
 
 def test_verify(quickstart: tuple[Path, str]) -> None:
     done = run("verify", quickstart[0])
-    assert done.exit_code == 0 and "all 8 files are as the manifest says" in done.stdout
+    assert done.exit_code == 0 and "all 9 files are as the manifest says" in done.stdout
 
 
 def test_inspect(quickstart: tuple[Path, str]) -> None:

@@ -16,7 +16,7 @@ from shortcuts import quick_export, quick_judge
 
 from compress.errors import CompressError
 from runtime import open_bundle
-from runtime.bundle.format import read_manifest
+from runtime.tasks.manifest import read_manifest
 
 PASSES = [
     {"kind": "prune_channels", "max_flops": 0.6, "round_to": 2},

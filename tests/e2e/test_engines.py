@@ -20,9 +20,9 @@ from compress.errors import ExportError, PlanError
 from compress.recipe.load import load_recipe
 from runtime import open_bundle
 from runtime.backends import BACKENDS
-from runtime.bundle.format import read_manifest, verify
 from runtime.errors import UsageError
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, verify
 
 RTX = {"kind": "tensorrt-rtx", "compute_capabilities": ["8.6", "12.0"]}
 needs_rtx = pytest.mark.skipif(

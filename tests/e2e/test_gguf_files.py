@@ -29,7 +29,7 @@ def run(command: str, folder: Path, recipe: dict[str, Any]) -> Result:
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_file_is_listed_with_its_size_and_judged(beside: bool, tmp_path: Path) -> None:
-    from runtime.bundle.format import verify
+    from runtime.tasks.manifest import verify
 
     more = {"export": [{"kind": "onnx"}, {"kind": "gguf"}]} if beside else GGUF
     done = run("apply", tmp_path, language_recipe(tmp_path, [W4], **more))

@@ -26,8 +26,9 @@ from tiny_lm import CHARACTERS, MIXTURES, language_folder, language_recipe
 import runtime
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
-from runtime.bundle.format import BuildScore, read_manifest
+from runtime.bundle.format import BuildScore
 from runtime.report.report import verdict_line
+from runtime.tasks.manifest import read_manifest
 
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]

@@ -11,7 +11,7 @@ import pytest
 from makers import apply
 from tiny_lm import language_folder, language_recipe
 
-from runtime.bundle.format import read_manifest
+from runtime.tasks.manifest import read_manifest
 
 PASSES: list[dict[str, Any]] = [{"kind": "gptq", "scheme": "W4A16", "group_size": 32}]
 BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]

@@ -18,9 +18,9 @@ from compress.commands.parity import bundle_parity
 from runtime import open_bundle
 from runtime.backends import BACKENDS, find_backend
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.format import verify
 from runtime.decode.kv_cache import Decoder
 from runtime.nvidia.gpu import gpu_here
+from runtime.tasks.manifest import verify
 
 pytestmark = [
     pytest.mark.gpu,

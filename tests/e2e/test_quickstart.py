@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.cli import app
-from runtime.bundle.format import verify
+from compress.recipe.remedies import REMEDIES
+from runtime.bundle.format import read_remedies
+from runtime.tasks.manifest import verify
 
 FILES = {
     "README.md",
@@ -24,6 +26,7 @@ FILES = {
     "manifest.json",
     "model/model.onnx",
     "recipe.yaml",
+    "remedies.json",
     "report.html",
     "report.json",
     "report.md",
@@ -49,7 +52,7 @@ def test_it_passes_and_says_where_the_bundle_is(quickstart: tuple[Path, str]) ->
 
 def test_the_bundle_is_whole_and_nothing_lies_beside_it(quickstart: tuple[Path, str]) -> None:
     bundle = quickstart[0]
-    verify(bundle)
+    assert read_remedies(bundle, verify(bundle)) == REMEDIES
     assert {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()} == FILES
     assert [path.name for path in bundle.parent.iterdir()] == ["q"]
     log = (bundle / "compress.log").read_text()

@@ -17,7 +17,7 @@ import compress
 from compress.errors import ExportError, PlanError
 from compress.recipe.schema import Recipe
 from compress.zoo.digits_resnet import DIGITS, MEAN, STD, digits_resnet
-from runtime.bundle.format import verify
+from runtime.tasks.manifest import verify
 
 pytestmark = pytest.mark.slow
 TRAIN, TEST = f"npz:{DIGITS / 'train.npz'}", f"npz:{DIGITS / 'test.npz'}"

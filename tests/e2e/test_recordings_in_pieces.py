@@ -14,12 +14,13 @@ from small_answers import HEARD, train_listener, write_speech
 
 from compress.errors import CompressError
 from runtime import Bundle, open_bundle
-from runtime.bundle.format import read_manifest, read_outputs, read_samples
+from runtime.bundle.format import read_outputs, read_samples
 from runtime.decode.answers import join_texts, score_answers
 from runtime.encode.audio import load_audio, split_chunks
 from runtime.encode.preprocess import AudioPreprocess, Preprocessor, Seq2SeqPreprocess, make_preprocessor
-from runtime.metrics import METRICS
 from runtime.metrics.texts import unpack_texts
+from runtime.tasks.manifest import read_manifest
+from runtime.tasks.metrics import METRICS
 
 pytestmark = pytest.mark.slow
 

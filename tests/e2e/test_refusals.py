@@ -312,7 +312,7 @@ def test_what_was_added_to_a_bundle_is_not_lost(net: Net, bundle: Path) -> None:
     [
         "compress.execution.cached.write_graph",
         "compress.export.bundle.write_samples",
-        "runtime.judge.validate.write_report",
+        "runtime.report.validate.write_report",
     ],
 )
 def test_a_full_disk(net: Net, bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:

@@ -21,7 +21,7 @@ from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.recipe.repeat import repeat_training
 from compress.store.cache import ResultCache
-from runtime.bundle.format import read_manifest
+from runtime.tasks.manifest import read_manifest
 
 Net = tuple[Path, dict[str, Any]]
 

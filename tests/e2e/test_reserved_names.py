@@ -19,7 +19,7 @@ import runtime
 from compress.errors import CompressError
 from runtime.__main__ import main
 from runtime.bundle.samples import write_npz
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
 from runtime.serving.protocol import ServedModel
 
 RESERVED = (

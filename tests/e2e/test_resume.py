@@ -16,8 +16,8 @@ from makers import bundle_bytes, write_recipe
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.store.cache import ResultCache
-from runtime.bundle.format import verify
 from runtime.report.report import Report, Side
+from runtime.tasks.manifest import verify
 
 Net = tuple[Path, dict[str, Any]]
 

@@ -13,7 +13,8 @@ from shortcuts import quick_export, quick_judge
 
 from compress.errors import SourceError
 from runtime import open_bundle
-from runtime.bundle.format import read_manifest, read_outputs
+from runtime.bundle.format import read_outputs
+from runtime.tasks.manifest import read_manifest
 
 NET = '''
 from torch import nn

@@ -18,10 +18,11 @@ from compress.export.card import usage_of
 from runtime import open_bundle
 from runtime.__main__ import main
 from runtime.bundle.files import model_files
-from runtime.bundle.format import read_manifest, read_outputs
+from runtime.bundle.format import read_outputs
 from runtime.encode.audio import load_audio
 from runtime.errors import UsageError
 from runtime.metrics.texts import unpack_texts
+from runtime.tasks.manifest import read_manifest
 
 TURNS: dict[str, Any] = {
     "version": 1,

@@ -15,7 +15,7 @@ from triton_rules import find_problems, read_repository
 
 from compress.deploy.triton import Serving, write_repository
 from runtime import open_bundle
-from runtime.bundle.format import read_manifest
+from runtime.tasks.manifest import read_manifest
 
 pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(0)

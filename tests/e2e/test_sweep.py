@@ -18,7 +18,7 @@ from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.search.study import read_study
 from compress.search.sweep import sweep
-from runtime.bundle.format import read_manifest
+from runtime.tasks.manifest import read_manifest
 
 pytest.importorskip("optuna")
 NO_TIMING = {"COMPRESS_TIMING": "off"}

@@ -16,8 +16,8 @@ from fuzzing import FULL, SEED, assert_done_or_refused
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
-from runtime.bundle.format import verify
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import verify
 
 SHARE = 0.005
 """Of FUZZ_CASES, for each scenario: FUZZ_CASES=1000000 is every error at every point (a case takes half a second)."""

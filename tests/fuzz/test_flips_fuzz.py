@@ -18,7 +18,8 @@ import runtime
 from compress.blocks.blockfiles import Changes, block_file, read_block, write_block
 from compress.store.cache import ResultCache
 from compress.store.training_state import read_state, write_state
-from runtime.bundle.format import is_hashed, verify
+from runtime.bundle.format import is_hashed
+from runtime.tasks.manifest import verify
 
 Flip = tuple[str, int, int]
 """File, place of the byte in it, the byte that stands there afterwards."""

@@ -14,20 +14,13 @@ from shortcuts import without_processes
 from tiny_bundles import sign_files
 
 from runtime.bundle.files import model_files
-from runtime.bundle.format import (
-    Manifest,
-    read_manifest,
-    read_outputs,
-    read_samples,
-    write_bundle,
-    write_outputs,
-    write_samples,
-)
+from runtime.bundle.format import Manifest, read_outputs, read_samples, write_outputs, write_samples
 from runtime.bundle.manifest import Benchmark, Gate, Judgement
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 ONE = ("onnxruntime-cpu",)
 FAST = Benchmark(1, 2, 1, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compress.recipe.variables import escape
 from compress.recipe.vocabulary import recipe_schema
-from runtime.metrics import metric_names
+from runtime.tasks.metrics import metric_names
 
 TRAPS = (
     "", " ", "on", "yes", "null", "~", "true", "1", "1e3", "0x1f", "0o7", "1_000", ".inf", ".nan", "=", "<<", "- a",

@@ -39,7 +39,7 @@ def few_rounds() -> Iterator[None]:
         patch.setattr("runtime.clock.turns.BLOCK_S", 0.0)
         patch.setattr("runtime.clock.turns.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
-        patch.setattr("runtime.judge.validate.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
+        patch.setattr("runtime.judge.bundle.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
         yield
 
 
@@ -47,7 +47,7 @@ def few_rounds() -> Iterator[None]:
 def quick_judge() -> Iterator[None]:
     """Judge on the main backend alone, in few rounds, in this process."""
     with without_processes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.judge.validate.available_others", lambda manifest, main: ())
+        patch.setattr("runtime.judge.bundle.available_others", lambda manifest, main: ())
         yield
 
 

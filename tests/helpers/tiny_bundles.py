@@ -26,10 +26,11 @@ from places import ROOT
 from compress.commands.compare import compare_bundles, print_comparison
 from compress.commands.inspect import inspect_bundle
 from runtime import open_bundle
-from runtime.bundle.format import canonical_json, read_samples, verify, write_bundle
+from runtime.bundle.format import canonical_json, read_samples
 from runtime.bundle.manifest import Benchmark, Judgement, Manifest
 from runtime.encode.preprocess import LanguagePreprocess, TextPreprocess
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import verify, write_bundle
 
 KINDS = ("image", "text", "decoder")
 BRIEF = Benchmark(2, 4, 1, 3)

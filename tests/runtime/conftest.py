@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from shortcuts import judge_here
 
 from runtime.backends import BACKENDS, Session
-from runtime.boxes.spec import Detections, HeadOutputs
+from runtime.bundle.detections import Detections, HeadOutputs
 from runtime.bundle.format import (
     Artifact,
     Benchmark,
@@ -25,7 +25,6 @@ from runtime.bundle.format import (
     KvCacheSpec,
     Manifest,
     model_size,
-    write_bundle,
     write_outputs,
     write_samples,
 )
@@ -38,6 +37,7 @@ from runtime.encode.preprocess import (
     spec_to_dict,
 )
 from runtime.tasks.base import BatchFacts
+from runtime.tasks.manifest import write_bundle
 from runtime.tasks.predict import run_samples
 
 __all__ = ["judge_here"]

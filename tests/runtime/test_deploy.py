@@ -15,8 +15,8 @@ from compress.deploy.places import Place, deploy, find_place
 from compress.deploy.triton import Serving, Word, to_pbtxt
 from compress.errors import ExportError, PlaceError
 from runtime.bundle.engine import EngineRecord, InputShapes
-from runtime.bundle.format import verify, write_bundle
 from runtime.errors import UsageError
+from runtime.tasks.manifest import verify, write_bundle
 
 
 def instructions(dockerfile: str) -> list[tuple[str, list[str]]]:

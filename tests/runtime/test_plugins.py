@@ -14,11 +14,12 @@ from compress.passes import KINDS, accept_pass
 from runtime import plugins
 from runtime.backends import BACKENDS, Backend
 from runtime.errors import PluginError
-from runtime.metrics import MEASURED, METRICS, Metric
+from runtime.metrics import MEASURED, Metric
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, Plugin, PluginTable, check_entry, find_plugins
+from runtime.tasks.metrics import METRICS
 
 METRIC = """
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from dataclasses import replace
 ONE = replace(METRICS["top1"], name="one")
 """

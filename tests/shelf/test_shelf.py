@@ -17,8 +17,8 @@ from makers import apply, plan
 from models import SHELF, Shelved
 from places import ROOT
 
-from runtime.bundle.format import read_manifest
 from runtime.tasks import find_task
+from runtime.tasks.manifest import read_manifest
 
 PAGE = ROOT / "docs/reference/shelf.md"
 HEADS = (

@@ -23,27 +23,19 @@ from compress.cli import app
 from compress.commands.bundle_diff import RecipeChange, compare_layers, compare_recipes, measure_layers
 from compress.commands.compare import compare_bundles, print_comparison
 from compress.pages.page import make_environment
-from runtime.bundle.format import (
-    Artifact,
-    Judgement,
-    Manifest,
-    read_manifest,
-    read_samples,
-    write_bundle,
-    write_outputs,
-    write_samples,
-)
+from runtime.bundle.format import Artifact, Judgement, Manifest, read_samples, write_outputs, write_samples
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
-from runtime.judge.evidence import quality_evidence, size_evidence, timing_evidence
+from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Side, differences, ratio_intervals, ratios, side, tabulate_slices
-from runtime.judge.pairing import compare_reports
+from runtime.judge.samples import describe_evaluation, keep_samples
 from runtime.judge.slices import find_groups
-from runtime.metrics import METRICS
-from runtime.report.reading import read_report
+from runtime.judge.speed import size_evidence, timing_evidence
+from runtime.report.pairing import compare_reports
 from runtime.report.report import Report, write_report
-from runtime.report.samples import describe_evaluation, keep_samples
-from runtime.report.stored import read_stored_report
+from runtime.report.stored import read_report, read_stored_report
+from runtime.tasks.manifest import read_manifest, write_bundle
+from runtime.tasks.metrics import METRICS
 
 RECIPE: dict[str, Any] = {
     "name": "net",

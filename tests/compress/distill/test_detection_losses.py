@@ -9,7 +9,7 @@ import torch
 
 from compress.distill.detections import box_error, class_error, measure_confidence, read_head
 from compress.errors import PassError
-from runtime.boxes.spec import Detections, HeadOutputs, Priors
+from runtime.bundle.detections import Detections, HeadOutputs, Priors
 
 TWO = HeadOutputs(("boxes",), ("scores",))
 HEADS: dict[str, dict[str, Any]] = {

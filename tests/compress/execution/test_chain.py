@@ -28,9 +28,10 @@ from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache
 from compress.work import WORK
-from runtime.bundle.format import verify
-from runtime.report.passes import PASSES_FILE, PassRow
+from runtime.judge.findings import PassRow
+from runtime.judge.passes import PASSES_FILE
 from runtime.report.report import Report, render_text
+from runtime.tasks.manifest import verify
 
 pytestmark = pytest.mark.slow
 QUICK = [

@@ -18,7 +18,8 @@ from compress.formats.targets import Target
 from compress.passes import Pass
 from compress.recipe.schema import Recipe
 from compress.work import WORK
-from runtime.bundle.format import read_outputs, verify
+from runtime.bundle.format import read_outputs
+from runtime.tasks.manifest import verify
 
 pytestmark = pytest.mark.slow
 RUNS: list[str] = []

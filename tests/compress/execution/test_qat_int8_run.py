@@ -22,7 +22,7 @@ from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
 from compress.store.cache import ResultCache
 from compress.store.run_log import Journal
-from runtime.bundle.format import verify
+from runtime.tasks.manifest import verify
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 

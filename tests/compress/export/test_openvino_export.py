@@ -23,9 +23,9 @@ from compress.quantize.rounding import round_to_nearest
 from compress.quantize.state import GraphState
 from runtime.backends import BACKENDS
 from runtime.bundle.files import ir_files
-from runtime.bundle.format import verify
 from runtime.decode.kv_cache import Decoder
 from runtime.errors import BundleError
+from runtime.tasks.manifest import verify
 
 pytestmark = pytest.mark.skipif(BACKENDS["openvino"].available() is not None, reason="openvino is not installed")
 PRECISE = {"precision": "f32"}

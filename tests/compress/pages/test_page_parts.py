@@ -21,8 +21,7 @@ from compress.pages.samples import ShownSample, describe, show_samples
 from compress.pages.sizes import PACKED, REST, StoredTensor, list_tensors, sum_formats, sum_layers
 from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest
 from runtime.errors import BundleError
-from runtime.judge.changes import ChangedSample, Changes
-from runtime.judge.confusion import ConfusedPair, Confusion
+from runtime.judge.changes import ChangedSample, Changes, ConfusedPair, Confusion
 from runtime.judge.gates import GateResult
 from runtime.report.report import Report, Side
 

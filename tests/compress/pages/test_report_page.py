@@ -24,17 +24,16 @@ from compress.cli import app
 from compress.commands.report import add_page, make_page
 from compress.pages.frontier import Frontier, Trial
 from compress.pages.report import render_report
-from runtime.bundle.format import verify
 from runtime.errors import UsageError
-from runtime.judge.cause import Cause
-from runtime.judge.confusion import ConfusedPair, Confusion
-from runtime.judge.findings import MetricSlices, SliceValue
+from runtime.judge.causes import Cause
+from runtime.judge.changes import ConfusedPair, Confusion
+from runtime.judge.findings import MetricSlices, PassRow, PassTable, SliceValue
 from runtime.judge.gates import GateResult
-from runtime.judge.validate import validate
 from runtime.judge.why import Explanation, LayerComparison, OperatorTime, SideTime
-from runtime.report.passes import PassRow, PassTable
-from runtime.report.reading import read_report
 from runtime.report.report import Report, to_dict
+from runtime.report.stored import read_report
+from runtime.report.validate import validate
+from runtime.tasks.manifest import verify
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$ \"quoted\" & _under \x07"
 VOID = {"meta", "link", "img", "br"}

@@ -19,9 +19,10 @@ from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
 from runtime import open_bundle
-from runtime.bundle.format import read_manifest, read_samples, read_slices
+from runtime.bundle.format import read_samples, read_slices
 from runtime.judge.recorded import value_columns
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest
 
 RECIPE = """\
 version: 1

@@ -12,12 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recipe_strategies import ANYTHING, TEXTS, as_text
 from recipe_texts import GOOD, MODEL, load, only, problems, write
+from ruamel.yaml import YAML
 
 from compress.errors import RecipeError
 from compress.formats.schemes import PRESETS
 from compress.passes import PASSES
 from compress.passes.weight_only import WeightPass
 from compress.recipe.load import load_recipe, recipe_to_yaml
+from compress.recipe.remedies import REMEDIES
 from compress.recipe.vocabulary import recipe_schema
 from compress.specs import find_changes
 
@@ -46,6 +48,16 @@ def test_a_recipe_may_be_a_dict_and_is_refused_as_a_file_is() -> None:
         with pytest.raises(RecipeError) as refused:
             load_recipe({**given, **more})
         assert all(any(text in problem for problem in refused.value.problems) for text in said)
+
+
+def test_a_remedy_is_a_piece_of_a_recipe() -> None:
+    for name, text in REMEDIES.items():
+        piece = YAML(typ="safe").load(text.replace("{backend}", "onnxruntime-cpu").replace("{layers}", "a, b"))
+        if name == "slower_layers":  # of any pass
+            piece = {"passes": [{"kind": "int8", **piece}]}
+        if name == "odd_widths":  # beside the pass's own goal
+            piece["passes"][0]["ratio"] = 0.5
+        load_recipe({"version": 1, "name": "x", "model": {"source": "onnx:m.onnx", "task": "generic"}, **piece})
 
 
 def fits(value: Any) -> bool:

@@ -23,8 +23,9 @@ from compress.store import durable, output
 from compress.store.durable import MARK, blame
 from compress.store.output import keep_log, publish, reserve_output
 from compress.store.run_log import Journal, RunPosition
-from runtime.bundle.format import Artifact, Judgement, Manifest, write_bundle
+from runtime.bundle.format import Artifact, Judgement, Manifest
 from runtime.processes.endings import end_command
+from runtime.tasks.manifest import write_bundle
 
 
 def fill(folder: Path, text: str) -> None:

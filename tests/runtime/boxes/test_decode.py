@@ -9,7 +9,7 @@ import pytest
 
 from runtime.boxes.decode import find_objects, place_priors
 from runtime.boxes.overlap import compute_iou, suppress_overlaps
-from runtime.boxes.spec import Detections, HeadOutputs, Priors, complete_detections
+from runtime.bundle.detections import Detections, HeadOutputs, Priors, complete_detections
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, UsageError

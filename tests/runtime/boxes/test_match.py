@@ -14,9 +14,9 @@ from pycocotools.cocoeval import COCOeval
 from runtime.boxes.match import CROWD, DIFFICULT, match_detections
 from runtime.bundle.manifest import Gate, Judgement
 from runtime.judge.evidence import quality_evidence, select_metrics
-from runtime.metrics import METRICS
 from runtime.metrics.base import UsageError
 from runtime.metrics.detection import find_best_threshold
+from runtime.tasks.metrics import METRICS
 
 Found = list[tuple[int, float, list[float]]]
 """Class, score and box of each detection."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis.extra import numpy as npst
 from onnx import TensorProto, helper
 
 from runtime.bundle.format import (
+    REMEDIES_FILE,
     Artifact,
     Benchmark,
     Gate,
@@ -30,11 +32,9 @@ from runtime.bundle.format import (
     canonical_json,
     inside,
     model_size,
-    read_manifest,
     read_outputs,
+    read_remedies,
     read_samples,
-    verify,
-    write_bundle,
     write_samples,
 )
 from runtime.bundle.onnx_file import external_files
@@ -43,6 +43,7 @@ from runtime.bundle.samples import digest_columns, read_jsonl, read_npz, write_j
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import ImagePreprocess, spec_from_dict
 from runtime.errors import BundleError, UsageError
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
@@ -497,3 +498,23 @@ def test_format_and_preprocessing_import_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "Expecting property name"),
+        ('["ignore: []"]', "must be an object of printable texts"),
+        ('{"casts": 1}', "must be an object of printable texts"),
+        ('{"casts": "\\u001b[2J"}', "must be an object of printable texts"),
+        ('{"casts": "a", "casts": "b"}', "'casts' is there twice"),
+        (json.dumps({"casts": "x" * 2**14}), "larger than 16384 bytes"),
+    ],
+)
+def test_remedies_that_are_no_small_texts_are_refused(image_bundle: Path, content: str, said: str) -> None:
+    manifest = read_manifest(image_bundle)
+    assert read_remedies(image_bundle, manifest) == {}, "an older bundle has none"
+    (image_bundle / REMEDIES_FILE).write_text(content)
+    manifest = write_bundle(image_bundle, replace(manifest, files={}))
+    with pytest.raises(BundleError, match=re.escape(said)):
+        read_remedies(image_bundle, manifest)

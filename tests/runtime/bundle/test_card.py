@@ -19,9 +19,10 @@ from shortcuts import quick_judge
 
 from compress.export.card import model_card, usage_of
 from runtime.__main__ import main
-from runtime.bundle.format import Artifact, Benchmark, Judgement, read_manifest, write_bundle
+from runtime.bundle.format import Artifact, Benchmark, Judgement
 from runtime.encode.preprocess import AudioPreprocess, ImageTextPreprocess, TensorPreprocess, TextPreprocess
 from runtime.tasks import TASKS
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 LOCK = {"model": {"source": "onnx:m.onnx", "digest": "abc"}}
 QUICK = Judgement(benchmark=Benchmark(throughput_batch_size=2, warmup=1, iterations=10))

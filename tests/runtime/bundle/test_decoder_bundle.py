@@ -23,22 +23,20 @@ from runtime.bundle.format import (
     KvCacheSpec,
     canonical_json,
     checkpoint_size,
-    read_manifest,
-    verify,
-    write_bundle,
     write_candidate_outputs,
     write_outputs,
 )
 from runtime.bundle.manifest import BuildScore, Judgement
 from runtime.decode.scoring import score
 from runtime.errors import BundleError, UsageError
-from runtime.judge.evidence import request_evidence
 from runtime.judge.findings import OF_DECODERS
-from runtime.judge.validate import validate
-from runtime.measure.benchmark import benchmark, speed_evidence
+from runtime.judge.speed import request_evidence, speed_evidence
+from runtime.measure.benchmark import benchmark
 from runtime.measure.requests import RequestTimes
 from runtime.metrics import MEASURED
 from runtime.report.report import render_markdown, render_text, verdict_line
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 MakeBundle = Callable[..., Path]
 FAST = Benchmark(warmup=1, iterations=40, prompt_tokens=8, new_tokens=5)

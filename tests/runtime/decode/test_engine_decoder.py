@@ -12,9 +12,9 @@ from tensorrt_fakes import RECORDED, GraphEngine, HostCuda, Library, load_engine
 
 from compress.commands.parity import compare_outputs, sample_batches
 from runtime.backends import tensorrt
-from runtime.bundle.format import verify
 from runtime.decode.kv_cache import Decoder, ResidentKeys
 from runtime.errors import UsageError
+from runtime.tasks.manifest import verify
 
 PROMPTS = [np.arange(5), np.array([3]), np.arange(9, 2, -1)]
 STEPS = 6

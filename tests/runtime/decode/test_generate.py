@@ -13,10 +13,11 @@ import pytest
 
 import runtime
 from runtime import Bundle, open_bundle
-from runtime.bundle.format import KvCacheSpec, read_manifest
+from runtime.bundle.format import KvCacheSpec
 from runtime.decode.generate import TextStream
 from runtime.decode.kv_cache import Decoder
 from runtime.errors import BundleError, UsageError
+from runtime.tasks.manifest import read_manifest
 
 MakeBundle = Callable[..., Path]
 PROMPTS = ["Once upon a time", "x", "a dog and a cat"]

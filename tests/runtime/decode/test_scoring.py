@@ -16,7 +16,7 @@ from runtime.decode.scoring import score
 from runtime.encode.language import LanguageEncoder, LanguagePreprocess, make_language_encoder
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor, spec_from_dict, spec_to_dict
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import run_samples
 
 BOS = 256

@@ -28,10 +28,11 @@ from runtime.judge.advice import (
     reasons,
     slower,
 )
-from runtime.judge.cause import Cause
-from runtime.judge.evidence import Evidence, size_evidence, timing_evidence
+from runtime.judge.causes import Cause
+from runtime.judge.evidence import Evidence
+from runtime.judge.speed import size_evidence, timing_evidence
 from runtime.judge.why import Explanation, SideTime
-from runtime.report.units import interval_words
+from runtime.words import interval_words
 
 
 def qdq_model(path: Path, zero_point: Any) -> Path:

@@ -5,6 +5,7 @@ Structure decides, and peaks and trials of a recorded machine, never this one's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from compress.recipe.remedies import REMEDIES
 from runtime.bundle.onnx_file import Graph, GraphNode
 from runtime.clock.peaks import Peaks, Product
+from runtime.judge import causes
 from runtime.judge.twins import ProfiledPair, match_twins
 from runtime.judge.why import Explanation, explain
 from runtime.measure.profile import NodeTime, Profile, Tensor
@@ -58,7 +61,7 @@ def no_trials(products: Sequence[Product]) -> list[float | None]:
 
 
 def look(after: Profile, before: Profile | None = None, **settings: Any) -> Explanation:
-    given = {"peaks": ZEN4, "before_peaks": ZEN4, "trials": no_trials, **settings}
+    given = {"peaks": ZEN4, "before_peaks": ZEN4, "trials": no_trials, "remedies": REMEDIES, **settings}
     return explain(ProfiledPair(after, before, **given))
 
 
@@ -302,6 +305,8 @@ def test_a_layer_that_is_slower_than_its_twin_is_left_as_it_was() -> None:
     slow = replace(matrix_node("b", "MatMulIntegerToFloat", 8, 64, 2.0), computes_in="uint8")
     (cause,) = look(recorded([matrix_node("a", "MatMul", 8, 64, 1.0), slow]), before).causes
     assert cause.kind == "slower_layers" and cause.recipe.startswith("ignore: [b]") and cause.saves_ms == 1.0
+    (older,) = look(recorded([matrix_node("a", "MatMul", 8, 64, 1.0), slow]), before, remedies={}).causes
+    assert older == replace(cause, recipe=""), "a bundle without remedies shows the cause alone"
 
 
 def test_zeros_that_are_multiplied_are_named() -> None:
@@ -336,3 +341,9 @@ def test_twins_are_matched_by_layer_then_by_node_then_by_order() -> None:
     theirs = [replace(matrix_node(f"m{n}", "MatMul", 8, 64, 1.0), layer=layer) for n, layer in enumerate(("m0", "one"))]
     twins = match_twins(recorded(ours), recorded(theirs))
     assert twins["n0"].name == "m1" and twins["n1"].name == "m0"
+
+
+def test_every_remedy_is_one_that_a_cause_asks_for() -> None:
+    source = Path(causes.__file__).read_text()
+    asked = re.findall(r'(?:fill_remedy\(|advise_placement\(\s*pair, )"(\w+)"', source)
+    assert len(asked) >= 13 and set(asked) == set(REMEDIES)

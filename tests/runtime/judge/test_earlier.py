@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from runtime.__main__ import main
-from runtime.bundle.format import Benchmark, Gate, Judgement, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import BundleError, UsageError
-from runtime.judge.validate import validate
 from runtime.report.stored import read_stored_report
+from runtime.report.validate import validate
+from runtime.tasks.manifest import write_bundle
 
 pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
@@ -127,7 +128,7 @@ def test_what_could_not_be_seen_is_refused_before_anything_runs(
     old = make_bundle("old", **then)
     validate(old, ONE)
     earlier = read_stored_report(old)
-    monkeypatch.setattr("runtime.judge.validate.run_candidate", lambda case: pytest.fail("it ran"))
+    monkeypatch.setattr("runtime.judge.bundle.run_candidate", lambda case: pytest.fail("it ran"))
     with pytest.raises(UsageError, match=f"--baseline: .*{message}"):
         validate(make_bundle("new", *now.pop("gates", ()), **now), ONE, earlier=earlier)
 

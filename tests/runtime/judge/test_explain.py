@@ -10,13 +10,14 @@ from shortcuts import without_processes
 from tiny_bundles import make_bundle
 
 from runtime.__main__ import main
-from runtime.bundle.format import read_manifest
 from runtime.clock.peaks import Peaks
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.judge import explain, validate
+from runtime.judge import explain
 from runtime.judge.explain import explain_path, explain_unprofiled
 from runtime.judge.twins import ProfiledPair
+from runtime.report.validate import validate
 from runtime.report.why import render_explanation
+from runtime.tasks.manifest import read_manifest
 
 KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
 
@@ -47,7 +48,7 @@ def test_what_has_no_profile_is_refused_with_the_way_out(tmp_path: Path) -> None
 def test_a_candidate_that_is_no_faster_says_why_in_its_report(tmp_path: Path) -> None:
     bundle = make_bundle("image", tmp_path / "image")
     with without_processes():
-        report = validate.validate(bundle, ["onnxruntime-cpu"])
+        report = validate(bundle, ["onnxruntime-cpu"])
     record = json.loads((bundle / "report.json").read_text())["explanation"]
     assert report.explanation is not None
     assert record["candidate"]["operators"] and record["peak_gflops"] == KNOWN.gflops
@@ -58,10 +59,10 @@ def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, mon
     def fail(*about: object) -> ProfiledPair:
         raise RuntimeFailure("no room")
 
-    monkeypatch.setattr(validate, "explain_bundle", fail)
+    monkeypatch.setattr("runtime.judge.bundle.explain_bundle", fail)
     bundle = make_bundle("image", tmp_path / "image")
     with without_processes():
-        report = validate.validate(bundle, ["onnxruntime-cpu"])
+        report = validate(bundle, ["onnxruntime-cpu"])
     assert report.verdict == "unjudged"
     assert "Why it is no faster is not known: its profile failed: no room" in report.advice
 

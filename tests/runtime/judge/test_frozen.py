@@ -13,13 +13,13 @@ from exchanges import FAST, ONE, assert_no_exchange_passes, sign_whole, silence_
 from shortcuts import without_processes
 from tiny_bundles import load_tiny
 
-from runtime.boxes.spec import Detections, HeadOutputs
-from runtime.bundle.format import read_manifest, write_bundle
+from runtime.bundle.detections import Detections, HeadOutputs
 from runtime.bundle.manifest import Gate, Judgement
 from runtime.encode.preprocess import LanguagePreprocess, TensorPreprocess, TextPreprocess
 from runtime.errors import BundleError
 from runtime.judge.frozen import check_outputs, find_far_rows
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 tiny = load_tiny()
 RNG = np.random.default_rng(1)

@@ -13,18 +13,11 @@ from timed import as_processes
 from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
 from runtime.judge.copies import Draws, describe_copies, find_draws
-from runtime.judge.evidence import (
-    Evidence,
-    count_least_samples,
-    process_evidence,
-    quality_evidence,
-    range_evidence,
-    select_metrics,
-    size_evidence,
-    timing_evidence,
-)
+from runtime.judge.evidence import Evidence, count_least_samples, quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, check_gates, judge, overall
-from runtime.metrics import METRICS, NonFiniteOutputs
+from runtime.judge.speed import process_evidence, range_evidence, size_evidence, timing_evidence
+from runtime.metrics import NonFiniteOutputs
+from runtime.tasks.metrics import METRICS
 
 IMAGE = "image-classification"
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bundle.format import Gate, Judgement, Manifest, RecordedMetric, read_recorded, write_bundle, write_recorded
+from runtime.bundle.format import Gate, Judgement, Manifest, RecordedMetric, read_recorded, write_recorded
 from runtime.errors import BundleError
 from runtime.judge.recorded import recorded_evidence
+from runtime.tasks.manifest import write_bundle
 
 NAME = "python:metrics.py:cost"
 RECORD = RecordedMetric(NAME, "0" * 64, higher_is_better=False, unit="points")

@@ -10,25 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.bundle.format import (
-    Benchmark,
-    Gate,
-    Judgement,
-    canonical_json,
-    read_manifest,
-    read_slices,
-    write_bundle,
-    write_samples,
-)
+from runtime.bundle.format import Benchmark, Gate, Judgement, canonical_json, read_slices, write_samples
 from runtime.errors import BundleError, UsageError
 from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.judge.findings import tabulate_slices
 from runtime.judge.gates import GateResult, check_gates, judge
 from runtime.judge.slices import Groups, find_groups
-from runtime.judge.validate import validate
-from runtime.metrics import METRICS
 from runtime.report.report import render_html, render_markdown, render_text
 from runtime.report.slices import slice_cells
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, write_bundle
+from runtime.tasks.metrics import METRICS
 
 IMAGE = "image-classification"
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)

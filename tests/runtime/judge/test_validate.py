@@ -18,19 +18,11 @@ from places import ROOT
 
 from runtime.__main__ import main
 from runtime.backends import BACKENDS
-from runtime.bundle.format import (
-    Benchmark,
-    Gate,
-    Judgement,
-    Manifest,
-    read_manifest,
-    verify,
-    write_bundle,
-    write_outputs,
-)
+from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, write_outputs
 from runtime.encode.preprocess import TensorPreprocess
 from runtime.errors import BundleError, RuntimeFailure, UsageError
-from runtime.judge.validate import validate
+from runtime.report.validate import validate
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 pytestmark = pytest.mark.usefixtures("judge_here")
 FAST = Benchmark(batch_size=1, throughput_batch_size=4, warmup=1, iterations=12)
@@ -239,7 +231,7 @@ def test_a_judgement_beyond_memory_says_what_it_asked_for(
     def measure(*_: Any) -> None:
         raise MemoryError("43.0 MiB")
 
-    monkeypatch.setattr("runtime.judge.validate.measure", measure)
+    monkeypatch.setattr("runtime.judge.bundle.measure", measure)
     with pytest.raises(RuntimeFailure, match=r"out of memory: 43.0 MiB; the judgement takes \d+ samples at once"):
         validate(make_bundle(), ONE)
 
@@ -252,7 +244,7 @@ def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle, monk
     def fail(*_: Any, **__: Any) -> None:
         raise BundleError("cannot run")
 
-    monkeypatch.setattr("runtime.judge.validate.run_samples", fail)
+    monkeypatch.setattr("runtime.judge.bundle.run_samples", fail)
     with pytest.raises(BundleError, match="cannot run"):
         validate(root, ONE)
     assert not (root / "report.json").exists()

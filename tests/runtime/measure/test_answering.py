@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from runtime.backends import open_artifact
-from runtime.bundle.format import read_manifest, read_samples
-from runtime.encode.images import ImagePreprocess, load_pixels
+from runtime.bundle.format import read_samples
+from runtime.bundle.pixels import load_pixels
+from runtime.encode.images import ImagePreprocess
 from runtime.measure.answering import STAGES, Answerer, make_sent, time_answers
 from runtime.tasks import find_task
+from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, facts_of
 
 

@@ -16,12 +16,13 @@ from shortcuts import few_rounds, without_processes
 
 from runtime.backends import BACKENDS, tensorrt
 from runtime.bundle.engine import EngineRecord
-from runtime.bundle.format import Benchmark, Gate, Judgement, read_manifest, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.bundle.tensors import TensorSpec
 from runtime.clock.machine import cpu_info, environment
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.judge.alternatives import available_others
+from runtime.judge.speed import speed_evidence
 from runtime.measure.benchmark import (
     SHOWN,
     BenchmarkResult,
@@ -31,11 +32,11 @@ from runtime.measure.benchmark import (
     count_processes,
     graph_backend,
     settings_for,
-    speed_evidence,
 )
 from runtime.measure.workload import make_feeds, stretch
 from runtime.metrics import MEASURED
 from runtime.nvidia.gpu import Gpu
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 FAST = Benchmark(batch_size=2, throughput_batch_size=4, warmup=1, iterations=12)
 

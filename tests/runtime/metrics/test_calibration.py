@@ -8,8 +8,8 @@ from sklearn.calibration import calibration_curve
 
 from runtime.bundle.format import Judgement
 from runtime.judge.evidence import Evidence, quality_evidence
-from runtime.metrics import METRICS
 from runtime.metrics.calibration import BINS
+from runtime.tasks.metrics import METRICS
 
 Rng = np.random.Generator
 ECE = METRICS["ece"]

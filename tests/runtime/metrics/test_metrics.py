@@ -15,10 +15,11 @@ from scipy import special, stats
 from sklearn import metrics as sk
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.metrics import MEASURED, METRICS, NonFiniteOutputs, check_name, fitting, metric_names, why_not
+from runtime.metrics import MEASURED, NonFiniteOutputs
 from runtime.metrics.base import remember
 from runtime.metrics.correlation import average_ranks
 from runtime.metrics.fidelity import MAX_SQNR_DB
+from runtime.tasks.metrics import METRICS, check_name, fitting, metric_names, why_not
 
 N, C = 200, 9
 IMAGE = "image-classification"
@@ -265,7 +266,7 @@ def test_the_lists_agree_and_are_complete() -> None:
 
 def test_the_names_need_nothing_but_numpy() -> None:
     code = (
-        "import sys; from runtime.metrics import metric_names; "
+        "import sys; from runtime.tasks.metrics import metric_names; "
         "heavy = {'onnxruntime', 'torch', 'openvino', 'tokenizers', 'PIL', 'pydantic'} & set(sys.modules); "
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -14,8 +14,8 @@ from sklearn import metrics as sk
 from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
 from runtime.judge.evidence import column_evidence
-from runtime.metrics import METRICS, fitting, why_not
 from runtime.metrics.multi_label import THRESHOLDS, average_precision, rank_area
+from runtime.tasks.metrics import METRICS, fitting, why_not
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -11,9 +11,9 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu import metrics as sacrebleu_metrics
 
 from runtime.errors import UsageError
-from runtime.metrics import METRICS
 from runtime.metrics.base import Metric
 from runtime.metrics.texts import chrf, chrf_columns, chrf_influence, pack_texts, unpack_texts
+from runtime.tasks.metrics import METRICS
 
 WORDS = st.lists(st.sampled_from(["the", "The", "cat", "cats", "s,t", "a-b", "über", "日本", "x1", "!"]), max_size=7)
 TEXTS = WORDS.map(" ".join)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from runtime.__main__ import main
-from runtime.bundle.format import read_manifest, write_bundle
 from runtime.processes import endings
+from runtime.tasks.manifest import read_manifest, write_bundle
 
 CODE = "import sys; from runtime.__main__ import main; sys.exit(main())"
 WITHOUT = """
@@ -96,7 +96,7 @@ def test_a_bundle_that_cannot_be_written_is_judged_elsewhere(
 ) -> None:
     before = sorted(path.name for path in image_bundle.rglob("*"))
     monkeypatch.setattr(
-        "runtime.judge.validate.judge_model", failing(AssertionError("nothing runs before this is known"))
+        "runtime.report.validate.judge_model", failing(AssertionError("nothing runs before this is known"))
     )
     monkeypatch.setattr("tempfile.TemporaryFile", failing(OSError(errno.EROFS, "Read-only file system")))
     code, said = end(["validate", str(image_bundle)], capsys)

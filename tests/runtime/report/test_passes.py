@@ -13,16 +13,18 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs, verify, write_bundle
+from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, model_size, read_outputs
 from runtime.bundle.manifest import KvCacheSpec
 from runtime.clock.turns import Turns
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import make_preprocessor
 from runtime.errors import BundleError
-from runtime.judge.stats import paired_difference
-from runtime.judge.validate import validate
-from runtime.report.passes import PASSES_FILE, PassModel, PassRow
+from runtime.judge.findings import PassRow
+from runtime.judge.passes import PASSES_FILE, PassModel
 from runtime.report.report import render_markdown, render_text, to_dict
+from runtime.report.validate import validate
+from runtime.stats import paired_difference
+from runtime.tasks.manifest import verify, write_bundle
 from runtime.tasks.predict import bundle_preprocessor, run_samples
 
 pytestmark = pytest.mark.usefixtures("judge_here")

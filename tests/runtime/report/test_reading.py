@@ -11,11 +11,10 @@ import pytest
 
 from runtime.errors import UsageError
 from runtime.judge.changes import ChangedSample, Changes
-from runtime.judge.findings import FORMAT_VERSION
+from runtime.judge.findings import FORMAT_VERSION, Change, PassRow, PassTable
 from runtime.judge.gates import GateResult
-from runtime.report.passes import Change, PassRow, PassTable
-from runtime.report.reading import read_report
 from runtime.report.report import Report, Side, render_json, to_dict
+from runtime.report.stored import read_report
 
 REPORT = Report(
     verdict="fail",

@@ -28,7 +28,7 @@ from runtime.report.report import (
     verdict_line,
     write_report,
 )
-from runtime.report.units import figure_text
+from runtime.words import figure_text
 
 GATES = (
     GateResult("top1", "max_drop 0.01", 0.001, (-0.001, 0.003), "pass", True, "drop 0.001 is at most 0.01"),

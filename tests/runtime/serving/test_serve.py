@@ -15,11 +15,11 @@ from onnx import TensorProto, helper
 from starlette.testclient import TestClient
 
 import runtime
-from runtime.bundle.format import write_bundle
 from runtime.encode.preprocess import TensorPreprocess
 from runtime.serving import ServingLimits
 from runtime.serving.app import Service
 from runtime.serving.protocol import MOST_NESTED, ServedModel
+from runtime.tasks.manifest import write_bundle
 
 LIMITS = ServingLimits(max_body=2**20, max_batch=16)
 

@@ -12,7 +12,6 @@ from onnx import TensorProto, helper
 
 from runtime import open_bundle
 from runtime.backends import open_artifact
-from runtime.bundle.format import read_manifest, write_bundle
 from runtime.bundle.manifest import Postprocess
 from runtime.encode.preprocess import AudioPreprocess, make_preprocessor
 from runtime.errors import UsageError
@@ -20,6 +19,7 @@ from runtime.measure.answering import STAGES, Answerer
 from runtime.serving.model import Encoder
 from runtime.tasks import find_task
 from runtime.tasks.base import BatchFacts
+from runtime.tasks.manifest import read_manifest, write_bundle
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 TASK = "audio-classification"

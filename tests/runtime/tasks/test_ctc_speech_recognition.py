@@ -7,11 +7,11 @@ import pytest
 
 from runtime.encode.split import Split
 from runtime.errors import BundleError
-from runtime.metrics import METRICS
 from runtime.metrics.texts import unpack_texts
 from runtime.tasks import find_task
 from runtime.tasks.base import BatchFacts
 from runtime.tasks.ctc_speech_recognition import write_classes
+from runtime.tasks.metrics import METRICS
 
 NAMES = ("", " ", "a", "b")
 TASK = find_task("ctc-speech-recognition")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from runtime.errors import BundleError
-from runtime.metrics import METRICS, why_not
 from runtime.tasks import find_task
 from runtime.tasks.base import BatchFacts
+from runtime.tasks.metrics import METRICS, why_not
 
 TASK = find_task("depth-estimation")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runtime.boxes.spec import Detections, HeadOutputs
+from runtime.bundle.detections import Detections, HeadOutputs
 from runtime.encode.images import ImagePreprocess, image_pixels, place_image
 from runtime.errors import BundleError
 from runtime.metrics import NonFiniteOutputs, check_finite

@@ -12,12 +12,13 @@ import pytest
 
 import runtime
 from runtime.__main__ import main
-from runtime.bundle.format import Gate, Judgement, Postprocess, write_bundle
+from runtime.bundle.format import Gate, Judgement, Postprocess
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
 from runtime.serving.protocol import ServedModel
 from runtime.tasks import TASKS, find_task
 from runtime.tasks.base import BatchFacts, mark_chosen, rank_classes, softmax
+from runtime.tasks.manifest import write_bundle
+from runtime.tasks.metrics import METRICS
 
 LOGITS = np.array([[3.0, 1.0, 2.0], [0.1, 0.0, 0.0], [0.0, 5.0, 5.0]], np.float32)
 IMAGE = find_task("image-classification")
@@ -126,7 +127,7 @@ def test_the_command_line_shows_a_rejected_sample_as_none(bundle: Path, capsys: 
 
 
 def test_a_manifest_whose_task_takes_no_such_field_is_refused(bundle: Path) -> None:
-    from runtime.bundle.format import read_manifest
+    from runtime.tasks.manifest import read_manifest
 
     manifest = read_manifest(bundle)
     with pytest.raises(BundleError, match=r"manifest\.postprocess.threshold: image-classification takes top_k"):

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper
 from PIL import Image
 
 import runtime
-from runtime.bundle.format import verify
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess, make_preprocessor
 from runtime.errors import BundleError, UsageError
 from runtime.tasks.base import classify
+from runtime.tasks.manifest import verify
 from runtime.tasks.predict import encoding_views, run_samples
 
 TEXTS = ["the cat sat on the mat", "dog", "", "the dog ran far", "dog", "cat", "the mat", "a b c d e f g h i j"]

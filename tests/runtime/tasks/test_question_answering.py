@@ -16,9 +16,9 @@ from runtime.encode.preprocess import TextPreprocess, make_preprocessor, split_s
 from runtime.encode.split import Split
 from runtime.encode.texts import WINDOW
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
 from runtime.tasks import find_task
 from runtime.tasks.base import MASK, OFFSETS, BatchFacts
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.predict import run_samples
 from runtime.tasks.question_answering import NONE, find_best_spans, read_answers, read_label, score_answer, write_label
 

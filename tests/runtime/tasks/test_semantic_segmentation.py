@@ -12,9 +12,9 @@ from runtime.bundle.columns import stack_rows
 from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.encode.images import ImagePreprocess, image_pixels, place_image
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
 from runtime.tasks import find_task
 from runtime.tasks.base import IMAGE_SIZE, BatchFacts
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.semantic_segmentation import choose_classes, class_ious, unlabelled
 
 TASK = find_task("semantic-segmentation")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from runtime.errors import BundleError, UsageError
-from runtime.metrics import METRICS
 from runtime.tasks import find_task
 from runtime.tasks.base import WORDS, BatchFacts
+from runtime.tasks.metrics import METRICS
 from runtime.tasks.token_classification import UNLABELLED, find_spans, parse_tags
 
 TASK = find_task("token-classification")

@@ -1,18 +1,74 @@
-"""The table of a build's passes, from what was measured of their models beside the bundle's own."""
+"""The table of a build's passes: made of what was measured of their models, kept, and read again.
+
+`report.steps.json` is written by the validation that ends a build, while the models between the passes are still there.
+Later validations show it as it is. Like the reports it is in no manifest, because times differ from run to run.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from runtime.bundle.columns import Array
+from runtime.bundle.files import put_in_place
+from runtime.bundle.format import canonical_json
+from runtime.bundle.manifest import KvCacheSpec, Manifest
+from runtime.bundle.records import from_json
+from runtime.errors import BundleError
 from runtime.judge.evidence import quality_evidence
-from runtime.judge.findings import Case, Findings, Side
+from runtime.judge.findings import Case, Change, Findings, PassRow, PassTable, Side
 from runtime.measure.benchmark import BenchmarkResult
-from runtime.metrics import METRICS, NonFiniteOutputs, Outputs, check_finite
-from runtime.report.passes import Change, PassModel, PassRow, PassTable
+from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
+from runtime.tasks.metrics import METRICS
 
-FLOAT = "float"
+PASSES_FILE, FLOAT = "report.steps.json", "float"
+
+
+@dataclass(frozen=True)
+class PassModel:
+    """What a build hands to the judge of one pass: a model that is measured beside the bundle's own and not kept.
+
+    The last pass's model is the candidate, so that it has no `path`. Neither has one that could not be made: `error`
+    says why. `outputs`: over the frozen samples, as `runtime.tasks.predict.run_samples` gives them (beside the
+    baseline).
+    """
+
+    name: str
+    seconds: float
+    path: Path | None = None
+    size_bytes: int | None = None
+    cache: KvCacheSpec | None = None
+    outputs: dict[str, Array] | None = None
+    error: str = ""
+    peak_memory_bytes: int | None = None
+
+
+def write_pass_table(table: PassTable, root: Path) -> None:
+    """Write `report.steps.json` into the bundle in `root`, whole or not at all."""
+    draft = root / f"{PASSES_FILE}.{os.getpid()}.tmp"
+    try:
+        draft.write_bytes(canonical_json(table))
+        put_in_place(draft, root / PASSES_FILE)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def read_pass_table(root: Path, manifest: Manifest) -> PassTable | None:
+    """Read what the build recorded, or None; BundleError where the file is damaged or of another bundle."""
+    file = root / PASSES_FILE
+    if not file.is_file():
+        return None
+    try:
+        table = from_json(PassTable, json.loads(file.read_bytes()), "steps")
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{file}: {error}; remove it, and the bundle is judged without it") from error
+    if table.manifest_digest != manifest.digest:
+        raise BundleError(f"{file}: is of another bundle; remove it, and this one is judged without it")
+    return replace(table, recorded=True)
 
 
 def make_pass_table(

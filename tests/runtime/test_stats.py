@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from runtime.judge.stats import (
+from runtime.stats import (
     FEW_CARRIERS,
     HALL,
     Estimate,

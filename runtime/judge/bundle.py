@@ -1,9 +1,9 @@
-"""Judge a bundle on this machine: is it intact, good enough, fast enough? Writes report.json, .md and .xml into it."""
+"""Judge a bundle on this machine: is it intact, good enough, fast enough? `runtime.report.validate` writes it down."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from runtime.backends import find_backend
 from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns
 from runtime.bundle.engine import ENGINES
-from runtime.bundle.files import name_file
 from runtime.bundle.format import (
     Manifest,
     inside,
@@ -24,25 +23,24 @@ from runtime.bundle.format import (
     read_recorded,
     read_samples,
     read_slices,
-    verify,
 )
 from runtime.bundle.onnx_file import graph_facts
 from runtime.clock.machine import environment
 from runtime.errors import BundleError, RuntimeFailure
-from runtime.judge.advice import Subject, advise, asks_why, larger, reason_not_smaller
+from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
 from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
-from runtime.judge.changes import Changes, find_changes
-from runtime.judge.confusion import Confusion, count_confusions
+from runtime.judge.changes import Changes, Confusion, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
-from runtime.judge.doubts import find_doubts
-from runtime.judge.earlier import check_earlier, hold_against
-from runtime.judge.evidence import Evidence, quality_evidence, select_metrics, size_evidence
+from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
-from runtime.judge.findings import Case, differences, ratio_intervals, ratios, side, tabulate_slices
+from runtime.judge.findings import Case, Findings, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
 from runtime.judge.gates import check_gates, judge, overall
+from runtime.judge.passes import PassModel, make_pass_table, read_pass_table
 from runtime.judge.recorded import recorded_evidence
+from runtime.judge.samples import describe_evaluation
 from runtime.judge.slices import find_groups
+from runtime.judge.speed import size_evidence, speed_evidence
 from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
@@ -54,16 +52,12 @@ from runtime.measure.benchmark import (
     measure,
     open_variant,
     pair,
-    speed_evidence,
 )
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
-from runtime.metrics import MEASURED, METRICS, SIZES, NonFiniteOutputs, Outputs, check_finite, is_own
-from runtime.report.pass_table import make_pass_table
-from runtime.report.passes import PassModel, read_pass_table, write_pass_table
-from runtime.report.report import Report, prepare_folder, write_report
-from runtime.report.samples import describe_evaluation, keep_samples
-from runtime.report.stored import StoredReport
+from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.tasks import find_task
+from runtime.tasks.manifest import verify
+from runtime.tasks.metrics import METRICS, is_own
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3
@@ -72,73 +66,12 @@ CANDIDATE_TOLERANCE = 2e-2
 """As BASELINE_TOLERANCE, of a candidate whose sums torch computed from its weights alone: kernels round inputs, too."""
 
 
-def validate(
-    path: str | Path,
-    backends: Sequence[str] | None = None,
-    threads: int | None = None,
-    passes: Sequence[PassModel] = (),
-    report_folder: Path | None = None,
-    notes: Sequence[str] = (),
-    earlier: StoredReport | None = None,
-    forecast: float | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
-
-    `backends`: the first is the one that is judged, the others are compared; by default the bundle's target, compared
-    with all that work here. `threads` replaces the benchmark's. `passes`: what each pass of a build left,
-    to be measured with the candidate and recorded in the bundle; without them the report shows what was recorded.
-    `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
-    this machine, for the report. `earlier`: a report that this one is held against (`runtime.judge.earlier`).
-    `forecast`: how many times as fast as the baseline the plan expected it to be; where it is less, or no faster at
-    all, both models are profiled and the report says why. `progress` is told how far timing is.
-    A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError (not intact), UsageError (a gate
-    that cannot be judged, labels out of range), RuntimeFailure.
-    """
-    with name_file(Path(path)):
-        case = prepare(Path(path), backends, threads)
-        case = replace(case, notes=[*case.notes, *notes])
-        if earlier is not None:
-            manifest = case.manifest
-            samples = None if manifest.evaluation is None else manifest.evaluation.digest
-            check_earlier(earlier, str(path), manifest.task, manifest.judgement, samples)
-    folder = case.root if report_folder is None else report_folder
-    case = replace(case, notes=[*case.notes, *prepare_folder(folder)])
-    with name_file(case.root), name_batches(case):
-        report, evidence = (
-            judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast, progress)
-        )
-        columns = {name: known.columns for name, known in evidence.items() if known.columns}
-    if earlier is not None:
-        report = hold_against(earlier, report, columns, case.manifest.judgement)
-    if report.steps is not None and not report.steps.recorded:
-        write_pass_table(report.steps, case.root)
-    report = replace(report, per_sample=keep_samples(columns, folder) if columns else None)
-    write_report(report, folder)
-    return report
-
-
-@contextmanager
-def name_batches(case: Case) -> Iterator[None]:
-    """Turn a lack of memory into a RuntimeFailure that says what was asked for."""
-    try:
-        yield
-    except MemoryError as error:
-        judgement = case.manifest.judgement
-        benchmark = judgement.benchmark
-        raise RuntimeFailure(
-            f"{case.root}: out of memory: {error}; the judgement takes {judgement.batch_size} samples at once, its "
-            f"benchmark {benchmark.batch_size} and {benchmark.throughput_batch_size}: build with fewer, or judge where "
-            "there is more memory"
-        ) from error
-
-
 def judge_model(
     case: Case,
     passes: Sequence[PassModel] = (),
     forecast: float | None = None,
     progress: Progress | None = None,
-) -> tuple[Report, Mapping[str, Evidence]]:
+) -> tuple[Findings, Mapping[str, Evidence]]:
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = run_candidate(case)
     evidence, failures = quality(case, candidate)
@@ -196,7 +129,7 @@ def explain_slow(
         return None, [f"Why it is no faster is not known: its profile failed: {error}"]
 
 
-def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Report, Mapping[str, Evidence]]:
+def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Findings, Mapping[str, Evidence]]:
     """Judge a candidate that another engine runs, as `judge_model`; its quality is the build's, no speed is known."""
     candidate = run_candidate(case)
     evidence, broken = quality(case, candidate)
@@ -424,7 +357,7 @@ def assemble(
     rows: Sequence[dict[str, Any]],
     advice: Sequence[str],
     broken: bool | None = None,
-) -> Report:
+) -> Findings:
     """Make the report of what is known.
 
     A candidate with broken outputs (default: any failure) fails even without a gate.
@@ -438,7 +371,7 @@ def assemble(
     if timed is not None and isinstance(timed.energy, str):
         unknown.setdefault("energy", timed.energy)
     gates = judge(manifest.judgement, evidence, failures, unknown)
-    return Report(
+    return Findings(
         verdict="fail" if (bool(failures) if broken is None else broken) else overall(gates),
         gates=gates,
         backends=tuple(rows),
@@ -466,10 +399,10 @@ def _name_scorer(manifest: Manifest) -> str:
     return manifest.score.by if manifest.score is not None else "torch"
 
 
-def report_unjudged(manifest: Manifest, timed: BenchmarkResult) -> Report:
+def report_unjudged(manifest: Manifest, timed: BenchmarkResult) -> Findings:
     """Return a benchmark alone in a report's form."""
     evidence = speed_evidence(timed, manifest.judgement)
-    return Report(verdict="unjudged", **_collect_common_fields(manifest, timed, evidence, timed.backend))
+    return Findings(verdict="unjudged", **_collect_common_fields(manifest, timed, evidence, timed.backend))
 
 
 def _collect_common_fields(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from runtime.errors import UsageError
-from runtime.report import samples
-from runtime.report.samples import SAMPLES_FILE, KeptColumn, keep_samples, read_kept_samples
+from runtime.judge import samples
+from runtime.judge.samples import SAMPLES_FILE, KeptColumn, keep_samples, read_kept_samples
 
 RNG = np.random.default_rng(0)
 COLUMNS = {

@@ -11,14 +11,15 @@ import pytest
 
 from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.errors import UsageError
-from runtime.judge.evidence import Evidence, column_evidence, quality_evidence, size_evidence, timing_evidence
+from runtime.judge.evidence import Evidence, column_evidence, quality_evidence
 from runtime.judge.findings import Side, ratio_intervals, ratios, side
-from runtime.judge.pairing import compare_reports, find_metric
 from runtime.judge.recorded import as_metric
-from runtime.metrics import METRICS
+from runtime.judge.samples import EvaluatedOn
+from runtime.judge.speed import size_evidence, timing_evidence
+from runtime.report.pairing import compare_reports, find_metric
 from runtime.report.report import Report
-from runtime.report.samples import EvaluatedOn
 from runtime.report.stored import StoredReport
+from runtime.tasks.metrics import METRICS
 
 TASK = "image-classification"
 NAMES = ("top1", "agreement", "kl", "sqnr_db", "f1_macro")

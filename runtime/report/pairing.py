@@ -6,6 +6,8 @@ candidate's speed-up over its own baseline, timed in turns with it. Sizes are ex
 
 Whoever asks twenty questions gets one wrong answer at 95 %: all intervals of a comparison hold at once (Bonferroni).
 They tell what the samples and the rounds can tell: of one build of each bundle, not of what another seed would build.
+The intervals of all slices hold at once, too, apart from those of the whole set: who slices finely pays for it in the
+slices' intervals alone.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
+from runtime.bundle.columns import Array
 from runtime.bundle.format import Judgement
 from runtime.errors import UsageError
-from runtime.judge.comparison import Comparison, Difference, Verdict
-from runtime.judge.evidence import column_evidence
-from runtime.judge.findings import Interval
+from runtime.judge.evidence import column_evidence, slices_by
+from runtime.judge.findings import Comparison, Difference, DifferenceVerdict, Interval, SliceComparison, SliceDifference
 from runtime.judge.recorded import as_metric, describe_own_metric
-from runtime.judge.stats import PROCESSES, Estimate, change_level, change_scale, divide, exact, subtract, unknown
-from runtime.metrics import MEASURED, METRICS, MeasuredMetric, Metric, is_own
+from runtime.judge.slices import Groups
+from runtime.metrics import MEASURED, MeasuredMetric, Metric
 from runtime.metrics.base import Columns
 from runtime.report.report import Report
-from runtime.report.stored import StoredReport
+from runtime.report.slices import choose_slices
+from runtime.report.stored import StoredReport, read_groups
+from runtime.stats import PROCESSES, Estimate, change_level, change_scale, divide, exact, subtract, unknown
+from runtime.tasks.metrics import METRICS, is_own
 
 GRAIN = 0.001
 """Of a size: what names and versions inside of files may move it by."""
@@ -267,7 +274,7 @@ def _describe(
 ) -> Difference:
     """Return a metric's difference with its verdict: beyond noise where no change at all is outside of its interval."""
     same, higher_is_better = (1.0, True) if scale == "ratio" else (0.0, metric.higher_is_better)
-    verdict: Verdict = "within noise"
+    verdict: DifferenceVerdict = "within noise"
     least = 0.0 if scale == "ratio" else -math.inf
     if math.isnan(change.value) or (change.low == least and math.isinf(change.high)):
         verdict = "not known"
@@ -304,3 +311,61 @@ def _name_lacking(before: float | None, after: float | None, old: StoredReport, 
     values = ((old.name, before), (new.name, after))
     lacking = [name for name, value in values if value is None or not math.isfinite(value)]
     return f"{' and '.join(lacking)} has no value of it" if lacking else ""
+
+
+def compare_slices(old: StoredReport, new: StoredReport) -> SliceComparison | None:
+    """Compare two reports of the same samples slice by slice, by the metrics that their own tables show.
+
+    None where neither has slices. Raises BundleError for samples that are damaged.
+    """
+    asked = list_asked(old, new)
+    if not asked:
+        return None
+    groups = {**read_groups(old), **read_groups(new)}
+    paired: list[tuple[str, str, Array, Metric]] = []
+    not_compared = {}
+    for column, name in asked:
+        metric = find_metric(name, old, new)
+        why = metric if isinstance(metric, str) else _explain_not_sliced(metric, column, groups, old, new)
+        if why:
+            not_compared[f"{name} by {column}"] = why
+        elif not isinstance(metric, str):
+            paired += [(column, value, mask, metric) for value, mask in groups[column].items()]
+    confidence = old.report.confidence
+    level = 1 - (1 - confidence) / max(len(paired), 1)
+    found = tuple(
+        SliceDifference(column, value, int(mask.sum()), _pair_slice(metric, mask, old, new, level))
+        for column, value, mask, metric in paired
+    )
+    return SliceComparison(confidence, found, not_compared)
+
+
+def list_asked(old: StoredReport, new: StoredReport) -> list[tuple[str, str]]:
+    """Return the (column, metric) that the tables of either report show and both candidates have."""
+    shown = [(table.column, table.metric) for stored in (old, new) for table in choose_slices(stored.report)]
+    sides = [stored.report.candidate.metrics for stored in (old, new)]
+    return [pair for pair in dict.fromkeys(shown) if all(pair[1] in metrics for metrics in sides)]
+
+
+def _explain_not_sliced(metric: Metric, column: str, groups: Groups, old: StoredReport, new: StoredReport) -> str:
+    if column not in groups:
+        return "a report alone does not say which samples a slice has; name the bundles' folders"
+    if not slices_by(metric, column):
+        return "of one class alone the metric says nothing"
+    return explain_unpaired(metric, old, new)
+
+
+def _pair_slice(metric: Metric, mask: Array, old: StoredReport, new: StoredReport, level: float) -> Difference:
+    """Return the difference on the samples of one slice. mask: bool [N]."""
+    rows = np.flatnonzero(mask)
+    before, after = (
+        replace(stored, columns={metric.name: tuple(column[rows] for column in stored.columns[metric.name])})
+        for stored in (old, new)
+    )
+    return pair_samples(metric, before, after, level)
+
+
+def order_slices(slices: Sequence[SliceDifference]) -> list[SliceDifference]:
+    """Return the slices: what is worse, what is better, then the others; of each the largest change first."""
+    order: tuple[DifferenceVerdict, ...] = ("worse", "better", "within noise", "not known")
+    return sorted(slices, key=lambda s: (order.index(s.difference.verdict), -abs(s.difference.change.value)))
