@@ -226,9 +226,9 @@ def auto(
         seconds = _read_seconds(budget)
         with quiet_stdout(as_json):
             from compress.commands.auto import reach_goal
-            from compress.commands.new import Answers, choose_output
+            from compress.commands.new import NewAnswers, choose_output
 
-            said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
+            said = NewAnswers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
             study = reach_goal(said, out or choose_output(said), seconds, cache, quiet or as_json)
             page = _add_front(study)
         _show_study(study, page, as_json)
@@ -541,9 +541,9 @@ def new(
 ) -> None:
     """Write a recipe to start from, with comments: of a model and its data, or of a task; asks in a terminal."""
     with ending():
-        from compress.commands.new import Answers, can_ask, write_recipe
+        from compress.commands.new import NewAnswers, can_ask, write_recipe
 
-        said = Answers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
+        said = NewAnswers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
         ask = (lambda question, usual: typer.prompt(question, usual)) if can_ask() else None
         typer.echo("\n".join(write_recipe(out, said, source, ask)))
 
@@ -571,9 +571,9 @@ def bench(
         with quiet_stdout(as_json):
             from compress.commands.bench import bench_model, write_page
             from compress.commands.bench_rows import render_table, to_dict
-            from compress.commands.new import Answers
+            from compress.commands.new import NewAnswers
 
-            said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation)
+            said = NewAnswers(model, weights, task, preprocess, data, calibration, None, evaluation)
             table = bench_model(said, out, seconds, cache, lambda text: typer.echo(text, err=True))
             page = write_page(table, out) if html else None
         if as_json:
@@ -609,10 +609,10 @@ def quantize(
     """Bring a model to a scheme by the passes that usually do, write the bundle and its recipe, and judge it."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.new import Answers, choose_output
+            from compress.commands.new import NewAnswers, choose_output
             from compress.commands.quantize import quantize_model
 
-            said = Answers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
+            said = NewAnswers(model, weights, task, preprocess, data, calibration, None, evaluation, target)
             out = out or choose_output(said, f"-{scheme.lower()}")
             report = quantize_model(said, scheme, out, cache, quiet or short or as_json)
         if report is not None:

@@ -76,7 +76,7 @@ class LayerFacts:
 
 
 @dataclass(frozen=True)
-class Reading:
+class InputGroup:
     """Layers that read one tensor, in the order in which they run; found by running the model once.
 
     `source`: the module whose output that tensor is, where a scale for each of its channels can be folded into that
@@ -96,16 +96,16 @@ class Reading:
 class BlockFacts:
     """One of a chain of modules, each reading what the one before gives (a transformer layer).
 
-    `readings` in the order in which they run. `experts`: the layers of each expert of a mixture.
+    `input groups` in the order in which they run. `experts`: the layers of each expert of a mixture.
     """
 
     name: str
-    readings: tuple[Reading, ...]
+    input_groups: tuple[InputGroup, ...]
     experts: tuple[tuple[str, ...], ...] = ()
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return tuple(layer for reading in self.readings for layer in reading.layers)
+        return tuple(layer for input_group in self.input_groups for layer in input_group.layers)
 
 
 @dataclass(frozen=True)
@@ -131,22 +131,26 @@ class Structure:
     """
 
     blocks: tuple[BlockFacts, ...]
-    before: tuple[Reading, ...] = ()
-    after: tuple[Reading, ...] = ()
+    before: tuple[InputGroup, ...] = ()
+    after: tuple[InputGroup, ...] = ()
     residual: Residual | None = None
     notes: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     """Layers of whose outputs the largest choose what runs, as those that choose experts."""
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
-        """Return all readings, in the order in which they run."""
-        return (*self.before, *(reading for block in self.blocks for reading in block.readings), *self.after)
+    def input_groups(self) -> tuple[InputGroup, ...]:
+        """Return all input groups, in the order in which they run."""
+        return (
+            *self.before,
+            *(input_group for block in self.blocks for input_group in block.input_groups),
+            *self.after,
+        )
 
     @property
     def head(self) -> tuple[str, ...]:
         """Return the output layers: what reads last, behind the blocks or in a model that is one block."""
-        whole = [block.readings for block in self.blocks if not block.name]
+        whole = [block.input_groups for block in self.blocks if not block.name]
         last = (self.after or (whole[0] if whole else ()))[-1:]
         return last[0].layers if last else ()
 

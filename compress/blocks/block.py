@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.blocks import heap
 from compress.blocks.activations import running
-from compress.blocks.blockfiles import Changes
+from compress.blocks.blockfiles import BlockChanges
 from compress.blocks.device import CPU
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.skeleton import StopForward
@@ -20,11 +20,11 @@ from compress.blocks.store import WeightStore
 from compress.blocks.tables import Tables
 from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note, Reading
+from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme
 from compress.quantize.rounding import QuantizedWeight
 
-Visit = Callable[[Reading, Tensor], None]
+Visit = Callable[[InputGroup, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Part:
     name: str
     module: nn.Module
     layers: dict[str, nn.Module]
-    readings: tuple[Reading, ...]
+    input_groups: tuple[InputGroup, ...]
     holders: Mapping[str, list[tuple[nn.Module, str]]]
     run: Callable[[int], Tensor]
     calls: Sequence[BlockCall]
@@ -75,9 +75,9 @@ class BlockWork:
     """What a pass over blocks works on: see the attributes of `Part`, which are those of the block."""
 
     part: Part
-    changes: Changes = field(default_factory=Changes)
+    changes: BlockChanges = field(default_factory=BlockChanges)
     _outputs: list[Tensor] | None = None
-    _paused: Reading | None = None
+    _paused: InputGroup | None = None
 
     @property
     def index(self) -> int:
@@ -99,8 +99,8 @@ class BlockWork:
         return self.part.layers
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
-        return self.part.readings
+    def input_groups(self) -> tuple[InputGroup, ...]:
+        return self.part.input_groups
 
     @property
     def tables(self) -> Tables:
@@ -151,37 +151,39 @@ class BlockWork:
         weight = self.part.store.read_float(name) if replaced is None else replaced
         return self._copy_as_matrix(layer, weight.to(self.part.device))
 
-    def collect(self, visit: Visit, readings: Sequence[Reading] | None = None) -> None:
-        """Run all micro-batches as the block is now; `visit` gets a reading and rows [n, in] of it, padding left out.
+    def collect(self, visit: Visit, input_groups: Sequence[InputGroup] | None = None) -> None:
+        """Run all micro-batches as the block is now; `visit` gets an input group and rows [n, in] of it, padding left
+        out.
 
         Rows have the type in which they are computed with: float32, or bfloat16 where the stream computes in that. A
-        forward ends before the last of the wanted readings is computed with.
+        forward ends before the last of the wanted input groups is computed with.
         """
-        wanted = self.readings if readings is None else sorted(readings, key=self.readings.index)
+        wanted = self.input_groups if input_groups is None else sorted(input_groups, key=self.input_groups.index)
         taps = self._make_taps(wanted)
         for i in range(len(self.calls)):
             self._visit_inputs(i, taps, visit)
 
-    def lockstep(self, visit: Visit, act: Callable[[Reading], None]) -> None:
-        """Run one forward of all micro-batches, stopping before each reading: `visit` for each micro-batch, then `act`.
+    def lockstep(self, visit: Visit, act: Callable[[InputGroup], None]) -> None:
+        """Run one forward of all micro-batches, stopping before each input group: `visit` for each micro-batch, then
+        `act`.
 
-        `act` may `put` the reading's layers: the forward goes on through what it left. Once for each reading, in their
-        order, also when no row reaches it. The outputs are kept, so that the block costs no second forward. Where not
-        all micro-batches fit into a device's memory together, each reading costs a forward of its own.
+        `act` may `put` the input group's layers: the forward goes on through what it left. Once for each input group,
+        in their order, also when no row reaches it. The outputs are kept, so that the block costs no second forward.
+        Where not all micro-batches fit into a device's memory together, each input group costs a forward of its own.
         """
         if not self.part.together:
-            for reading in self.readings:
-                self.collect(visit, [reading])
-                act(reading)
+            for input_group in self.input_groups:
+                self.collect(visit, [input_group])
+                act(input_group)
             return
 
-        def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
-            visit(reading, self.drop_padding(x, i))
+        def visit_rows(input_group: InputGroup, x: Tensor, i: int) -> None:
+            visit(input_group, self.drop_padding(x, i))
 
-        def act_on(reading: Reading) -> None:
-            self._paused = reading
+        def act_on(input_group: InputGroup) -> None:
+            self._paused = input_group
             heap.return_all()
-            act(reading)
+            act(input_group)
             heap.return_all()
 
         def advance(go: Callable[[], None]) -> None:
@@ -192,7 +194,7 @@ class BlockWork:
         self._outputs = []
         with torch.no_grad():
             outputs = run_in_lockstep(
-                runs, self._make_taps(self.readings), visit_rows, act_on, advance, self.part.runs_on
+                runs, self._make_taps(self.input_groups), visit_rows, act_on, advance, self.part.runs_on
             )
         self._paused = None
         if self._outputs is not None and self.part.runs_on:
@@ -280,7 +282,7 @@ class BlockWork:
 
     def close(self) -> None:
         """Drop everything large: whoever still holds the block holds little."""
-        self.changes, self._outputs = Changes(), None
+        self.changes, self._outputs = BlockChanges(), None
         self.part = replace(self.part, layers={}, holders={}, calls=(), run=_refuse_closed_block, float_outputs=None)
 
     def _visit_inputs(self, i: int, taps: Sequence[Tap], visit: Visit) -> None:
@@ -295,8 +297,8 @@ class BlockWork:
         with torch.no_grad(), tap_inputs(taps, visit_input), contextlib.suppress(StopForward):
             self.forward(i)
 
-    def _make_taps(self, readings: Sequence[Reading]) -> list[Tap]:
-        return [(reading, self.layers[reading.layers[0]]) for reading in readings]
+    def _make_taps(self, input_groups: Sequence[InputGroup]) -> list[Tap]:
+        return [(input_group, self.layers[input_group.layers[0]]) for input_group in input_groups]
 
     def _bind_run(self, i: int) -> Callable[[], Tensor]:
         return lambda: self._run(i)

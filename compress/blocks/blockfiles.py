@@ -23,7 +23,7 @@ from runtime.bundle.records import from_json, to_json
 
 
 @dataclass
-class Changes:
+class BlockChanges:
     """What was done to a block: float values by parameter, quantized weights by layer, and what is to be said of it."""
 
     replaced: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def block_file(folder: Path, index: int) -> Path:
     return folder / f"block-{index:05d}.safetensors"
 
 
-def write_block(folder: Path, index: int, name: str, changes: Changes, timing: Mapping[str, float]) -> Path:
+def write_block(folder: Path, index: int, name: str, changes: BlockChanges, timing: Mapping[str, float]) -> Path:
     """Write a finished block, its record last; OutputError where the disk takes no more."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -131,7 +131,7 @@ def _parse_record(path: Path, record: dict[str, Any]) -> Said:
     )
 
 
-def _make_record(name: str, changes: Changes, timing: Mapping[str, float]) -> dict[str, Any]:
+def _make_record(name: str, changes: BlockChanges, timing: Mapping[str, float]) -> dict[str, Any]:
     return {
         "name": name,
         "replaced": sorted(changes.replaced),

@@ -1,4 +1,4 @@
-"""Exact folding of per-channel scales into the module before a reading: x -> x / s, W -> W diag(s).
+"""Exact folding of per-channel scales into the module before an input group: x -> x / s, W -> W diag(s).
 
 Used by AWQ and SmoothQuant. What can be folded where was found by running the model (`Reading.source`, `.how`):
 
@@ -21,45 +21,46 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.trace import is_hf_conv1d
-from compress.facts import Reading
+from compress.facts import InputGroup
 
 Get = Callable[[str], nn.Module]
 """A layer's or norm's name, as in `Structure`, -> the module that holds its values."""
 
 
-def fold_scales(reading: Reading, scales: Tensor, get: Get) -> None:
+def fold_scales(input_group: InputGroup, scales: Tensor, get: Get) -> None:
     """Divide the source's outputs by `scales` [in] > 0 and multiply the readers' columns by it, in place.
 
     The model computes what it did, but for float rounding; every layer of `reading` then reads a tensor divided by
     `scales`. Raises ValueError without a source, on scales that are not positive and finite, and on scales that differ
     among heads which share a value.
     """
-    _check_scales(reading, scales)
-    outputs = source_scales(reading, scales)
+    _check_scales(input_group, scales)
+    outputs = source_scales(input_group, scales)
     with torch.no_grad():
-        source = get(reading.source)
-        if reading.how == "norm":
-            _divide_norm(source, reading.source, outputs)
+        source = get(input_group.source)
+        if input_group.how == "norm":
+            _divide_norm(source, input_group.source, outputs)
         else:
             _divide_rows(source, outputs)
-        for name in reading.layers:
+        for name in input_group.layers:
             weight = get(name).weight
             assert isinstance(weight, Tensor)
             weight.mul_(_shape_for_inputs(get(name), scales.to(weight)))
 
 
-def source_scales(reading: Reading, scales: Tensor) -> Tensor:
-    """Return the scales of the source's (last) outputs [in / source_repeat] for the `scales` [in] of the reading."""
-    if reading.source_repeat == 1:
+def source_scales(input_group: InputGroup, scales: Tensor) -> Tensor:
+    """Return the scales of the source's (last) outputs [in / source_repeat] for the `scales` [in] of the input
+    group."""
+    if input_group.source_repeat == 1:
         return scales
-    return _group_by_head(reading, scales)[:, 0].reshape(-1)
+    return _group_by_head(input_group, scales)[:, 0].reshape(-1)
 
 
-def tie_scales(reading: Reading, scales: Tensor) -> Tensor:
+def tie_scales(input_group: InputGroup, scales: Tensor) -> Tensor:
     """Return scales that can be folded: the geometric mean over query heads that share a value head. [in] -> [in]."""
-    if reading.source_repeat == 1:
+    if input_group.source_repeat == 1:
         return scales
-    heads = _group_by_head(reading, scales)
+    heads = _group_by_head(input_group, scales)
     return heads.log().mean(1, keepdim=True).exp().expand_as(heads).reshape(-1)
 
 
@@ -100,25 +101,25 @@ def _draw_uniform(low: float, high: float, shape: tuple[int, ...], generator: to
     return torch.rand(tuple(shape), generator=generator) * (high - low) + low
 
 
-def _check_scales(reading: Reading, scales: Tensor) -> None:
-    what = f"reading {', '.join(reading.layers)}"
-    if not reading.source:
+def _check_scales(input_group: InputGroup, scales: Tensor) -> None:
+    what = f"reading {', '.join(input_group.layers)}"
+    if not input_group.source:
         raise ValueError(f"{what}: no module before it can take a scale exactly; leave it as it is")
     if not bool((torch.isfinite(scales) & (scales > 0)).all()):
         raise ValueError(f"{what}: scales must be positive and finite")
-    if reading.source_repeat > 1 and len(scales) % (reading.source_repeat * reading.head_size):
+    if input_group.source_repeat > 1 and len(scales) % (input_group.source_repeat * input_group.head_size):
         raise ValueError(
-            f"{what}: {len(scales)} scales do not fit {reading.source_repeat} heads of {reading.head_size}"
+            f"{what}: {len(scales)} scales do not fit {input_group.source_repeat} heads of {input_group.head_size}"
         )
-    if reading.source_repeat > 1:
-        heads = _group_by_head(reading, scales)
+    if input_group.source_repeat > 1:
+        heads = _group_by_head(input_group, scales)
         if not torch.allclose(heads, heads[:, :1].expand_as(heads), rtol=1e-5, atol=0):
             raise ValueError(f"{what}: scales differ among the query heads that share a value head; use tie_scales")
 
 
-def _group_by_head(reading: Reading, scales: Tensor) -> Tensor:
+def _group_by_head(input_group: InputGroup, scales: Tensor) -> Tensor:
     """Return the scales by head: [in] -> [value heads, repeat, head]."""
-    return scales.reshape(-1, reading.source_repeat, reading.head_size)
+    return scales.reshape(-1, input_group.source_repeat, input_group.head_size)
 
 
 def _divide_norm(norm: nn.Module, name: str, scales: Tensor) -> None:

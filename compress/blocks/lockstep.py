@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
-from compress.facts import Reading
+from compress.facts import InputGroup
 
-Tap = tuple[Reading, nn.Module]
-"""A reading and the first of its layers."""
+Tap = tuple[InputGroup, nn.Module]
+"""An input group and the first of its layers."""
 Run = Callable[[], Tensor]
 Inputs = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass
 class _Pass:
-    """One forward: `at`: the reading before which it stands (its number), `x`: what that reads; None: it has ended."""
+    """One forward: `at`: the input group before which it stands (its number), `x`: what that reads; None: it has
+    ended."""
 
     thread: Any
     at: int | None = None
@@ -54,17 +55,17 @@ def tap_inputs(taps: Sequence[Tap], on_input: Callable[[int, Tensor], None]) -> 
 def run_in_lockstep(
     runs: Sequence[Run],
     taps: Sequence[Tap],
-    visit: Callable[[Reading, Tensor, int], None],
-    act: Callable[[Reading], None],
+    visit: Callable[[InputGroup, Tensor, int], None],
+    act: Callable[[InputGroup], None],
     advance: Callable[[Callable[[], None]], None],
     outputs: bool = True,
 ) -> list[Tensor]:
-    """Run all forwards together, stopping before each reading, and return their outputs in order.
+    """Run all forwards together, stopping before each input group, and return their outputs in order.
 
-    `visit` gets a reading, its input and the number of the run; `act` follows once for each reading. `advance` is given
-    every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and `act` are
-    outside of them. Without `outputs` the passes end at the last reading, and the list is empty. PassError where a
-    forward meets its readings in another order than `taps`.
+    `visit` gets an input group, its input and the number of the run; `act` follows once for each input group. `advance`
+    is given every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and `act`
+    are outside of them. Without `outputs` the passes end at the last reading, and the list is empty. PassError where a
+    forward meets its input groups in another order than `taps`.
     """
     driver = greenlet.getcurrent()
     passes: dict[Any, _Pass] = {}
@@ -97,12 +98,12 @@ def run_in_lockstep(
         order = [start_pass(run) for run in runs]
         for forward in order:
             continue_pass(forward)
-        for number, (reading, _) in enumerate(taps):
+        for number, (input_group, _) in enumerate(taps):
             waiting = [(i, forward) for i, forward in enumerate(order) if forward.at == number]
             for i, forward in waiting:
                 assert forward.x is not None
-                visit(reading, forward.x, i)
-            act(reading)
+                visit(input_group, forward.x, i)
+            act(input_group)
             acted = number + 1
             if outputs or acted < len(taps):
                 for _, forward in waiting:

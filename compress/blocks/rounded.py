@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compress.blocks.blockfiles import Changes, read_finished_blocks, write_block
+from compress.blocks.blockfiles import BlockChanges, read_finished_blocks, write_block
 from compress.blocks.materialise import plain
 from compress.blocks.store import HeldLayer, WeightStore
 from compress.blocks.streamed import StreamedModel
@@ -34,7 +34,7 @@ def write_rounded(folder: Path, layers: RoundedLayers) -> None:
     """Write rounded layers into `folder`. OutputError where the disk takes no more."""
     weights = {name: layer.weight for name, layer in layers.items()}
     schemes = {name: layer.scheme for name, layer in layers.items()}
-    write_block(folder, 0, NAME, Changes(quantized=weights, schemes=schemes), {})
+    write_block(folder, 0, NAME, BlockChanges(quantized=weights, schemes=schemes), {})
 
 
 def read_rounded(folder: Path) -> dict[str, Rounded]:

@@ -24,7 +24,7 @@ from compress.blocks.sharing import from_main, share, wait
 from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import Reading
+from compress.facts import InputGroup
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel
@@ -51,7 +51,7 @@ class Stream:
         *,
         float_too: bool = False,
         data: bool = True,
-        readings_outside: bool = True,
+        input_groups_outside: bool = True,
         offload: bool = False,
         compute: Literal["float32", "bfloat16"] = "float32",
         rows: int | None = None,
@@ -64,7 +64,7 @@ class Stream:
         self._folder, self._owner = _open_work_folder(context.work)
         self._offload = offload
         self._rows = min((n for n in (rows, context.rows) if n is not None), default=None)
-        self._plan = plan_blocks(model, data, readings_outside, tables)
+        self._plan = plan_blocks(model, data, input_groups_outside, tables)
         self._said: list[Said] = []
 
     def __len__(self) -> int:
@@ -176,22 +176,22 @@ def open_last_block(stream: Stream) -> Iterator[BlockWork]:
 
 
 def plan_blocks(
-    model: StreamedModel, data: bool = True, readings_outside: bool = True, tables: bool = False
+    model: StreamedModel, data: bool = True, input_groups_outside: bool = True, tables: bool = False
 ) -> list[Planned]:
     """Return the blocks of a stream over `model`, in order."""
     structure = model.structure
     whole = [block.name for block in structure.blocks] == [""]
-    parts: list[tuple[str, tuple[Reading, ...], int | None]] = [
-        (block.name, block.readings, number) for number, block in enumerate(structure.blocks)
+    parts: list[tuple[str, tuple[InputGroup, ...], int | None]] = [
+        (block.name, block.input_groups, number) for number, block in enumerate(structure.blocks)
     ]
-    if readings_outside and not whole and (structure.before or tables or not data):
+    if input_groups_outside and not whole and (structure.before or tables or not data):
         parts.insert(0, (BEFORE, structure.before, None))
-    if readings_outside and not whole and (structure.after or not data):
+    if input_groups_outside and not whole and (structure.after or not data):
         parts.append((AFTER, structure.after, None))
     last = len(parts) - 1
     return [
-        Planned(i, name, readings, number, feeds_more=data and number is not None and i < last)
-        for i, (name, readings, number) in enumerate(parts)
+        Planned(i, name, input_groups, number, feeds_more=data and number is not None and i < last)
+        for i, (name, input_groups, number) in enumerate(parts)
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from compress.blocks import activations
-from compress.facts import FLOAT_BYTES, Reading, Structure
+from compress.facts import FLOAT_BYTES, InputGroup, Structure
 from compress.quantize.rounding import ROWS
 
 FIXED_BYTES = 25 * 2**20
@@ -27,8 +27,8 @@ class StreamUse:
     """How a pass uses a stream.
 
     `lockstep`, `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
-    all). At a reading it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers; the
-    defaults are those of `gptq`.
+    all). At an input group it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers;
+    the defaults are those of `gptq`.
     """
 
     lockstep: bool = True
@@ -50,8 +50,8 @@ def stream_memory(
     """
     how = use or StreamUse()
     at = _At(shapes, n_rows, hidden_width, how)
-    blocks = [at.block(block.readings, _names_inside(shapes, block.name)) for block in structure.blocks]
-    late = {layer for reading in structure.after for layer in reading.layers}
+    blocks = [at.block(block.input_groups, _names_inside(shapes, block.name)) for block in structure.blocks]
+    late = {layer for input_group in structure.after for layer in input_group.layers}
     if late:
         small = [name for name in _names_outside(shapes, structure) if len(shapes[name]) == 1]
         blocks.append(at.block(structure.after, [*small, *(f"{layer}.weight" for layer in sorted(late))]))
@@ -76,13 +76,13 @@ def backward_memory(structure: Structure, shapes: Shapes, n_rows: int, hidden_wi
         inside = [shapes[name] for name in _names_inside(shapes, block.name) if len(shapes[name]) == 2]
         widths = sum(sum(shape) for shape in inside)
         squares = [
-            shapes[f"{reading.layers[0]}.weight"][-1] ** 2
-            for reading in block.readings
-            if f"{reading.layers[0]}.weight" in shapes
+            shapes[f"{input_group.layers[0]}.weight"][-1] ** 2
+            for input_group in block.input_groups
+            if f"{input_group.layers[0]}.weight" in shapes
         ]
         matrices = 2 * sum(squares) + 4 * max(squares, default=0)  # sums in float64, and the work on one of them
         parts.append(FLOAT_BYTES * (sum(map(math.prod, inside)) + 2 * rows * widths + matrices))
-    heads = {f"{layer}.weight" for reading in structure.after for layer in reading.layers}
+    heads = {f"{layer}.weight" for input_group in structure.after for layer in input_group.layers}
     known = [shapes[name] for name in heads if name in shapes]
     parts.append(
         FLOAT_BYTES * (sum(map(math.prod, known)) + 4 * rows * max((max(shape) for shape in known), default=0))
@@ -95,7 +95,7 @@ def head_memory(structure: Structure, shapes: Shapes) -> int:
 
     Their head is read for each before the second's is found to be the first's.
     """
-    heads = {f"{layer}.weight" for reading in structure.after for layer in reading.layers}
+    heads = {f"{layer}.weight" for input_group in structure.after for layer in input_group.layers}
     known = [shapes[name] for name in heads if name in shapes]
     logits = max((SCORED_ROWS * max(shape) for shape in known), default=0)
     return int(FIXED_BYTES + 2 * FLOAT_BYTES * (sum(map(math.prod, known)) + logits))
@@ -110,34 +110,40 @@ class _At:
     width: int
     use: StreamUse
 
-    def block(self, readings: Sequence[Reading], names: Sequence[str]) -> float:
+    def block(self, input_groups: Sequence[InputGroup], names: Sequence[str]) -> float:
         """Return the bytes of one block at its largest reading, what it reads left out."""
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
-        known = [reading for reading in readings if self.matrices(reading)]
+        known = [input_group for input_group in input_groups if self.matrices(input_group)]
         kept = (
             0
             if self.use.lockstep
-            else FLOAT_BYTES * sum(self.n_inputs(reading) ** 2 for reading in known if self.n_rows)
+            else FLOAT_BYTES * sum(self.n_inputs(input_group) ** 2 for input_group in known if self.n_rows)
         )
         written = n_weights  # the integers, a byte each
-        return FLOAT_BYTES * n_weights + written + kept + max((self.reading(each) for each in known), default=0.0)
+        return (
+            FLOAT_BYTES * n_weights
+            + written
+            + kept
+            + max((self.count_group_bytes(each) for each in known), default=0.0)
+        )
 
-    def reading(self, reading: Reading) -> float:
-        """Return the bytes held while a forward stops at a reading: input, residual and norm, then the pass's work."""
-        n_inputs = self.n_inputs(reading)
-        item = 2 if self.use.compute == "bfloat16" and reading.how != "norm" else FLOAT_BYTES
+    def count_group_bytes(self, input_group: InputGroup) -> float:
+        """Return the bytes held while a forward stops at an input group: input, residual and norm, then the pass's
+        work."""
+        n_inputs = self.n_inputs(input_group)
+        item = 2 if self.use.compute == "bfloat16" and input_group.how != "norm" else FLOAT_BYTES
         row = item * n_inputs + 2 * FLOAT_BYTES * self.width
         batch = min(self.n_rows, activations.ROWS)
         others = 2 * item * n_inputs * batch  # of the one that is on its way
         if self.use.lockstep:
-            return row * self.n_rows + max(others, self.work(reading))
-        return max(row * batch + others, self.work(reading))
+            return row * self.n_rows + max(others, self.work(input_group))
+        return max(row * batch + others, self.work(input_group))
 
-    def work(self, reading: Reading) -> float:
-        """Return the bytes that the pass takes to work on the reading's layers."""
-        wanted = [name for name in reading.layers if self.use.rounded is None or name in self.use.rounded]
+    def work(self, input_group: InputGroup) -> float:
+        """Return the bytes that the pass takes to work on the input group's layers."""
+        wanted = [name for name in input_group.layers if self.use.rounded is None or name in self.use.rounded]
         shapes = [self.shapes[f"{name}.weight"] for name in wanted if f"{name}.weight" in self.shapes]
-        squares = self.use.squares * self.n_inputs(reading) ** 2 if self.n_rows and shapes else 0
+        squares = self.use.squares * self.n_inputs(input_group) ** 2 if self.n_rows and shapes else 0
         return FLOAT_BYTES * squares + sum(map(self.rounding, shapes))
 
     def rounding(self, shape: tuple[int, ...]) -> float:
@@ -145,12 +151,13 @@ class _At:
         copies = FLOAT_BYTES * self.use.copies * min(shape[0], ROWS) * math.prod(shape[1:])
         return copies + (JOINED * math.prod(shape) if shape[0] > ROWS else 0)
 
-    def matrices(self, reading: Reading) -> list[tuple[int, ...]]:
-        return [self.shapes[f"{name}.weight"] for name in reading.layers if f"{name}.weight" in self.shapes]
+    def matrices(self, input_group: InputGroup) -> list[tuple[int, ...]]:
+        return [self.shapes[f"{name}.weight"] for name in input_group.layers if f"{name}.weight" in self.shapes]
 
-    def n_inputs(self, reading: Reading) -> int:
-        """Return the dimension that all layers of a reading have; of several the last, as torch's Linear has it."""
-        first, *others = self.matrices(reading)
+    def n_inputs(self, input_group: InputGroup) -> int:
+        """Return the dimension that all layers of an input group have; of several the last, as torch's Linear has
+        it."""
+        first, *others = self.matrices(input_group)
         common = [size for size in first if all(size in other for other in others)]
         return (common or list(first))[-1]
 

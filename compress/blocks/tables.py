@@ -55,7 +55,7 @@ def find_tables(module: nn.Module, structure: Structure, tied: Mapping[str, str]
         for facts in [layer_facts(plain(name), part)]
     ]
     with_role = {layer.name: layer for layer in assign_roles(layers, structure) if layer.role}
-    read = {name for reading in structure.readings for name in reading.layers}
+    read = {name for input_group in structure.input_groups for name in input_group.layers}
     by_weight: dict[str, list[str]] = {}
     for layer in with_role.values():
         by_weight.setdefault(layer.weight, []).append(layer.name)

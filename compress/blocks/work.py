@@ -32,7 +32,7 @@ from compress.blocks.skeleton import (
 from compress.blocks.store import WeightStore
 from compress.blocks.tables import find_tables, row_reader
 from compress.blocks.trace import is_layer
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.quantize.outputs import first_output
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Planned:
 
     index: int
     name: str
-    readings: tuple[Reading, ...]
+    input_groups: tuple[InputGroup, ...]
     block: int | None = None
     feeds_more: bool = False
     """A later block reads what this one gives."""
@@ -78,7 +78,7 @@ class Work:
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
         self._place_lookups(self.module)
         self.tables = find_tables(self.module, model.structure, model.tied)
-        self.late = {layer for reading in model.structure.after for layer in reading.layers}
+        self.late = {layer for input_group in model.structure.after for layer in input_group.layers}
         self.flow = None if batches is None else BatchFlow(batches, holder, device)
         self._floats: list[HeldTensor] | None = None
 
@@ -273,7 +273,7 @@ class Work:
             name=entry.name,
             module=block,
             layers=layers,
-            readings=entry.readings,
+            input_groups=entry.input_groups,
             holders=filled,
             run=run,
             calls=calls,

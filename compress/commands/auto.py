@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compress.commands.new import Answers, make_draft
+from compress.commands.new import NewAnswers, make_draft
 from compress.errors import RecipeError
 from compress.search.pursue import pursue
 from compress.search.study import Study
 
 
-def reach_goal(said: Answers, out: Path, budget_s: float | None, cache: Path | None, quiet: bool = False) -> Study:
+def reach_goal(said: NewAnswers, out: Path, budget_s: float | None, cache: Path | None, quiet: bool = False) -> Study:
     """Draft the recipe, which the study in `out` keeps as goal.yaml, and pursue its goal; errors of both."""
     draft = make_draft(said, Path())
     if draft.inputs is None:

@@ -32,14 +32,14 @@ from compress.commands.bench_rows import (
     to_dict,
 )
 from compress.commands.bench_work import FINAL_S, WORK, time_finalists
-from compress.commands.new import Answers, make_draft
+from compress.commands.new import NewAnswers, make_draft
 from compress.errors import OutputError, PlanError, RecipeError
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS, Format, Target
 from compress.planning.draft import Draft, list_exports
 from compress.planning.inputs import Batches, load_set, text_fill
 from compress.planning.synthetic import add_synthetic_set
-from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, parse_pass
+from compress.planning.usual import UsualPasses, choose_gates, choose_passes, drop_unused_sets, parse_pass
 from compress.recipe.pinned import pin_recipe
 from compress.recipe.points import Point, SearchSpace, as_node
 from compress.recipe.schema import Recipe
@@ -48,7 +48,7 @@ from compress.recipe.templates import format_draft, write_new
 from compress.search.study import BUNDLES, REPORTS, Study, name_trial, open_study
 from compress.search.sweep import OutOfTime, Prior, Sweep, finish_study
 from compress.search.trials import GoalValue, Run, Trial, same_point
-from compress.search.workers import Answer, LocalProcesses, Order
+from compress.search.workers import LocalProcesses, TrialAnswer, TrialOrder
 from compress.store.cache import default_root
 from compress.tasks import TORCH_TASKS
 from compress.version import __version__
@@ -100,7 +100,7 @@ Log = Callable[[str], None]
 class Choice:
     """The passes of a point, or `why` it is not built; `state` then says which kind of reason that is."""
 
-    chain: Chain = field(default_factory=lambda: Chain(()))
+    chain: UsualPasses = field(default_factory=lambda: UsualPasses(()))
     notes: tuple[str, ...] = ()
     state: State = "not possible"
     why: str = ""
@@ -152,7 +152,7 @@ class Formats(SearchSpace):
         draft = replace(self.draft, recipe=self.make_mapping(point, choice.chain))
         return draft.make_recipe(Path(), passes=list(choice.chain.passes), validate=validate)
 
-    def make_mapping(self, point: Point, chain: Chain) -> dict[str, Any]:
+    def make_mapping(self, point: Point, chain: UsualPasses) -> dict[str, Any]:
         """Return the recipe of a point, as a draft's mapping without passes."""
         recipe = {**drop_unused_sets(self.draft.recipe, chain.passes), "target": point["target"]}
         return {**recipe, **list_exports(point["target"]), "name": f"{self.draft.recipe['name']}-{point['format']}"}
@@ -205,7 +205,7 @@ def list_points() -> list[Point]:
     return [{"target": backend, "format": format_} for backend, format_ in rows]
 
 
-def open_formats(said: Answers, draft: Draft, synthetic: bool) -> Formats:
+def open_formats(said: NewAnswers, draft: Draft, synthetic: bool) -> Formats:
     """Return the points of a draft that has an evaluation set."""
     generates, gates = TORCH_TASKS[draft.task].task.generates, []
     if not synthetic:
@@ -322,7 +322,7 @@ class Bench(Sweep):
             raise OutOfTime("no time was left; the same command goes on, or give more --budget")
         super().try_wave(trials, rung)
 
-    def order(self, trial: Trial, rung: int, do: Any) -> Order:
+    def order(self, trial: Trial, rung: int, do: Any) -> TrialOrder:
         """Return what a process is told; nothing makes float32 late, for all others are held against it."""
         order = replace(super().order(trial, rung, do), timed=False, judging_s=self.foresee_measuring(trial))
         order = replace(order, do="twin") if self.study.space.times_twins else order
@@ -335,16 +335,16 @@ class Bench(Sweep):
         stages = [run.stages for other in near for run in other.runs]
         return max((sum(s for part, s in each.items() if part not in BUILDING) for each in stages), default=0.0)
 
-    def finish(self, trial: Trial, rung: int, built: Answer | None) -> str:
+    def finish(self, trial: Trial, rung: int, built: TrialAnswer | None) -> str:
         if built is not None and built.report:  # a twin
-            self.record_judged(trial, rung, built, Answer("done", report=built.report))
+            self.record_judged(trial, rung, built, TrialAnswer("done", report=built.report))
             return ""
         if built is not None and built.state == "late":
             return f"it takes {built.reason}; the same command goes on, or give more --budget"
         late = super().finish(trial, rung, built)
         return late and "out of time as it was built and measured; the same command goes on"
 
-    def stop_where_hopeless(self, answer: Answer) -> None:
+    def stop_where_hopeless(self, answer: TrialAnswer) -> None:
         """Go on: another format may need less room."""
 
     def record(self, trial: Trial, run: Run) -> None:
@@ -363,7 +363,7 @@ class Bench(Sweep):
             bundle = self.study.bundle_of(row)
             if not row.is_slower or row.why or not bundle.is_dir() or self.seconds_left <= 0:
                 continue
-            answer = self.workers.judge(Order("explain", str(bundle)), self.deadline)
+            answer = self.workers.judge(TrialOrder("explain", str(bundle)), self.deadline)
             if answer is not None and answer.state == "done":
                 self.amend(row, reason=answer.reason)
 
@@ -402,7 +402,7 @@ class Bench(Sweep):
         self.study.record(replace(trial, runs=(replace(trial.runs[0], **changes),)))
 
 
-def bench_model(said: Answers, out: Path, budget_s: float | None, cache: Path | None, log: Log) -> BenchTable:
+def bench_model(said: NewAnswers, out: Path, budget_s: float | None, cache: Path | None, log: Log) -> BenchTable:
     """Build and measure every format on every backend that works here, one after another; return the table.
 
     `out`/bench.json has every finished row at every moment, and a later call for the same question goes on from its
@@ -501,7 +501,7 @@ class Reach:
         return f"nearly the float32 model: it reaches {self.text}{kept}"
 
 
-def find_reach(facts: ModelFacts, target: Target, chain: Chain) -> Reach:
+def find_reach(facts: ModelFacts, target: Target, chain: UsualPasses) -> Reach:
     """Return how much of the model a row's passes change, as the plan knows it."""
     before = after = facts
     reasons: Counter[str] = Counter()

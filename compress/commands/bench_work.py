@@ -20,7 +20,7 @@ from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
 from compress.search import trying
 from compress.search.trying import answer, time_stage
-from compress.search.workers import Answer, Order
+from compress.search.workers import TrialAnswer, TrialOrder
 from compress.store.cache import default_root
 from compress.store.progress import no_log
 from compress.timing.clock import CONFIDENCE, PROCESSES
@@ -46,15 +46,15 @@ FLOATS: dict[str, GraphState] = {}
 
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
-    """Do what an `Order` says and return the answer, both as JSON values. Failures are answers."""
-    told = from_json(Order, order, "order")
+    """Do what an `TrialOrder` says and return the answer, both as JSON values. Failures are answers."""
+    told = from_json(TrialOrder, order, "order")
     if told.do == "build":
         return trying.obey(order)
     work = {"judge": measure_bundle, "explain": find_cause, "twin": measure_twin}[told.do]
     return answer(lambda: work(told))
 
 
-def measure_bundle(order: Order) -> Answer:
+def measure_bundle(order: TrialOrder) -> TrialAnswer:
     """Return the report of a bundle without what takes long and no row shows: other backends, why it is slow."""
     stages: dict[str, float] = {}
     with time_stage(stages, "quality"):
@@ -64,22 +64,22 @@ def measure_bundle(order: Order) -> Answer:
         timed = measure(case.root, case.manifest, case.columns, case.backend, case.threads)
     evidence |= speed_evidence(timed, case.manifest.judgement)
     report = assemble(case, timed, evidence, failures, (), list(failures.values())[:1])
-    return Answer("done", report=to_dict(report), stages=stages)
+    return TrialAnswer("done", report=to_dict(report), stages=stages)
 
 
-def find_cause(order: Order) -> Answer:
+def find_cause(order: TrialOrder) -> TrialAnswer:
     """Return the first reason for which a bundle's candidate is no faster; "" where no profile tells."""
     try:
         case = prepare(Path(order.out), None, None)
         if explain_unprofiled(case.manifest, case.backend) is not None:
-            return Answer("done")
+            return TrialAnswer("done")
         causes = explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads).causes
     except RuntimeFailure:
-        return Answer("done")  # the row stands without a reason
-    return Answer("done", causes[0].seen.rstrip(".") if causes else "")
+        return TrialAnswer("done")  # the row stands without a reason
+    return TrialAnswer("done", causes[0].seen.rstrip(".") if causes else "")
 
 
-def measure_twin(order: Order) -> Answer:
+def measure_twin(order: TrialOrder) -> TrialAnswer:
     """Measure a graph made like the result, of which only speed and size count: nothing is calibrated."""
     recipe, cache = load_recipe(order.recipe), Path(order.cache) if order.cache else default_root()
     inputs = replace(read_inputs(recipe.model_copy(update={"passes": ()}), cache), recipe=recipe)
@@ -113,7 +113,7 @@ def measure_twin(order: Order) -> Answer:
         ratio_intervals={"latency_p50": (speedup.low, speedup.high)},
         advice=(f"not in its time: what {', '.join(missing)} changes",) if missing else (),
     )
-    return Answer("done", report=to_dict(report))
+    return TrialAnswer("done", report=to_dict(report))
 
 
 def time_finalists(bundles: Sequence[tuple[Path, str]]) -> list[float]:

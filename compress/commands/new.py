@@ -23,7 +23,7 @@ Ask = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
-class Answers:
+class NewAnswers:
     """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said."""
 
     model: str | None = None
@@ -38,13 +38,13 @@ class Answers:
     goal: str | None = None
 
 
-def write_recipe(out: Path, said: Answers, source: str | None = None, ask: Ask | None = None) -> list[str]:
+def write_recipe(out: Path, said: NewAnswers, source: str | None = None, ask: Ask | None = None) -> list[str]:
     """Write a recipe to `out`: of the model if one is given, else of the task; return lines for the user.
 
     `source`: put into the template of a task, whatever it names. `ask`: asks for what was not said, where nothing was.
     Raises RecipeError, SourceError, PlanError; OutputError and UsageError where `out` cannot be written.
     """
-    if ask is not None and said == Answers() and source is None:
+    if ask is not None and said == NewAnswers() and source is None:
         said = ask_for_answers(ask)
     if said.model is None:
         if extra := [name for name, value in asdict(said).items() if value is not None and name != "task"]:
@@ -68,12 +68,12 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def ask_for_answers(ask: Ask) -> Answers:
+def ask_for_answers(ask: Ask) -> NewAnswers:
     """Ask for model, weights, data and target; the task only where nothing tells it."""
     model = ask("Model (a folder, hub id, .onnx file or module:factory; empty: a template to fill in)", "")
     if not model:
-        return Answers(task=ask("Task", next(iter(TORCH_TASKS))))
-    said = Answers(model=model)
+        return NewAnswers(task=ask("Task", next(iter(TORCH_TASKS))))
+    said = NewAnswers(model=model)
     if ".py:" in model or model.startswith("python:"):
         said = replace(said, weights=ask("Weights (a .safetensors file)", "") or None)
     said = replace(said, data=ask("Data (a folder, file or hub id; empty: none yet)", "") or None)
@@ -89,7 +89,7 @@ def ask_for_answers(ask: Ask) -> Answers:
     return replace(said, task=task, target=target, goal=goal or None)
 
 
-def choose_output(said: Answers, ending: str = "") -> Path:
+def choose_output(said: NewAnswers, ending: str = "") -> Path:
     """Return where the bundle of a model goes where nobody said, its name with `ending` behind it. SourceError."""
     from compress.planning.draft import find_model_source, name_recipe
 
@@ -97,7 +97,7 @@ def choose_output(said: Answers, ending: str = "") -> Path:
     return name_output(name_recipe(find_model_source(said.model, Path())) + ending)
 
 
-def make_draft(said: Answers, root: Path) -> Draft:
+def make_draft(said: NewAnswers, root: Path) -> Draft:
     """Draft the recipe of what was said, to stand in `root`. Errors as `draft_recipe`."""
     from compress.data.find_sets import parse_mapping  # with torch, which a template does without
     from compress.planning.draft import draft_recipe
@@ -134,7 +134,7 @@ def _read_goal(text: str | None) -> list[str]:
 
 def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
     """Return a drafted recipe as YAML, with its goal or the usual passes and gates, and notes for the user."""
-    from compress.planning.usual import Chain, choose_gates, choose_passes, drop_unused_sets, usual_scheme
+    from compress.planning.usual import UsualPasses, choose_gates, choose_passes, drop_unused_sets, usual_scheme
 
     if "goal" in draft.recipe:
         missing = [] if draft.inputs is not None else ["no --data: the recipe has no sets yet, and a goal needs them"]
@@ -144,7 +144,7 @@ def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
     if draft.inputs is None:
         notes = ["no --data: the recipe has no sets yet; add data.evaluation, and data.calibration for its passes"]
         on_graph = TARGETS[target].reads == "onnx" and scheme == "INT8"
-        chain = Chain(({"kind": "int8"} if on_graph else {"kind": "gptq", "scheme": scheme},))
+        chain = UsualPasses(({"kind": "int8"} if on_graph else {"kind": "gptq", "scheme": scheme},))
     else:
         notes = []
         has_data = "calibration" in draft.recipe["data"]

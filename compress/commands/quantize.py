@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from compress.commands.new import Answers, make_draft
+from compress.commands.new import NewAnswers, make_draft
 from compress.execution.run import apply_recipe
 from compress.formats.targets import TARGETS
 from compress.planning.synthetic import add_synthetic_set
@@ -20,7 +20,7 @@ WRITTEN = "Written by `compress quantize`"
 
 
 def quantize_model(
-    said: Answers, scheme: str, out: Path, cache: Path | None = None, quiet: bool = False
+    said: NewAnswers, scheme: str, out: Path, cache: Path | None = None, quiet: bool = False
 ) -> Report | None:
     """Write the bundle of a model in a scheme to `out` and its recipe to `<out>.yaml`; return the report of judging it.
 

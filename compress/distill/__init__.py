@@ -1,1 +1,1 @@
-"""Distillation: losses, lessons and the loop that teaches a student. Functions on modules and tensors."""
+"""Distillation: losses, batches and the loop that teaches a student. Functions on modules and tensors."""

@@ -27,7 +27,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptOutputs:
     """A teacher's only output for every row of the training set. `values`: float32 [n, width], on disk."""
 
     name: str
@@ -44,7 +44,7 @@ def keep_outputs(
     n: int,
     folder: Path,
     progress: Progress,
-) -> Kept:
+) -> KeptOutputs:
     """Ask for every row once and keep the answers in `folder`, under their digest when whole; one output [b, width]."""
     path = next((file for file in folder.glob(f"{PREFIX}*.npy") if file.name == _name_by_digest(file)), None)
     name, first = next(iter(answer(batch_of(np.arange(1))).outputs.items()))
@@ -58,7 +58,7 @@ def keep_outputs(
         del values
         path = folder / _name_by_digest(draft)
         put_in_place(draft, path)
-    return Kept(name, np.load(path, mmap_mode="r"))
+    return KeptOutputs(name, np.load(path, mmap_mode="r"))
 
 
 def _name_by_digest(file: Path) -> str:

@@ -27,11 +27,11 @@ from compress.blocks.device import run_with_fewer_rows
 from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
-from compress.distill.course import (
-    Course,
+from compress.distill.schedule import (
     Rows,
+    TrainingSchedule,
+    evaluations_due,
     learning_rate,
-    looks_due,
     progress_made,
     split_rows,
     step_random,
@@ -60,7 +60,7 @@ FILE = "training.safetensors"
 
 
 @dataclass(frozen=True)
-class Lessons:
+class Dataset:
     """What is learned from: `n` samples.
 
     `batch`: the samples of these rows on the CPU, changed at random by the generator, or as they are without one.
@@ -77,8 +77,8 @@ def _do_nothing(step: int, done: float = 0.0) -> None:
 
 
 @dataclass(frozen=True)
-class Around:
-    """What training may use beside its lessons. `name`: what bar, log and errors call it.
+class TrainOptions:
+    """What training may use beside its batches. `name`: what bar, log and errors call it.
 
     `device`: "cpu" or "cuda:n". `work`: a folder that outlives a killed run; None: nothing is saved. `rates`: parameter
     -> a factor on the learning rate. `before_step`, `after_step`: called with each step's number, the first also with
@@ -119,37 +119,39 @@ def _find_layout(module: nn.Module) -> torch.memory_format:
     return torch.contiguous_format if narrow else torch.channels_last
 
 
-def train(module: nn.Module, lessons: Lessons, course: Course, around: Around) -> TrainLog:
+def train(module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, options: TrainOptions) -> TrainLog:
     """Train every parameter of `module` that wants a gradient; it is left with the best state, in eval mode, on CPU.
 
     The best is that with the least loss on the samples held out, the start included; without any, the last.
     Raises PassError: a loss that is NaN or infinite before anything better than the start was found; too few samples.
     """
-    training = _Training(module, lessons, course, around)
+    training = _Training(module, dataset, schedule, options)
     training.resume()
     with training.beside_others():
         training.run()
     restore_module(module, training.best)
     _bring_back(module)
     if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
-        raise PassError(make_divergence_error(around.name, training.log, course))
+        raise PassError(make_divergence_error(options.name, training.log, schedule))
     return training.log
 
 
-def try_course(module: nn.Module, lessons: Lessons, course: Course, around: Around, judged: int) -> float:
+def try_schedule(
+    module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, options: TrainOptions, judged: int
+) -> float:
     """Train as `train` does; return the loss at the end on `judged` of the samples held out, infinite where it broke.
 
     The module is left as it was, on the CPU in eval mode; nothing is saved.
     """
     start = module_state(module)
-    training = _Training(module, lessons, course, around)
+    training = _Training(module, dataset, schedule, options)
     training.held = training.held[:: max(len(training.held) // judged, 1)][:judged]
-    training.log.looks = [(0, math.inf)]  # the start is the same for all
+    training.log.evaluations = [(0, math.inf)]  # the start is the same for all
     with training.beside_others():
         training.run()
     restore_module(module, start)
     _bring_back(module)
-    step, loss = training.log.looks[-1]
+    step, loss = training.log.evaluations[-1]
     return loss if step and math.isfinite(loss) and training.log.end != "diverged" else math.inf
 
 
@@ -161,24 +163,24 @@ def _bring_back(module: nn.Module) -> None:
 class _Training:
     """One run. What changes is the module, the optimizer, `average`, `log` and `best`; these are what is saved."""
 
-    def __init__(self, module: nn.Module, lessons: Lessons, course: Course, around: Around) -> None:
-        self.device = torch.device(around.device)
+    def __init__(self, module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, options: TrainOptions) -> None:
+        self.device = torch.device(options.device)
         self.accelerator = _make_accelerator(self.device)
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
-        self.module, self.lessons, self.course, self.around = module.to(self.device), lessons, course, around
+        self.module, self.dataset, self.schedule, self.options = module.to(self.device), dataset, schedule, options
         # as the images are: a step of 14 blocks of ResNet-56 in bfloat16 takes 0.92 of the time (measured on a CPU)
         self.layout = _find_layout(self.module)
         convert_conv2d_weight_memory_format(self.module, self.layout)
-        self.rows, self.held = split_rows(lessons.n, course.held_out, course.seed)
-        check_sizes(len(self.rows), course, self.size, around.name)
+        self.rows, self.held = split_rows(dataset.n, schedule.held_out, schedule.seed)
+        check_sizes(len(self.rows), schedule, self.size, options.name)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.optimizer = _make_optimizer(module, course, around.rates)
+        self.optimizer = _make_optimizer(module, schedule, options.rates)
         self.log, self.best = TrainLog(), module_state(module)
-        self.average = Average(self.module, course.ema_decay) if course.ema_decay else None
-        file = None if around.work is None else around.work / FILE
-        self.saved = SavedRun(file, self.rank == 0, course.save_seconds)
+        self.average = Average(self.module, schedule.ema_decay) if schedule.ema_decay else None
+        file = None if options.work is None else options.work / FILE
+        self.saved = SavedRun(file, self.rank == 0, schedule.save_seconds)
         self.begun = time.monotonic()
-        self.at_once = course.batch_size
+        self.at_once = schedule.batch_size
         """Samples; fewer once the device's memory was full."""
         self._check_same_start()
 
@@ -191,15 +193,15 @@ class _Training:
 
     def run(self) -> None:
         """Run all steps that are left."""
-        if not self.log.looks:
+        if not self.log.evaluations:
             self._evaluate()
-        steps = range(self.log.step, 0 if self.log.end else self.course.steps)
-        for step in self.around.progress(steps, self.around.name):
+        steps = range(self.log.step, 0 if self.log.end else self.schedule.steps)
+        for step in self.options.progress(steps, self.options.name):
             loss = self._make_step(step)
             if not math.isfinite(loss):
                 self.log.end = "diverged"
                 break
-            self.log.add(loss, self.course.steps)
+            self.log.add(loss, self.schedule.steps)
             self._judge()
             if self.log.end:
                 break
@@ -217,14 +219,14 @@ class _Training:
         total = int(self.sum(torch.tensor(digest, dtype=torch.int64, device=self.device)))
         same = self.sum(torch.tensor(int(total == digest * self.size), dtype=torch.int64, device=self.device))
         if int(same) != self.size:
-            raise RuntimeError(f"{self.around.name}: the {self.size} processes begin with different weights")
+            raise RuntimeError(f"{self.options.name}: the {self.size} processes begin with different weights")
 
     def _make_step(self, step: int) -> float:
         """Make one optimizer step; return its loss, or NaN if loss or gradient are not finite and nothing was done."""
-        self.around.before_step(step, progress_made(self.course, step, self._agreed_seconds()))
-        set_mode(self.module, self.course.dropout, self.course.freeze_batchnorm)
-        drawn = enumerate(step_rows(self.rows, self.course, step))
-        batches = [self.lessons.batch(rows, step_random(self.course, step, k)) for k, rows in drawn]
+        self.options.before_step(step, progress_made(self.schedule, step, self._agreed_seconds()))
+        set_mode(self.module, self.schedule.dropout, self.schedule.freeze_batchnorm)
+        drawn = enumerate(step_rows(self.rows, self.schedule, step))
+        batches = [self.dataset.batch(rows, step_random(self.schedule, step, k)) for k, rows in drawn]
         loss_sum = float(self.sum(self._where_it_fits(lambda: self._sum_gradients(step, batches))))
         if not math.isfinite(loss_sum) or not self._clip():
             return math.nan
@@ -237,7 +239,7 @@ class _Training:
         whole = sum(batch.weight for batch in batches)
         total = torch.zeros((), device=self.device)
         for k, batch in enumerate(batches):
-            torch.manual_seed(step_seed(self.course, step, k, self.rank))
+            torch.manual_seed(step_seed(self.schedule, step, k, self.rank))
             for mine in self._split(part(batch, self.rank, self.size)):
                 loss = self._compute_loss(mine) * (mine.weight / max(whole, TINY))
                 self.accelerator.backward(loss)
@@ -258,39 +260,39 @@ class _Training:
 
         if self.size > 1:  # the others would wait for the sums of what is begun again
             return work()
-        return run_with_fewer_rows(attempt, self.at_once, self.around.log, least=1, what="samples")
+        return run_with_fewer_rows(attempt, self.at_once, self.options.log, least=1, what="samples")
 
     def _compute_loss(self, batch: Batch) -> Tensor:
-        reduced = self.course.precision == "bfloat16"
+        reduced = self.schedule.precision == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=reduced):
-            return self.lessons.loss(to_device(batch, self.device, self.layout))
+            return self.dataset.loss(to_device(batch, self.device, self.layout))
 
     def _clip(self) -> bool:
         """Sum the gradients of all processes and clip them; return False if they are not finite."""
         if self.size > 1:
             _reduce_gradients(self.parameters, self.sum)
-        limit = self.course.clip or math.inf
+        limit = self.schedule.clip or math.inf
         return bool(torch.isfinite(self.accelerator.clip_grad_norm_(self.parameters, limit)))
 
     def _apply(self, step: int) -> None:
-        rate = learning_rate(self.course, step, self._agreed_seconds())
+        rate = learning_rate(self.schedule, step, self._agreed_seconds())
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()
-        self.around.after_step(step)
+        self.options.after_step(step)
         if self.average is not None:
             self.average.follow(step)
 
     def _judge(self) -> None:
         """Look, end and save where it is time, after a step."""
-        course, log = self.course, self.log
+        schedule, log = self.schedule, self.log
         seconds = self._agreed_seconds()
-        late = course.max_seconds is not None and seconds >= course.max_seconds
-        last = late or log.step == course.steps
-        due = bool(log.looks) and looks_due(course, log.step, seconds) >= len(log.looks)
-        if last or due or log.step % course.evaluate_every == 0:
+        late = schedule.max_seconds is not None and seconds >= schedule.max_seconds
+        last = late or log.step == schedule.steps
+        due = bool(log.evaluations) and evaluations_due(schedule, log.step, seconds) >= len(log.evaluations)
+        if last or due or log.step % schedule.evaluate_every == 0:
             self._evaluate()
-        if course.patience is not None and log.stale >= course.patience and not last:
+        if schedule.patience is not None and log.stale >= schedule.patience and not last:
             log.end = "patience"
         elif last:
             log.end = "time" if late else "steps"
@@ -305,18 +307,18 @@ class _Training:
                 return
             if self.log.look(self._compute_held_out_loss()):
                 self.best = module_state(self.module)
-        self.around.log(line(self.around.name, self.log, self.course, self._seconds()))
+        self.options.log(line(self.options.name, self.log, self.schedule, self._seconds()))
 
     def _compute_held_out_loss(self) -> float:
         """Return the loss on the samples held out, in eval mode and as they are. Processes take batches in turn."""
         self.module.eval()
-        size = self.course.batch_size
+        size = self.schedule.batch_size
         pieces = [self.held[start : start + size] for start in range(0, len(self.held), size)]
         totals = self.sum(self._where_it_fits(lambda: self._sum_losses(pieces[self.rank :: self.size])))
         if not totals[1]:
             raise PassError(
-                f"{self.around.name}: the {len(self.held)} samples held out have nothing to be judged by (texts of one "
-                "token?); raise held_out, or leave them out of the training set"
+                f"{self.options.name}: the {len(self.held)} samples held out have nothing to be judged by (texts of "
+                "one token?); raise held_out, or leave them out of the training set"
             )
         return float(totals[0] / totals[1])
 
@@ -324,7 +326,7 @@ class _Training:
     def _sum_losses(self, pieces: Sequence[Rows]) -> Tensor:
         """Return the sum of the losses of samples, each counted by its weight, and of the weights; float64 [2]."""
         sums = torch.zeros(2, dtype=torch.float64)
-        for batch in (piece for rows in pieces for piece in self._split(self.lessons.batch(rows, None))):
+        for batch in (piece for rows in pieces for piece in self._split(self.dataset.batch(rows, None))):
             sums += torch.tensor([float(self._compute_loss(batch)) * batch.weight, batch.weight], dtype=torch.float64)
         return sums
 
@@ -345,7 +347,7 @@ class _Training:
         wait()  # until all have read, nobody writes
         if left is None:
             if self.saved.damaged:
-                self.around.log(f"{self.around.name}: what an earlier run left is damaged; training starts afresh")
+                self.options.log(f"{self.options.name}: what an earlier run left is damaged; training starts afresh")
             return
         tensors, record = left
         restore_module(self.module, remove_prefix("now", tensors))
@@ -353,14 +355,14 @@ class _Training:
         if self.average is not None:
             self.average.restore(remove_prefix("average", tensors))
         self.best, self.log = remove_prefix("best", tensors), log_of(record)
-        self.around.log(f"{self.around.name}: goes on from step {self.log.step} of {self.course.steps}")
+        self.options.log(f"{self.options.name}: goes on from step {self.log.step} of {self.schedule.steps}")
 
     def _seconds(self) -> float:
         return self.log.seconds + time.monotonic() - self.begun
 
     def _agreed_seconds(self) -> float:
         """Return the mean over processes, so that all do the same; 0 where time does not count."""
-        if self.course.max_seconds is None:
+        if self.schedule.max_seconds is None:
             return 0.0
         return float(self.sum(torch.tensor(self._seconds(), dtype=torch.float64))) / self.size
 
@@ -369,7 +371,7 @@ class _Training:
         return self.accelerator.reduce(tensor, "sum") if self.size > 1 else tensor
 
 
-def _make_optimizer(module: nn.Module, course: Course, rates: Mapping[str, float]) -> torch.optim.Optimizer:
+def _make_optimizer(module: nn.Module, schedule: TrainingSchedule, rates: Mapping[str, float]) -> torch.optim.Optimizer:
     """Make AdamW (arXiv:1711.05101) or SGD with momentum over the parameters that want a gradient.
 
     Matrices and kernels decay, biases, norms and other vectors do not. Each group's "factor" multiplies the rate that
@@ -378,15 +380,15 @@ def _make_optimizer(module: nn.Module, course: Course, rates: Mapping[str, float
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            decay = course.weight_decay if parameter.dim() > 1 else 0.0
+            decay = schedule.weight_decay if parameter.dim() > 1 else 0.0
             groups.setdefault((rates.get(name, 1.0), decay), []).append(parameter)
     given: list[dict[str, Any]] = [
         {"params": parameters, "factor": factor, "weight_decay": decay}
         for (factor, decay), parameters in groups.items()
     ]
-    if course.optimizer == "sgd":
-        return torch.optim.SGD(given, lr=course.learning_rate, momentum=course.momentum)
-    return torch.optim.AdamW(given, lr=course.learning_rate, eps=course.epsilon)
+    if schedule.optimizer == "sgd":
+        return torch.optim.SGD(given, lr=schedule.learning_rate, momentum=schedule.momentum)
+    return torch.optim.AdamW(given, lr=schedule.learning_rate, eps=schedule.epsilon)
 
 
 def _reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tensor], Tensor]) -> None:
@@ -397,13 +399,13 @@ def _reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tens
         parameter.grad = summed.view(grad.shape).clone()
 
 
-def check_sizes(n_rows: int, course: Course, n_processes: int, name: str) -> None:
+def check_sizes(n_rows: int, schedule: TrainingSchedule, n_processes: int, name: str) -> None:
     """Raise PassError if there is nothing to learn from, or not a sample for each process."""
     if not n_rows:
-        raise PassError(f"{name}: held_out {course.held_out:g} leaves no sample to learn from; hold out less")
-    if course.batch_size < n_processes:
+        raise PassError(f"{name}: held_out {schedule.held_out:g} leaves no sample to learn from; hold out less")
+    if schedule.batch_size < n_processes:
         raise PassError(
-            f"{name}: batch_size {course.batch_size} is less than the {n_processes} processes; give each a sample"
+            f"{name}: batch_size {schedule.batch_size} is less than the {n_processes} processes; give each a sample"
         )
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from compress.distill.course import Course
+from compress.distill.schedule import TrainingSchedule
 
 POINTS = 200
 """Of the loss curve, at most."""
@@ -28,7 +28,7 @@ class TrainLog:
     best_step: int = 0
     end: str = ""
     curve: list[tuple[int, float]] = field(default_factory=list)
-    looks: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     pending: list[float] = field(default_factory=list)
     """Losses of the steps since the curve's last point."""
 
@@ -42,7 +42,7 @@ class TrainLog:
 
     def look(self, loss: float) -> bool:
         """Record a loss on the samples held out; return True if it is the least so far."""
-        self.looks.append((self.step, loss))
+        self.evaluations.append((self.step, loss))
         self.start_loss = loss if self.start_loss is None else self.start_loss
         if self.best_loss is not None and not math.isnan(self.best_loss) and not loss < self.best_loss:
             return False
@@ -52,38 +52,38 @@ class TrainLog:
     @property
     def stale(self) -> int:
         """Count the looks since the best one."""
-        return sum(step > self.best_step for step, _ in self.looks)
+        return sum(step > self.best_step for step, _ in self.evaluations)
 
     def looked(self) -> bool:
         """Return whether the state as it is has been looked at."""
-        return bool(self.looks) and self.looks[-1][0] == self.step
+        return bool(self.evaluations) and self.evaluations[-1][0] == self.step
 
 
 def log_of(record: dict[str, Any]) -> TrainLog:
     """Make a log from JSON, which has lists for pairs."""
-    points = {name: [tuple(point) for point in record[name]] for name in ("curve", "looks")}
+    points = {name: [tuple(point) for point in record[name]] for name in ("curve", "evaluations")}
     return TrainLog(**record | points)
 
 
-def line(name: str, log: TrainLog, course: Course, seconds: float) -> str:
+def line(name: str, log: TrainLog, schedule: TrainingSchedule, seconds: float) -> str:
     """Return a line for the log, after a look at the samples held out."""
-    text = f"{name}: step {log.step} of {course.steps}: held out {log.looks[-1][1]:.4g}"
+    text = f"{name}: step {log.step} of {schedule.steps}: held out {log.evaluations[-1][1]:.4g}"
     if not log.step:
         return text
     text += " (best)" if log.best_step == log.step else ""
-    since = [loss for step, loss in log.curve if step > log.looks[-2][0]]
+    since = [loss for step, loss in log.curve if step > log.evaluations[-2][0]]
     text += f", training {sum(since) / len(since):.4g}" if since else ""
-    left = seconds / log.step * (course.steps - log.step)
-    if course.max_seconds is not None:
-        left = min(left, course.max_seconds - seconds)
+    left = seconds / log.step * (schedule.steps - log.step)
+    if schedule.max_seconds is not None:
+        left = min(left, schedule.max_seconds - seconds)
     return f"{text}; at most {max(left, 0):.0f} s left"
 
 
-def make_divergence_error(name: str, log: TrainLog, course: Course) -> str:
+def make_divergence_error(name: str, log: TrainLog, schedule: TrainingSchedule) -> str:
     """Return the error where nothing better than the start was found before the loss broke."""
     return (
         f"{name}: the loss became NaN or infinite in step {log.step + 1} and nothing better than the start had been "
-        f"found; lower learning_rate ({course.learning_rate:g}), clip harder or warm up longer"
+        f"found; lower learning_rate ({schedule.learning_rate:g}), clip harder or warm up longer"
     )
 
 

@@ -1,8 +1,8 @@
 """Which optimizer at which learning rate: short courses from one start, the best of them tried longer. No torch.
 
-A rate is judged by where a course ends, so a trial is a whole course in little: the rate rises, then falls to zero.
-The best rate of a short course is not that of a long one: the last trials are four times as long as the first, and how
-the best rate grew with their length is followed to the length of the course.
+A rate is judged by where a schedule ends, so a trial is a whole schedule in little: the rate rises, then falls to zero.
+The best rate of a short schedule is not that of a long one: the last trials are four times as long as the first, and
+how the best rate grew with their length is followed to the length of the schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from compress.distill.course import Optimizer
+from compress.distill.schedule import Optimizer
 
 GRIDS: dict[Optimizer, tuple[float, ...]] = {
     "adamw": (1e-4, 4e-4, 1.6e-3, 6.4e-3),
@@ -22,13 +22,13 @@ GRIDS: dict[Optimizer, tuple[float, ...]] = {
 }
 """Rates that are tried first, each four times the one before."""
 MIDDLE: dict[Optimizer, tuple[float, ...]] = {optimizer: rates[1:3] for optimizer, rates in GRIDS.items()}
-"""Rates that a course tries that is too short for more."""
+"""Rates that a schedule tries that is too short for more."""
 BEYOND = 2
 """Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
 LENGTHS = (1, 2, 4)
 """Of the trials of each round, in units."""
 MOST_POWER, MOST_RISE = 0.5, 8.0
-"""Of a course's length, with which the best rate is believed to grow, and times that it grows in all."""
+"""Of a schedule's length, with which the best rate is believed to grow, and times that it grows in all."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A short course: its steps, and the loss held out at its end (infinite where it broke)."""
+class RateTrial:
+    """A short schedule: its steps, and the loss held out at its end (infinite where it broke)."""
 
     arm: Arm
     steps: int
@@ -56,7 +56,7 @@ class Trial:
 
 
 TryArm = Callable[[Arm, int], float]
-"""Takes steps; gives the loss held out at the end of such a course."""
+"""Takes steps; gives the loss held out at the end of such a schedule."""
 
 
 def count_units(optimizers: Sequence[Optimizer]) -> int:
@@ -70,21 +70,21 @@ def count_few(optimizers: Sequence[Optimizer]) -> int:
     return sum(len(MIDDLE[optimizer]) for optimizer in optimizers)
 
 
-def choose_roughly(try_arm: TryArm, optimizers: Sequence[Optimizer], steps: int) -> tuple[Arm | None, list[Trial]]:
+def choose_roughly(try_arm: TryArm, optimizers: Sequence[Optimizer], steps: int) -> tuple[Arm | None, list[RateTrial]]:
     """Return the best of few arms, each tried once with so many steps; else as `choose_arm`."""
     arms = [Arm(optimizer, rate) for optimizer in optimizers for rate in MIDDLE[optimizer]]
-    trials = [Trial(arm, steps, try_arm(arm, steps)) for arm in arms]
+    trials = [RateTrial(arm, steps, try_arm(arm, steps)) for arm in arms]
     best = min(trials, key=lambda trial: trial.loss)
     return (best.arm if math.isfinite(best.loss) else None), trials
 
 
-def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[Trial]]:
+def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[RateTrial]]:
     """Return the best arm, None where every loss broke, and all trials in order. `unit`: steps of the first ones."""
-    trials: list[Trial] = []
+    trials: list[RateTrial] = []
 
     def run(arms: Sequence[Arm], length: int) -> list[Arm]:
         """Try arms; return those that ended, the best first."""
-        found = [Trial(arm, unit * length, try_arm(arm, unit * length)) for arm in dict.fromkeys(arms)]
+        found = [RateTrial(arm, unit * length, try_arm(arm, unit * length)) for arm in dict.fromkeys(arms)]
         trials.extend(found)
         return [trial.arm for trial in sorted(found, key=lambda trial: trial.loss) if math.isfinite(trial.loss)]
 
@@ -108,8 +108,8 @@ def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> t
     return (order[0] if order else best), trials
 
 
-def follow_trend(arm: Arm, trials: Sequence[Trial], steps: int) -> Arm:
-    """Return the arm with the rate that a course of so many steps is foreseen to want: never a lower one.
+def follow_trend(arm: Arm, trials: Sequence[RateTrial], steps: int) -> Arm:
+    """Return the arm with the rate that a schedule of so many steps is foreseen to want: never a lower one.
 
     Where a module begins well, short courses mostly undo that, the less the lower their rate (seen on ResNet-56 with
     half of its blocks taken out: best 0.016 for 25 steps, 0.027 for 100; for 1,000 steps 0.1 beat 0.04). Where the best
@@ -124,7 +124,7 @@ def follow_trend(arm: Arm, trials: Sequence[Trial], steps: int) -> Arm:
     return arm.times(min(max(steps / tried, 1.0) ** power, MOST_RISE))
 
 
-def _find_lowest(trials: Sequence[Trial]) -> dict[int, float]:
+def _find_lowest(trials: Sequence[RateTrial]) -> dict[int, float]:
     """Return steps -> log of the rate at which trials of that length would end lowest, where that can be told.
 
     By the parabola through the best loss and its neighbours over log rates; where one neighbour is missing, by one as
@@ -136,12 +136,12 @@ def _find_lowest(trials: Sequence[Trial]) -> dict[int, float]:
         losses = {math.log(t.arm.learning_rate): t.loss for t in trials if t.steps == length and math.isfinite(t.loss)}
         rates = sorted(losses)
         best = rates.index(min(rates, key=losses.__getitem__)) if rates else 0
-        around = rates[max(best - 1, 0) : best + 2]
-        slopes = [(losses[high] - losses[low]) / (high - low) for low, high in pairwise(around)]
+        options = rates[max(best - 1, 0) : best + 2]
+        slopes = [(losses[high] - losses[low]) / (high - low) for low, high in pairwise(options)]
         if len(slopes) == 2:
-            curved = (slopes[1] - slopes[0]) / ((around[2] - around[0]) / 2)
+            curved = (slopes[1] - slopes[0]) / ((options[2] - options[0]) / 2)
         if slopes and curved > 0:
-            found[length] = (around[0] + around[1]) / 2 - slopes[0] / curved
+            found[length] = (options[0] + options[1]) / 2 - slopes[0] / curved
     return found
 
 
@@ -156,7 +156,7 @@ def _find_beyond(order: Sequence[Arm], rates: Sequence[Arm]) -> Arm | None:
     return best.times(0.25) if best.learning_rate == min(tried) else None
 
 
-def _sort(trials: Sequence[Trial], arms: Sequence[Arm]) -> list[Arm]:
+def _sort(trials: Sequence[RateTrial], arms: Sequence[Arm]) -> list[Arm]:
     """Return arms by the loss of their last trial."""
     losses = {trial.arm: trial.loss for trial in trials}
     return sorted(arms, key=lambda arm: losses[arm])

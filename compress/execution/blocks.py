@@ -63,7 +63,7 @@ def run_block_pass(
                 cache.put(key, lambda folder: _store_blocks(work, folder, record))
         cached = _find_shared(cache, key)
         assert cached is not None
-    with cached.reading() as folder:
+    with cached.hold() as folder:
         result = result_from_record(cached, result_of(model, read_finished_blocks(folder)).model)
     return replace(result, model=replace(result.model, kv_cache=cached.record["kv_cache"]))
 

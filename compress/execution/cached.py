@@ -105,7 +105,7 @@ def float_model(
 
     cached = cache.get(key) or cache.put(key, write)
     record = cached.record
-    with cached.reading() as folder:
+    with cached.hold() as folder:
         state = GraphState(ir.load(folder / GRAPH))
     return FloatModel(
         state,
@@ -176,7 +176,7 @@ def run_model_pass(
         cached = cache.put(key, write)
     else:
         fit(module, shapes_from(cached.record["shapes"]))
-    with cached.reading() as folder:
+    with cached.hold() as folder:
         load_state(module, folder / WEIGHTS)
         rounded = read_rounded(folder) if cached.record["rounded"] else {}
     shapes = loaded.shapes.then(shapes_from(cached.record["shapes"]))
@@ -272,7 +272,7 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 def _read_result(cached: CachedResult) -> PassResult[GraphState]:
-    with cached.reading() as folder:
+    with cached.hold() as folder:
         record = json.loads((folder / STATE).read_text())
         state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))
     return result_from_record(cached, state)

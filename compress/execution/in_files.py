@@ -64,7 +64,7 @@ def float_model_in_files(
         }
 
     cached = cache.get(key) or cache.put(key, write)
-    with cached.reading() as folder:
+    with cached.hold() as folder:
         graph = _load_with_weights(folder / GRAPH, cached.record["weights"], streamed.store)
     inputs, outputs = (
         tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")

@@ -21,10 +21,10 @@ from compress.graph.specs import cache_of, input_specs
 from compress.passes import Pass
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
-from compress.planning.timing import flavour_of
+from compress.planning.timing import variant_of
 from compress.quantize.state import GraphState
 from compress.store.cache import ResultCache
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from runtime.bundle.format import model_size
 from runtime.bundle.samples import read_outputs_npz, write_npz
 from runtime.errors import RuntimeFailure
@@ -44,12 +44,12 @@ def _describe_costs(passes: Sequence[Pass], index: int, result: PassResult[objec
 
 
 @dataclass
-class Chain:
+class PassMeasurements:
     """`folder`: where the models lie until they are judged. `columns`: the evaluation samples."""
 
     plan: Plan
     cache: ResultCache
-    journal: Journal
+    run_log: RunLog
     folder: Path
     columns: Mapping[str, Any]
     exported: FloatModel
@@ -63,15 +63,15 @@ class Chain:
             self.models.append(costs)
             return
         try:
-            with self.journal.time_stage(f"what {costs.name} left"):
+            with self.run_log.time_stage(f"what {costs.name} left"):
                 self.models.append(self._write_model(index, costs, graph()))
         except (CompressError, RuntimeFailure) as error:
             why = f"not measured: {error}"
-            self.journal.log(f"what {costs.name} left: {why}")
+            self.run_log.log(f"what {costs.name} left: {why}")
             self.models.append(replace(costs, error=why))
 
     def _write_model(self, index: int, costs: PassModel, state: GraphState) -> PassModel:
-        model, _ = finish(state, flavour_of(self.plan.recipe))
+        model, _ = finish(state, variant_of(self.plan.recipe))
         path = self.folder / str(index) / "model.onnx"
         save_graph(model, path)
         cache = cache_of(model)

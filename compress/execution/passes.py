@@ -44,7 +44,7 @@ from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.store.cache import ResultCache, cache_key
 from compress.store.durable import blame
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from compress.work import Form
 from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
 from runtime.bundle.engine import ENGINES
@@ -65,7 +65,7 @@ class RunContext:
 
     plan: Plan
     cache: ResultCache
-    journal: Journal
+    run_log: RunLog
     sets: dict[str, Samples]
     notes: tuple[Note, ...] = ()
     """Of the samples."""
@@ -87,7 +87,7 @@ class Passed:
     streamed: StreamedModel | None
 
 
-Left = Callable[[int, PassResult[object], Callable[[], GraphState]], None]
+AfterPass = Callable[[int, PassResult[object], Callable[[], GraphState]], None]
 """(number of a pass, its result, what gives the graph that it left)."""
 
 
@@ -96,7 +96,7 @@ def not_kept(index: int, result: PassResult[object], graph: Callable[[], GraphSt
 
 
 def run_passes(
-    run: RunContext, exported: FloatModel | None, baseline: Mapping[str, np.ndarray], left: Left = not_kept
+    run: RunContext, exported: FloatModel | None, baseline: Mapping[str, np.ndarray], after_pass: AfterPass = not_kept
 ) -> Passed:
     """Run model passes, block passes, the export between, graph passes.
 
@@ -104,8 +104,8 @@ def run_passes(
 
     `left` is told after each pass what it left.
     """
-    loaded, modelled = _run_model_passes(run, left)
-    source, streamed, blocked = _run_block_passes(run, loaded, exported, left)
+    loaded, modelled = _run_model_passes(run, after_pass)
+    source, streamed, blocked = _run_block_passes(run, loaded, exported, after_pass)
     state = None if exported is None else exported.state
     if exported is not None and streamed is not None and blocked:
         state, notes = _export_blocks(run, run.plan.keys.passed_graph, exported, loaded, source, streamed)
@@ -114,10 +114,10 @@ def run_passes(
         state = _export_module(run, run.plan.keys.passed_graph, loaded)
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
-        state, graphed = _run_graph_passes(run, state, exported, baseline, left)
+        state, graphed = _run_graph_passes(run, state, exported, baseline, after_pass)
     results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
-        run.journal.log(note.text)
+        run.run_log.log(note.text)
     return Passed(results, state, source, streamed)
 
 
@@ -229,24 +229,24 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = F
         "loss_masks": None if batches is None else batches.loss_masks,
         "target": TARGETS[plan.recipe.target],
         "seed": plan.recipe.seed,
-        "log": run.journal.log,
-        "progress": run.journal.progress,
+        "log": run.run_log.log,
+        "progress": run.run_log.progress,
         "device": str(choose_device(plan.recipe.device)),
         "memory_mib": None if limit is None else 1024 * limit,
     }
 
 
-def _run_model_passes(run: RunContext, left: Left) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
+def _run_model_passes(run: RunContext, after_pass: AfterPass) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
     loaded, results = None, list[PassResult[TorchModel]]()
     names = pass_names(run.plan.recipe.passes)
     for index, config, key in _iter_stage(run, "model"):
         loaded = loaded or _load_torch(run)
         context = _make_model_context(run, loaded)
         run_pass = partial(run_model_pass, run.cache, key, config, loaded)
-        with run.journal.time_stage(names[index]):
+        with run.run_log.time_stage(names[index]):
             results.append(_resume_pass(run, index, key, run_pass, context))
         loaded = results[-1].model
-        left(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], loaded))
+        after_pass(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], loaded))
     return loaded, results
 
 
@@ -342,7 +342,7 @@ def _train_set(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool) -> E
 
 
 def _run_block_passes(
-    run: RunContext, loaded: TorchModel | None, exported: FloatModel | None, left: Left
+    run: RunContext, loaded: TorchModel | None, exported: FloatModel | None, after_pass: AfterPass
 ) -> tuple[StreamedModel | None, StreamedModel | None, list[PassResult[StreamedModel]]]:
     """Run the passes over blocks; return (the model before, after, results)."""
     plan, results = run.plan, []
@@ -353,18 +353,18 @@ def _run_block_passes(
         return None, None, []
     source = streamed = open_streamed(plan.inputs, loaded)
     for note in source.notes:
-        run.journal.log(note)
+        run.run_log.log(note)
     fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
     task = find_task(plan.recipe.model.task)
     writes_text = task.generates and not task.encodes
     context = BlockContext(**fields, trials=_make_trials(run, loaded, exported), writes_text=writes_text)
     names = pass_names(plan.recipe.passes)
     for index, config, key in passes:
-        with run.journal.time_stage(names[index]):
+        with run.run_log.time_stage(names[index]):
             label = f"{plan.recipe.name}: passes.{index}"
             results.append(run_block_pass(run.cache, key, label, config, streamed, context))
         streamed = results[-1].model
-        left(index, results[-1], partial(_export_after_pass, run, index, exported, loaded, source, streamed))
+        after_pass(index, results[-1], partial(_export_after_pass, run, index, exported, loaded, source, streamed))
     return source, streamed, results
 
 
@@ -372,7 +372,7 @@ def _make_trials(run: RunContext, loaded: TorchModel | None, exported: FloatMode
     """Return how passes over blocks try what schemes come to, in the graph of what they work on."""
     plan = run.plan
     if exported is None or stays_in_files(plan.recipe, plan.before):
-        return make_weight_trials(plan.inputs, run.cache.root, None, list, run.journal.log)
+        return make_weight_trials(plan.inputs, run.cache.root, None, list, run.run_log.log)
 
     def find_graph() -> GraphState:
         if loaded is None:
@@ -380,7 +380,7 @@ def _make_trials(run: RunContext, loaded: TorchModel | None, exported: FloatMode
         return _export_after_model_passes(run, loaded)
 
     make_timed = partial(_make_timed_feeds, run, exported.inputs)
-    return make_weight_trials(plan.inputs, run.cache.root, find_graph, make_timed, run.journal.log)
+    return make_weight_trials(plan.inputs, run.cache.root, find_graph, make_timed, run.run_log.log)
 
 
 def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
@@ -449,10 +449,10 @@ def _refill(graph: ir.Model, source: StreamedModel | None, streamed: StreamedMod
 
 
 def _run_graph_passes(
-    run: RunContext, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], left: Left
+    run: RunContext, state: GraphState, exported: FloatModel, baseline: Mapping[str, np.ndarray], after_pass: AfterPass
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
-    log, slices = run.journal.log, evaluation.slices
+    log, slices = run.run_log.log, evaluation.slices
     # a decoder without some of its heads keeps fewer keys and values than the float one
     specs = input_specs(state.model) if run.plan.recipe.model.generates else exported.inputs
     run_samples = graph_runner(inputs, specs, evaluation.columns, save_graph)
@@ -468,12 +468,12 @@ def _run_graph_passes(
     for index, config, key in _iter_stage(run, "graph"):
         context = replace(context, timing=_make_graph_timing(run, config, exported))
         run_pass = partial(run_graph_pass, run.cache, key, config, state)
-        with run.journal.time_stage(names[index]):
+        with run.run_log.time_stage(names[index]):
             results.append(
                 _resume_pass(run, index, key, run_pass, context) if config.needs_train else run_pass(context)
             )
         state = results[-1].model
-        left(index, results[-1], partial(_return_state, state))
+        after_pass(index, results[-1], partial(_return_state, state))
     return state, results
 
 

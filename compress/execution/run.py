@@ -23,7 +23,7 @@ from compress.errors import PlaceError, PlanError
 from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, run_baseline
 from compress.execution.lock import describe_host, make_lock
-from compress.execution.measurements import Chain, list_costs
+from compress.execution.measurements import PassMeasurements, list_costs
 from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
@@ -52,14 +52,14 @@ from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, 
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
-from compress.planning.timing import flavour_of
+from compress.planning.timing import variant_of
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache, default_root
 from compress.store.durable import blame, temporary_folder
 from compress.store.output import keep_log, publish, reserve_output, resolve_output
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
 from runtime.bundle.samples import digest_columns
@@ -124,7 +124,7 @@ class _Built:
     """
 
     folder: Path
-    journal: Journal
+    run_log: RunLog
     passes: Sequence[PassModel]
     notes: Sequence[Note]
     expected_speedup: float | None
@@ -147,29 +147,29 @@ def _building(
     with reserve_output(out) as staging:
         ResultCache(root).check_place()
         with blame(out):
-            journal = Journal(staging / LOG, quiet)
-        with _keep_log_on_failure(journal, out), journal.failures():
-            run = _prepare(recipe, ResultCache(root, journal.log), journal, verify, timed)
+            run_log = RunLog(staging / LOG, quiet)
+        with _keep_log_on_failure(run_log, out), run_log.failures():
+            run = _prepare(recipe, ResultCache(root, run_log.log), run_log, verify, timed)
             _check_room(run.plan, out, root)
             if earlier is not None:
                 _check_earlier(earlier, recipe, out, run.sets["evaluation"])
             with temporary_folder() as between:
                 models, notes = _build(run, staging, between)
                 evaluated = f"{run.sets['evaluation'].n} samples"
-                yield _Built(staging, journal, models, notes, _expected_speedup(run.plan), evaluated)
+                yield _Built(staging, run_log, models, notes, _expected_speedup(run.plan), evaluated)
             _keep_durations(run)
             publish(staging, out)
 
 
 @contextmanager
-def _keep_log_on_failure(journal: Journal, out: Path) -> Iterator[None]:
+def _keep_log_on_failure(run_log: RunLog, out: Path) -> Iterator[None]:
     """Put the log beside `out` if the work fails while the context is open. Refusals before any work need none."""
     try:
         yield
     except BaseException as error:
         if getattr(error, "exit_code", 1) != 2:
             with suppress(OSError):  # a full disk may be why
-                journal.show(f"the log of this run: {keep_log(journal.file, out)}")
+                run_log.show(f"the log of this run: {keep_log(run_log.file, out)}")
         raise
 
 
@@ -190,39 +190,39 @@ def _check_room(plan: Plan, out: Path, cache: Path) -> None:
 def _run_as_worker(recipe: Recipe, cache: ResultCache, verify: bool) -> None:
     """Do the share of a further process of a `torchrun` launch in the calibration; the first process writes all."""
     with temporary_folder() as folder:
-        journal = Journal(folder / LOG, quiet=True)
-        with journal.failures():
-            block_passes_alone(_prepare(recipe, cache, journal, verify))
+        run_log = RunLog(folder / LOG, quiet=True)
+        with run_log.failures():
+            block_passes_alone(_prepare(recipe, cache, run_log, verify))
 
 
-def _prepare(recipe: Recipe, cache: ResultCache, journal: Journal, verify: bool, timed: bool = True) -> RunContext:
+def _prepare(recipe: Recipe, cache: ResultCache, run_log: RunLog, verify: bool, timed: bool = True) -> RunContext:
     """Make the plan, settle the keys of its results and load the data."""
-    plan = make_plan(recipe, cache.root, twins=False, log=journal.log, timed=timed)
-    with journal.time_stage("digests of the weights"):
+    plan = make_plan(recipe, cache.root, twins=False, log=run_log.log, timed=timed)
+    with run_log.time_stage("digests of the weights"):
         if main_process():
             plan = settle_keys(plan, cache, verify)
         wait()  # the other processes find what the first one has read
         plan = settle_keys(plan, cache)
-    journal.expected_s = {stage.name: stage.duration.seconds for stage in plan.stages if not stage.duration.guessed_s}
+    run_log.expected_s = {stage.name: stage.duration.seconds for stage in plan.stages if not stage.duration.guessed_s}
     for note in plan.notes:
-        journal.log(note.text)
-    with journal.time_stage("loading data"):
-        sets, notes = _load_sets(plan, journal)
-    journal.took_s[START] = time.monotonic() - journal.start
+        run_log.log(note.text)
+    with run_log.time_stage("loading data"):
+        sets, notes = _load_sets(plan, run_log)
+    run_log.took_s[START] = time.monotonic() - run_log.start
     resumed = {
         name
         for name, work in zip(plan.work_names, plan.steps, strict=True)
         if work.cached or cache.has_partial(work.key)
     }
-    return RunContext(plan, cache, journal, sets, notes, resumed)
+    return RunContext(plan, cache, run_log, sets, notes, resumed)
 
 
 def _keep_durations(run: RunContext) -> None:
     """Keep what each stage took that did all of its work, for the plans of other runs on this machine."""
     durations = find_durations(run.plan.recipe, run.cache.root)
     for stage in run.plan.stages:
-        if stage.name in run.journal.took_s and stage.name not in run.resumed:
-            durations.keep(stage.name, stage.work, run.journal.took_s[stage.name])
+        if stage.name in run.run_log.took_s and stage.name not in run.resumed:
+            durations.keep(stage.name, stage.work, run.run_log.took_s[stage.name])
 
 
 def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation: Samples | None = None) -> None:
@@ -239,16 +239,16 @@ def _expected_speedup(plan: Plan) -> float | None:
 
 
 def _judge(built: _Built, earlier: StoredReport | None) -> Report:
-    with built.journal.time_stage(JUDGING, built.evaluated):
+    with built.run_log.time_stage(JUDGING, built.evaluated):
         report = validate(
             built.folder,
             passes=built.passes,
             notes=[note.text for note in built.notes],
             earlier=earlier,
             forecast=built.expected_speedup,
-            progress=built.journal.progress,
+            progress=built.run_log.progress,
         )
-    built.journal.log(f"verdict: {report.verdict}")
+    built.run_log.log(f"verdict: {report.verdict}")
     return report
 
 
@@ -258,7 +258,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     Returns those models, and the notes of this machine alone, which the report has and the bundle's hashed files have
     not.
     """
-    plan, journal = run.plan, run.journal
+    plan, run_log = run.plan, run.run_log
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = run.sets["evaluation"]
     exported, baseline, candidate = None, None, None
@@ -266,10 +266,10 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     score: BuildScore | None = None
     scoring: list[Note] = []
     if recipe.has_onnx:
-        with journal.time_stage(EXPORT):
+        with run_log.time_stage(EXPORT):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
         if not in_files:
-            with journal.time_stage(BASELINE):
+            with run_log.time_stage(BASELINE):
                 baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
     own_metrics = find_own_metrics(recipe)
     distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
@@ -279,11 +279,11 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     check_sliced(own, judgement)
     chain = None
     if exported is not None and measures_passes(recipe, plan.before):
-        chain = Chain(plan, run.cache, journal, between, evaluation.columns, exported)
+        chain = PassMeasurements(plan, run.cache, run_log, between, evaluation.columns, exported)
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
     not_run = explain_not_run(recipe) or ""
     if baseline is None or not_run:
-        with journal.time_stage(SCORING):
+        with run_log.time_stage(SCORING):
             before, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed, in_files, not_run)
         if baseline is None:
@@ -291,7 +291,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
             own = load_own_metrics(distinct, baseline, labels)
             check_sliced(own, judgement)
     if own:
-        with journal.time_stage("the recipe's own metrics"):
+        with run_log.time_stage("the recipe's own metrics"):
             outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
             recorded = [metric.compute_or_mark(outputs, labels) for metric in own]
     if not with_float:
@@ -308,7 +308,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring.append(Note("warning", describe_unread(unread)))
     told = {note.text for result in passed.results for note in result.notes}
     scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
-    with journal.time_stage(WRITING), blame(staging.parent):
+    with run_log.time_stage(WRITING), blame(staging.parent):
         _, notes = assemble(
             staging,
             Contents(
@@ -340,7 +340,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         )
     notes = [*notes, *(note for result in passed.results for note in result.notes if note.here)]
     for note in (*run.notes, *scoring, *notes):
-        journal.log(note.text)
+        run_log.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
     return chain.models if chain else costs, [note for note in (*scoring, *notes) if note.here]
 
@@ -355,7 +355,7 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     for config in recipe.passes:
         if (student := config.find_student()) is not None:
             spec = student_spec(spec, student)
-    return LoadBack(spec, recipe.root, feeds, allowed, run.journal.log)
+    return LoadBack(spec, recipe.root, feeds, allowed, run.run_log.log)
 
 
 def _run_candidate(
@@ -364,7 +364,7 @@ def _run_candidate(
     """Return the outputs over the evaluation samples of the graph that will be judged."""
     assert exported is not None and passed.state is not None
     path, beside = between / "candidate" / "model.onnx", None
-    model, _ = finish(passed.state, flavour_of(run.plan.recipe))
+    model, _ = finish(passed.state, variant_of(run.plan.recipe))
     save_graph(model, path)
     if run.plan.recipe.model.generates:
         beside = between / "baseline" / "model.onnx"
@@ -396,8 +396,8 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
         batches=batches,
         target=TARGETS[plan.recipe.target],
         seed=plan.recipe.seed,
-        log=run.journal.log,
-        progress=run.journal.progress,
+        log=run.run_log.log,
+        progress=run.run_log.progress,
         device=str(choose_device(plan.recipe.device)),
     )
     keys = plan.keys.torch_outputs
@@ -419,7 +419,7 @@ def _describe_score(
     return BuildScore(f"torch {version('torch')}", gaps, not_run), rounding_notes(streamed, engine)
 
 
-def _load_sets(plan: Plan, journal: Journal) -> tuple[dict[str, Samples], tuple[Note, ...]]:
+def _load_sets(plan: Plan, run_log: RunLog) -> tuple[dict[str, Samples], tuple[Note, ...]]:
     """Load the named sets, checked against the model's number of classes; log if calibration and evaluation overlap.
 
     Returns them, and notes of samples that are left out.
@@ -430,7 +430,7 @@ def _load_sets(plan: Plan, journal: Journal) -> tuple[dict[str, Samples], tuple[
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"
-        journal.log(f"data: {of} are also calibration samples; the verdict is optimistic")
+        run_log.log(f"data: {of} are also calibration samples; the verdict is optimistic")
     notes = []
     if "train" in sets:
         sets["train"], note = leave_out_unlearnable(sets["train"], plan.inputs)

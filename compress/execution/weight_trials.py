@@ -16,7 +16,7 @@ from compress.formats.schemes import Scheme
 from compress.graph.layers import find_layers
 from compress.planning.inputs import Inputs
 from compress.planning.latency import BUDGET_S, round_as_planned, time_decoders
-from compress.planning.timing import explain_untimed, flavour_of, make_clock, make_writer
+from compress.planning.timing import explain_untimed, make_clock, make_writer, variant_of
 from compress.quantize.latency import LayerCall, StateTimer, describe_calls, time_weights
 from compress.quantize.state import GraphState
 from compress.store.durable import temporary_folder
@@ -40,13 +40,13 @@ def make_weight_trials(
     """
     if graph is None:
         return WeightTrials(float_bytes=inputs.facts.float_bytes)
-    tried = _Tried(inputs, cache, graph, make_feeds, log)
+    tried = _TriedWeights(inputs, cache, graph, make_feeds, log)
     if explain_untimed(inputs.recipe, layers=False) is not None:
         return WeightTrials(tried.count_bytes, float_bytes=inputs.facts.float_bytes)
     return WeightTrials(tried.count_bytes, tried.time, tried.time_layers, inputs.facts.float_bytes)
 
 
-class _Tried:
+class _TriedWeights:
     """The graph, read when it is first asked for, and what is tried with it."""
 
     def __init__(
@@ -65,7 +65,7 @@ class _Tried:
         state = self.graph()
         yield float_graph(state.model)
         for schemes in choices:
-            yield finish(round_as_planned(state, schemes), flavour_of(self.recipe))[0]
+            yield finish(round_as_planned(state, schemes), variant_of(self.recipe))[0]
 
     def count_bytes(self, choices: Sequence[LayerSchemes]) -> list[int]:
         sizes = []

@@ -21,7 +21,7 @@ from compress.errors import ExportError
 from compress.export import compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
 from compress.export.checkpoint_rules import format_names, layer_problem
-from compress.export.shards import Entry, Unit, write_shards
+from compress.export.shards import Entry, ShardUnit, write_shards
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
@@ -115,7 +115,7 @@ def _has_static_inputs(scheme: Scheme) -> bool:
     return scheme.activations is not None and scheme.activations.has_stored_scale
 
 
-def _make_units(content: Content) -> Iterator[Unit]:
+def _make_units(content: Content) -> Iterator[ShardUnit]:
     """Yield in the module's order a quantized layer's tensors together, all others one by one, then cache scales."""
     tied, stacked = content.model.tied, set()
     for name in content.own:
@@ -135,7 +135,7 @@ def _make_units(content: Content) -> Iterator[Unit]:
         yield _make_scale_unit(content.names.layer(attention), scales)
 
 
-def _make_float_unit(content: Content, name: str) -> Unit:
+def _make_float_unit(content: Content, name: str) -> ShardUnit:
     store, written = content.model.store, content.names.tensor(name)
     shape, dtype = store.shape(name), content.own[name].dtype
     dtype = content.types.of(written) if dtype.is_floating_point else dtype
@@ -148,19 +148,19 @@ def _make_float_unit(content: Content, name: str) -> Unit:
             )
         return {written: tensor}
 
-    return Unit((Entry(written, dtype, tuple(shape)),), make)
+    return ShardUnit((Entry(written, dtype, tuple(shape)),), make)
 
 
-def _make_stacked_unit(content: Content, stack: str) -> Unit:
+def _make_stacked_unit(content: Content, stack: str) -> ShardUnit:
     """Return the experts of a mixture that stay float as one tensor."""
     store, written = content.model.store, content.names.tensor(stack)
     parts = {name: part for name, part in content.stacks.items() if part.stacked == stack}
     shape, dtype = _stack_shape(parts, store.shape), content.types.of(written)
     make = lambda: {written: restack(parts, store.read)[stack].to(dtype)}  # noqa: E731
-    return Unit((Entry(written, dtype, shape),), make)
+    return ShardUnit((Entry(written, dtype, shape),), make)
 
 
-def _make_quantized_unit(content: Content, layer: str) -> Unit:
+def _make_quantized_unit(content: Content, layer: str) -> ShardUnit:
     scheme, written = content.schemes[layer], content.names.layer(layer)
     rows, columns = weight_shape(content.modules[layer])
     gptq, usual = content.export.format == "gptq", content.types.usual
@@ -180,20 +180,20 @@ def _make_quantized_unit(content: Content, layer: str) -> Unit:
         inputs = content.model.activation_scales[layer] if _has_static_inputs(scheme) else None
         return compressed_tensors.tensors(written, weight, scheme, usual, inputs)
 
-    return Unit(announced, make)
+    return ShardUnit(announced, make)
 
 
-def _make_scale_unit(attention: str, scales: tuple[float, float]) -> Unit:
+def _make_scale_unit(attention: str, scales: tuple[float, float]) -> ShardUnit:
     """Return the scales of a layer's cached keys and values, named beside its projections."""
     made = {f"{attention}.{n}": torch.tensor([s]) for n, s in zip(("k_scale", "v_scale"), scales, strict=True)}
-    return Unit(tuple(Entry(name, torch.float32, (1,)) for name in made), lambda: made)
+    return ShardUnit(tuple(Entry(name, torch.float32, (1,)) for name in made), lambda: made)
 
 
 def _check_weight(
     layer: str, weight: QuantizedWeight | None, scheme: Scheme, shape: tuple[int, int]
 ) -> QuantizedWeight:
     """Return the weight, or raise ExportError that says what is wrong with it."""
-    low, high = scheme.weights.levels
+    low, high = scheme.weights.integer_range
     if weight is None:
         problem = "has no quantized weight"
     elif weight.values.shape != shape:

@@ -97,13 +97,13 @@ def scoring_gaps(structure: Structure | None, kv_cache: KvScheme | None, engine:
     if structure is None or kv_cache is None:
         return []
     blocks = {block.name for block in structure.blocks}
-    sources = {layer: reading.source for reading in structure.readings for layer in reading.layers}
+    sources = {layer: input_group.source for input_group in structure.input_groups for layer in input_group.layers}
     gaps = []
-    for attention, reading in attentions(structure.readings).items():
+    for attention, input_group in attentions(structure.input_groups).items():
         if attention in blocks:
             name = attention or "the model"
             gaps.append(f"{name}: attention has no module of its own, in which its {kv_cache} cache could be scored")
-        elif engine == "vllm" and sources.get(reading.source, "").startswith(f"{attention}."):
+        elif engine == "vllm" and sources.get(input_group.source, "").startswith(f"{attention}."):
             # keys and values that are projected out of a latent: vLLM caches and rounds the latent
             gaps.append(f"{attention}: {engine} keeps the latent in {kv_cache} of which keys and values are projected")
     return gaps
@@ -276,8 +276,8 @@ def _find_fused_problems(
     shapes: Mapping[str, tuple[int, ...]], structure: Structure | None, schemes: Mapping[str, Scheme]
 ) -> Iterator[str]:
     """Yield a sentence on each fused layer whose members differ in scheme, or share blocks: vLLM runs them as one."""
-    readings = structure.readings if structure is not None else ()
-    source = {name: i for i, reading in enumerate(readings) for name in reading.layers}
+    input_groups = structure.input_groups if structure is not None else ()
+    source = {name: i for i, input_group in enumerate(input_groups) for name in input_group.layers}
     fused: dict[tuple[str, tuple[str, ...], int], list[str]] = {}
     for name in shapes:
         parent, _, leaf = name.rpartition(".")

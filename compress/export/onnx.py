@@ -107,13 +107,13 @@ def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray]
 
 
 def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
-    """Return the graph that `target` gets: decisions in its flavour, forms that it is slow on avoided, no metadata.
+    """Return the graph that `target` gets: decisions in its variant, forms that it is slow on avoided, no metadata.
 
     Decisions made by another target's times are not among them. The notes name what keeps a slower form, and why.
     Raises ExportError for a key-value cache that the target cannot keep in the decided form.
     """
     notes: list[str] = []
-    model = write_state(state.for_target(target.name), target.flavour)
+    model = write_state(state.for_target(target.name), target.variant)
     if state.half is not None:
         ShapeInferencePass()(model)
         to_half(model, state.half, state.half_kept)
@@ -126,7 +126,7 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
         keep_norms_apart(model)
         pad_input_channels(model)
         keep_pools_fast(model)
-    elif target.flavour == "u8s8":
+    elif target.variant == "u8s8":
         share_blocks(model)
     if state.kv_cache is not None and not _keeps_integers(model):
         raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])

@@ -23,7 +23,7 @@ Read = Callable[[str], np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RefillPlace:
     """A constant of the graph that holds a parameter; `turned`: its transpose."""
 
     name: str
@@ -65,7 +65,7 @@ class _Places:
                 self.named[plain(name)] = name
                 self.alike.setdefault(_digest(value.const_value.numpy()), []).append(name)
 
-    def find(self, parameter: str, value: np.ndarray) -> list[_Place]:
+    def find(self, parameter: str, value: np.ndarray) -> list[_RefillPlace]:
         """Return the constants with its name or its value, as it is or transposed, but not those with another's name.
 
         Many parameters are all ones or zeros: by its value alone such a one is not found.
@@ -74,11 +74,11 @@ class _Places:
         named = self.named.get(parameter)
         if named is not None and named not in straight:
             return []
-        found = [] if named is None else [_Place(named, False)]
+        found = [] if named is None else [_RefillPlace(named, False)]
         if value.size and value.min() != value.max():
             turned = self.alike.get(_digest(value.T), []) if value.ndim == 2 else []
-            found += [_Place(name, False) for name in straight if self._is_nameless(name)]
-            found += [_Place(name, True) for name in turned if self._is_nameless(name)]
+            found += [_RefillPlace(name, False) for name in straight if self._is_nameless(name)]
+            found += [_RefillPlace(name, True) for name in turned if self._is_nameless(name)]
         return found
 
     def _is_nameless(self, constant: str) -> bool:

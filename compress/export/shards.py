@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardUnit:
     """Tensors that are made together and lie in one file: `make` gives all of `entries`, by name."""
 
     entries: tuple[Entry, ...]
@@ -55,7 +55,7 @@ class Unit:
         return sum(entry.n_bytes for entry in self.entries)
 
 
-def write_shards(folder: Path, units: Sequence[Unit], max_bytes: int) -> tuple[Path, ...]:
+def write_shards(folder: Path, units: Sequence[ShardUnit], max_bytes: int) -> tuple[Path, ...]:
     """Write `model.safetensors`, or shards of at most `max_bytes` (a larger unit: one of its own) and their index.
 
     Peak memory is one unit's tensors. A file has a temporary name until all of it is on disk. Same in, same bytes.
@@ -74,8 +74,8 @@ def write_shards(folder: Path, units: Sequence[Unit], max_bytes: int) -> tuple[P
     return tuple(folder / name for name in names)
 
 
-def _split_units(units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
-    shards: list[list[Unit]] = [[]]
+def _split_units(units: Sequence[ShardUnit], max_bytes: int) -> list[list[ShardUnit]]:
+    shards: list[list[ShardUnit]] = [[]]
     size = 0
     for unit in units:
         if shards[-1] and size + unit.n_bytes > max_bytes:
@@ -86,7 +86,7 @@ def _split_units(units: Sequence[Unit], max_bytes: int) -> list[list[Unit]]:
     return shards
 
 
-def _write_shard(path: Path, units: Sequence[Unit]) -> None:
+def _write_shard(path: Path, units: Sequence[ShardUnit]) -> None:
     """Write one shard: units are made in their order, their tensors written where the layout has them.
 
     Wide types lie first, so that every tensor is aligned to its type without gaps, which the format forbids.

@@ -45,7 +45,7 @@ class WeightScheme:
         return self.group_size != 0 and self.rows == 1 and self.scales != "e4m3"
 
     @property
-    def levels(self) -> tuple[int, int]:
+    def integer_range(self) -> tuple[int, int]:
         """Return the least and the greatest integer, both included; the full two's complement range if symmetric."""
         if self.symmetric:
             return -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1

@@ -42,12 +42,12 @@ class FormatFact:
 class Target:
     """One runtime.
 
-    `flavour`: the Q/DQ form it fuses. `formats`: what it does with each. `group_sizes`, `group_sizes_8bit`: those that
+    `variant`: the Q/DQ form it fuses. `formats`: what it does with each. `group_sizes`, `group_sizes_8bit`: those that
     its weight-only kernels have, for up to 4 bits and for more (empty: any; -1: per channel).
     """
 
     name: str
-    flavour: Literal["u8s8", "s8s8"]
+    variant: Literal["u8s8", "s8s8"]
     formats: dict[str, FormatFact] = field(default_factory=dict)
     group_sizes: tuple[int, ...] = ()
     group_sizes_8bit: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ KERNEL_BLOCKS: dict[Literal["u8s8", "s8s8"], tuple[int, ...]] = {
     "u8s8": (256, 128, 64, 32, 16),
     "s8s8": (128, 64, 32),
 }
-"""Blocks of weights that each flavour's runtimes multiply by without unpacking them first."""
+"""Blocks of weights that each variant's runtimes multiply by without unpacking them first."""
 TWO_BIT_BLOCKS = (32, 64, 128)
 """Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
 K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")

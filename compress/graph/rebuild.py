@@ -57,7 +57,7 @@ def rebuild(model: ir.Model, feeds: InputShapes) -> Rebuilt:
     weights are copied. Raises RebuildError for operators that are not known here and for what depends on data.
     """
     check_known(model)
-    return _Builder(model).build(feeds)
+    return _ModuleBuilder(model).build(feeds)
 
 
 def check_known(model: ir.Model) -> None:
@@ -73,7 +73,7 @@ def check_known(model: ir.Model) -> None:
         raise RebuildError("; ".join(problems))
 
 
-class _Builder:
+class _ModuleBuilder:
     """`nodes`: a value's name -> its node in the fx graph; `samples`: what it is on sample inputs, without values.
 
     `layers`: by the node that computes it. `made`: what decides a layer's module -> its name, for those called twice.

@@ -27,7 +27,7 @@ IN_NOTEBOOKS = """
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlottedTrial:
     """One trial. `x`, `y`: its two numbers; `on_front`: no other is better in both; `chosen`: it is the bundle.
 
     `holds`: every gate does. `about`: what it tried, in a few words. `details`: lines that a pointer shows beside them.
@@ -62,7 +62,7 @@ class Frontier:
 
     x_label: str
     y_label: str
-    trials: tuple[Trial, ...]
+    trials: tuple[PlottedTrial, ...]
     notes: tuple[str, ...] = ()
     """What a reader must know: how many trials failed, what the budget was."""
 
@@ -115,7 +115,7 @@ def _spans_decades(numbers: Sequence[float]) -> bool:
     return min(numbers) > 0 and max(numbers) > 30 * min(numbers)
 
 
-def _find_bars(trial: Trial) -> list[tuple[Interval, Interval]]:
+def _find_bars(trial: PlottedTrial) -> list[tuple[Interval, Interval]]:
     """Return the ends (x, y) of the lines that show a trial's intervals: none of one without a known end."""
     bars = []
     if trial.x_interval is not None and all(map(math.isfinite, trial.x_interval)):
@@ -125,13 +125,13 @@ def _find_bars(trial: Trial) -> list[tuple[Interval, Interval]]:
     return bars
 
 
-def describe_trial(trial: Trial, frontier: Frontier) -> str:
+def describe_trial(trial: PlottedTrial, frontier: Frontier) -> str:
     """Return the lines that a pointer shows of a trial: what it came to, its numbers, what it tried."""
     numbers = trial.details or (f"{frontier.x_label}: {trial.x:.4g}", f"{frontier.y_label}: {trial.y:.4g}")
     return "\n".join(filter(None, [f"{trial.name}, {trial.kind}", *numbers, trial.about.replace(", ", "\n")]))
 
 
-def front_rows(trials: Sequence[Trial]) -> list[list[str]]:
+def front_rows(trials: Sequence[PlottedTrial]) -> list[list[str]]:
     """Return a row for each trial on the front: name, both numbers, what it tried."""
     front = sorted((trial for trial in trials if trial.on_front), key=lambda trial: trial.x)
     return [[f"{t.name} (this bundle)" if t.chosen else t.name, f"{t.x:.4g}", f"{t.y:.4g}", t.about] for t in front]

@@ -37,7 +37,7 @@ CHECKPOINT_NAMES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SizedTensor:
     """A tensor as a file holds it. `users`: names of what is made of it, the nearest first, where the file has such."""
 
     name: str
@@ -66,7 +66,7 @@ class LayerSize:
         return max(self.formats, key=lambda name: self.formats[name], default="")
 
 
-def list_tensors(root: Path, artifact: Artifact) -> list[StoredTensor]:
+def list_tensors(root: Path, artifact: Artifact) -> list[SizedTensor]:
     """List the tensors of a model of the bundle in `root`; none of what is neither an ONNX file nor a checkpoint.
 
     Weights are passed over, not read. Raises BundleError for a damaged file.
@@ -84,7 +84,7 @@ def list_tensors(root: Path, artifact: Artifact) -> list[StoredTensor]:
         raise BundleError(f"{file}: its tensors cannot be listed: {error}; build the bundle again") from error
 
 
-def _read_graph(file: Path) -> Iterator[StoredTensor]:
+def _read_graph(file: Path) -> Iterator[SizedTensor]:
     try:
         graph = onnx.load(file, load_external_data=False).graph
     except Exception as error:  # protobuf's own, which has no public name
@@ -102,7 +102,7 @@ def _read_graph(file: Path) -> Iterator[StoredTensor]:
     for name, tensor in stored.items():
         kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
         n_bytes = -(-prod(tensor.dims) * _count_bits(kind) // 8)
-        yield StoredTensor(name, packed.get(name, ONNX_NAMES.get(kind, kind)), n_bytes, users[name])
+        yield SizedTensor(name, packed.get(name, ONNX_NAMES.get(kind, kind)), n_bytes, users[name])
 
 
 def _count_bits(kind: str) -> int:
@@ -129,7 +129,7 @@ def _find_users(graph: onnx.GraphProto, constants: Collection[str]) -> dict[str,
     return {name: tuple(names) for name, names in users.items()}
 
 
-def _read_header(file: Path) -> Iterator[StoredTensor]:
+def _read_header(file: Path) -> Iterator[SizedTensor]:
     """Read what a safetensors file says of its tensors: a length, and JSON of so many bytes."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
@@ -142,10 +142,10 @@ def _read_header(file: Path) -> Iterator[StoredTensor]:
             kind = (
                 PACKED if name.endswith(PACKED_NAMES) else CHECKPOINT_NAMES.get(entry["dtype"], entry["dtype"].lower())
             )
-            yield StoredTensor(name, kind, end - begin)
+            yield SizedTensor(name, kind, end - begin)
 
 
-def sum_formats(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+def sum_formats(tensors: Iterable[SizedTensor]) -> dict[str, int]:
     """Return bytes by number format, the most first."""
     sums: dict[str, int] = defaultdict(int)
     for tensor in tensors:
@@ -154,7 +154,7 @@ def sum_formats(tensors: Iterable[StoredTensor]) -> dict[str, int]:
 
 
 def sum_layers(
-    layers: Mapping[str, str], before: Sequence[StoredTensor], after: Sequence[StoredTensor]
+    layers: Mapping[str, str], before: Sequence[SizedTensor], after: Sequence[SizedTensor]
 ) -> list[LayerSize]:
     """Return the sizes of the layers, in their order, and of the rest.
 
@@ -185,7 +185,7 @@ def sum_layers(
     return [size for size in sizes.values() if size.before or size.after]
 
 
-def find_layer(tensor: StoredTensor, layers: Collection[str]) -> str:
+def find_layer(tensor: SizedTensor, layers: Collection[str]) -> str:
     """Return the layer that a tensor is of: the one whose name its own begins with, or that of what is made of it.
 
     Of none of them it is the module that the tensor's name says, or `REST`.

@@ -16,7 +16,7 @@ ROOF = 20
 
 
 @dataclass(frozen=True)
-class _Product:
+class _ProductRow:
     """A product's place in the chart: operations for each byte that it reads and writes, and GFLOP/s."""
 
     name: str
@@ -58,9 +58,9 @@ def draw_roofline(explanation: Explanation) -> Markup | str:
     return draw_chart("Each product under what this machine can do", paint, full=True, height=320)
 
 
-def _list_products(explanation: Explanation) -> Iterable[_Product]:
+def _list_products(explanation: Explanation) -> Iterable[_ProductRow]:
     for row in explanation.layers:
         if row.twin_gflops and row.twin_flops_per_byte:
-            yield _Product(f"{row.layer}, before", row.twin_flops_per_byte, row.twin_gflops, BEFORE)
+            yield _ProductRow(f"{row.layer}, before", row.twin_flops_per_byte, row.twin_gflops, BEFORE)
         if row.gflops > 0 and row.flops_per_byte > 0:
-            yield _Product(f"{row.layer}, after", row.flops_per_byte, row.gflops, AFTER)
+            yield _ProductRow(f"{row.layer}, after", row.flops_per_byte, row.gflops, AFTER)

@@ -15,7 +15,7 @@ from compress.passes.weight_only import WeightPass, with_problems
 
 
 class Awq(WeightPass):
-    """Activation-aware scales for each reading that a module before it can take them from, then ranges that clip.
+    """Activation-aware scales for each input group that a module before it can take them from, then ranges that clip.
 
     Where the scheme rounds inputs, too, the search counts what that loses under the scales, on a sample of rows.
     With `round: false` the weights stay float and only carry the scales, chosen for the scheme given here: a `gptq`,
@@ -30,7 +30,7 @@ class Awq(WeightPass):
     round: bool = True
     """Round the weights, too."""
     steps: Annotated[int, Field(ge=1)] = 20
-    """Exponents tried for each reading."""
+    """Exponents tried for each input group."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Gram matrices; bfloat16 is faster on CPUs that have it."""
 
@@ -40,7 +40,7 @@ class Awq(WeightPass):
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         plan = super().check(facts, target)
         plan = with_problems(plan, sorted({text for s in self.schemes() if (text := self._refuse_scheme(s))}))
-        if facts.structure is not None and not any(reading.source for reading in facts.structure.readings):
+        if facts.structure is not None and not any(input_group.source for input_group in facts.structure.input_groups):
             plan = with_problems(
                 plan, ["awq: no layer's inputs come from a module that can take a scale; use rtn or gptq"]
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Prunable, Reading, Removable, Residual, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Prunable, Removable, Residual, Structure
 
 
 def evenly_spaced(n_blocks: int, n_kept: int) -> tuple[int, ...]:
@@ -98,12 +98,20 @@ class _Renaming:
     def _rename_layers(self, layers: Sequence[str]) -> tuple[str, ...]:
         return tuple(self.name(layer) for layer in layers if layer not in self.lost)
 
-    def _rename_readings(self, readings: Sequence[Reading]) -> tuple[Reading, ...]:
+    def _rename_input_groups(self, input_groups: Sequence[InputGroup]) -> tuple[InputGroup, ...]:
         renamed = (
-            replace(reading, layers=self._rename_layers(reading.layers), source=self._rename_source(reading.source))
-            for reading in readings
+            replace(
+                input_group,
+                layers=self._rename_layers(input_group.layers),
+                source=self._rename_source(input_group.source),
+            )
+            for input_group in input_groups
         )
-        return tuple(reading if reading.source else Reading(reading.layers) for reading in renamed if reading.layers)
+        return tuple(
+            input_group if input_group.source else InputGroup(input_group.layers)
+            for input_group in renamed
+            if input_group.layers
+        )
 
     def _rename_source(self, source: str) -> str:
         """Return the source's new name; "" where the source went with its block."""
@@ -111,15 +119,17 @@ class _Renaming:
 
     def structure(self, structure: Structure) -> Structure:
         blocks = tuple(
-            BlockFacts(self.name(b.name), self._rename_readings(b.readings), tuple(map(self._rename_layers, b.experts)))
+            BlockFacts(
+                self.name(b.name), self._rename_input_groups(b.input_groups), tuple(map(self._rename_layers, b.experts))
+            )
             for b in structure.blocks
             if not b.layers or not set(b.layers) <= self.lost
         )
         residual = structure.residual and self._rename_residual(structure.residual)
         return Structure(
             blocks,
-            self._rename_readings(structure.before),
-            self._rename_readings(structure.after),
+            self._rename_input_groups(structure.before),
+            self._rename_input_groups(structure.after),
             residual,
             structure.notes,
         )

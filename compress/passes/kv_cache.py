@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, cast
 
-from compress.facts import LayerDecision, ModelFacts, PassPlan, Reading
+from compress.facts import InputGroup, LayerDecision, ModelFacts, PassPlan
 from compress.formats.schemes import KvScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import Pass, Stage
@@ -25,7 +25,7 @@ class KvCache(Pass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure
-        modules = attentions(structure.readings) if structure is not None else {}
+        modules = attentions(structure.input_groups) if structure is not None else {}
         notes, problems = target_word(target, self.formats[0], self.kind)
         if find_task(facts.task).encodes:
             problems.append("kv_cache: an encoder-decoder keeps its keys and values as floats here; leave the pass out")
@@ -39,6 +39,8 @@ class KvCache(Pass):
         return (cast(Format, f"kv-{self.scheme}"),)
 
 
-def attentions(readings: tuple[Reading, ...]) -> dict[str, Reading]:
-    """Map each attention module, the one that holds the value projection, to the reading of its weighted sums."""
-    return {reading.source.rpartition(".")[0]: reading for reading in readings if reading.how == "value"}
+def attentions(input_groups: tuple[InputGroup, ...]) -> dict[str, InputGroup]:
+    """Map each attention module, the one that holds the value projection, to the input group of its weighted sums."""
+    return {
+        input_group.source.rpartition(".")[0]: input_group for input_group in input_groups if input_group.how == "value"
+    }

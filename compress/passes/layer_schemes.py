@@ -53,7 +53,7 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
         return math.ceil(n * (find_width(weights, target) + (16 if weights.symmetric else 32) / 32) / 8)
     if target.reads == "onnx":
         width, group = find_width(weights, target), size if size > 0 else inputs
-        block = next((block for block in KERNEL_BLOCKS[target.flavour] if group % block == 0), group)
+        block = next((block for block in KERNEL_BLOCKS[target.variant] if group % block == 0), group)
         groups = rows * math.ceil(inputs / block)
         zeros = 0 if weights.symmetric else math.ceil(groups * width / 8)  # those that are all zero are held once
         return math.ceil(n * width / 8) + groups * 4 + zeros

@@ -285,7 +285,7 @@ def find_allocation(
 
 def _list_together(taken: Iterable[LayerFacts], structure: Structure) -> list[tuple[str, ...]]:
     """Return layers that get equal bits: of one input, of one mixture of experts, of one weight."""
-    together = [reading.layers for reading in structure.readings]
+    together = [input_group.layers for input_group in structure.input_groups]
     together += [tuple(name for expert in block.experts for name in expert) for block in structure.blocks]
     by_weight: dict[str, list[str]] = {}
     for layer in taken:

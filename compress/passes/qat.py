@@ -127,7 +127,7 @@ class Qat(LearningPass, WeightPass):
         texts = [f"qat: learns by {self.describe_loss(facts.task)}" + ("" if self.teacher else ", without a teacher")]
         if self.integer_inputs:
             texts.append(
-                f"qat: trains the {target.flavour} form, for {target.name}; the other is scaled from it, untrained"
+                f"qat: trains the {target.variant} form, for {target.name}; the other is scaled from it, untrained"
             )
         notes = [Note("info", text) for text in texts]
         return PassPlan(
@@ -147,8 +147,8 @@ class Qat(LearningPass, WeightPass):
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         if self.teacher:
             return super().train_notes(facts, n_samples)
-        course = self.course(n_samples, 0)
-        return [Note("info", f"qat: {course.steps} steps of {course.samples} samples")]
+        schedule = self.make_schedule(n_samples, 0)
+        return [Note("info", f"qat: {schedule.steps} steps of {schedule.samples} samples")]
 
     def _plan_weights(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Plan as any pass that rounds weights does; but a weight that two layers share cannot be trained for one."""

@@ -66,9 +66,9 @@ class Rotate(Pass):
             for name in residual.readers:
                 changes.setdefault(name, []).append("what it reads of the stream")
         if self.heads:
-            for reading in values(structure):
-                changes.setdefault(reading.source, []).append("its values, head by head")
-                for name in reading.layers:
+            for input_group in values(structure):
+                changes.setdefault(input_group.source, []).append("its values, head by head")
+                for name in input_group.layers:
                     changes.setdefault(name, []).append("what it reads of each head")
         return tuple(
             LayerDecision(layer.name, layer.type, "rotated", " and ".join(changes[layer.name]))
@@ -79,8 +79,8 @@ class Rotate(Pass):
 
 
 def values(structure: Structure) -> tuple[Any, ...]:
-    """Return the readings that take attention's weighted sums of another layer's outputs."""
-    return tuple(reading for reading in structure.readings if reading.how == "value")
+    """Return the input groups that take attention's weighted sums of another layer's outputs."""
+    return tuple(input_group for input_group in structure.input_groups if input_group.how == "value")
 
 
 def _refuse_rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from compress.distill.course import Course
+from compress.distill.schedule import TrainingSchedule
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.base import DataSize, PassCost
@@ -55,10 +55,12 @@ class SparsifyIteratively(LearningPass):
         terms = self.terms(task)
         return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
 
-    def course(self, n_samples: int, seed: int) -> Course:
+    def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
         """Return the schedule of one training."""
-        course = super().course(n_samples, seed)
-        return course if self.max_seconds is None else replace(course, max_seconds=self.max_seconds / self.trainings)
+        schedule = super().make_schedule(n_samples, seed)
+        return (
+            schedule if self.max_seconds is None else replace(schedule, max_seconds=self.max_seconds / self.trainings)
+        )
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
         cost = super().estimate_cost(facts, data)
@@ -68,8 +70,8 @@ class SparsifyIteratively(LearningPass):
         return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0
 
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
-        course = self.course(n_samples, 0)
-        text = f"{self.kind}: {self.trainings} trainings of {course.steps} steps of {course.samples} samples"
+        schedule = self.make_schedule(n_samples, 0)
+        text = f"{self.kind}: {self.trainings} trainings of {schedule.steps} steps of {schedule.samples} samples"
         return [Note("info", text)]
 
     def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.course import LOOKS, Course, Optimizer, Precision
+from compress.distill.schedule import EVALUATIONS, Optimizer, Precision, TrainingSchedule
 from compress.facts import FLOAT_BYTES, ModelFacts, Note
 from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
@@ -104,7 +104,7 @@ class TrainingPass(Pass):
     bfloat16 on these, and on GPUs that have it."""
     augment: Augmentation | Literal["auto"] = Augmentation()
     """Random changes of images. auto: those under which the teacher goes on seeing the same class, and mixup where the
-    course has 40 epochs or more; none where there are no classes of images."""
+    schedule has 40 epochs or more; none where there are no classes of images."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Part of the training set that is not learned from; on it the best state is chosen. 0: the last state is kept."""
     evaluate_every: Annotated[int, Field(gt=0)] | None = None
@@ -170,13 +170,13 @@ class TrainingPass(Pass):
         length |= {} if self.max_seconds is None else {"max_seconds": self.max_seconds * share}
         return self.model_copy(update=length)
 
-    def course(self, n_samples: int, seed: int) -> Course:
+    def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
         """Return the training schedule that the settings give for a training set of that size."""
         learned = max(n_samples - round(self.held_out * n_samples), 1)
         per_step = self.batch_size * self.accumulate
         steps = self.steps or math.ceil((self.epochs or EPOCHS) * learned / per_step)
         shared = {name: getattr(self, name) for name in _SHARED}
-        return Course(
+        return TrainingSchedule(
             **shared,
             precision="float32" if self.precision == "auto" else self.precision,
             ema_decay=max(1 - AVERAGED / steps, 0.0) if self.ema_decay == "auto" else self.ema_decay,
@@ -184,15 +184,15 @@ class TrainingPass(Pass):
             learning_rate=self.nominal_rate,
             steps=steps,
             warmup=round(self.warmup * steps),
-            evaluate_every=self.evaluate_every or max(steps // LOOKS, 1),
+            evaluate_every=self.evaluate_every or max(steps // EVALUATIONS, 1),
             seed=seed if self.seed is None else self.seed,
         )
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
-        course = self.course(data.train, 0)
-        looks = course.steps / course.evaluate_every * self.held_out * data.train
+        schedule = self.make_schedule(data.train, 0)
+        evaluations = schedule.steps / schedule.evaluate_every * self.held_out * data.train
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
-        runs = tried * FORWARDS * course.steps * course.samples + 2 * looks
+        runs = tried * FORWARDS * schedule.steps * schedule.samples + 2 * evaluations
         half = self.precision == "bfloat16"
         outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
         activations = int(self.batch_size * min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
@@ -233,7 +233,7 @@ _SHARED = (
     "dropout",
     "freeze_batchnorm",
 )
-"""Knobs that the course takes as they are."""
+"""Settings that the schedule takes as they are."""
 
 
 class LogitsTerm(Record):
@@ -417,8 +417,8 @@ class LearningPass(TrainingPass):
         """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time."""
         if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.changes.any:
             return 0
-        n_bytes, course = 4 * n_samples * self._find_width(facts), self.course(n_samples, 0)
-        again = course.steps * course.samples > n_samples
+        n_bytes, schedule = 4 * n_samples * self._find_width(facts), self.make_schedule(n_samples, 0)
+        again = schedule.steps * schedule.samples > n_samples
         return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
 
     def _find_width(self, facts: ModelFacts | TorchModel) -> int:
@@ -431,9 +431,9 @@ class LearningPass(TrainingPass):
 
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         """Return what the plan says once it knows the training set."""
-        course, n_bytes = self.course(n_samples, 0), self.cache_bytes(facts, n_samples)
+        schedule, n_bytes = self.make_schedule(n_samples, 0), self.cache_bytes(facts, n_samples)
         kept = f"its outputs are kept on disk ({size_text(n_bytes)})" if n_bytes else "it is run in every step"
-        return [Note("info", f"{self.kind}: {course.steps} steps of {course.samples} samples; the teacher: {kept}")]
+        return [Note("info", f"{self.kind}: {schedule.steps} steps of {schedule.samples} samples; the teacher: {kept}")]
 
 
 def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:

@@ -412,7 +412,7 @@ def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[La
 
     Tables of embeddings, which read tokens, are none of them.
     """
-    read = {name for reading in structure.readings for name in reading.layers}
+    read = {name for input_group in structure.input_groups for name in input_group.layers}
     inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
     return [
         layer

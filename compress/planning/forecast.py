@@ -118,7 +118,7 @@ class Volumes:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCount:
     """Rows that go through a model. `n`: all; `a_sample`: of one text, which attention sees together."""
 
     n: int
@@ -419,10 +419,10 @@ class _Run:
         return {d.layer for d in self.decisions[number] if d.action != "kept"} if self.decisions else None
 
     @property
-    def calibration(self) -> Tokens:
+    def calibration(self) -> TokenCount:
         """Return the rows of the calibration set, and of one sample."""
         n = self.volumes.tokens or self._rows("calibration")
-        return Tokens(n, max(n // max(self.volumes.samples.get("calibration", 0), 1), 1))
+        return TokenCount(n, max(n // max(self.volumes.samples.get("calibration", 0), 1), 1))
 
     def _rows(self, name: str) -> int:
         return self.volumes.samples.get(name, 0) * _count_rows(self.before)
@@ -446,7 +446,7 @@ def _find_width(facts: ModelFacts) -> int:
     assert structure is not None
     if structure.residual is not None:
         return structure.residual.width
-    first = next((reading.layers[0] for reading in structure.readings if reading.layers), "")
+    first = next((input_group.layers[0] for input_group in structure.input_groups if input_group.layers), "")
     return next((layer.shape[1] for layer in facts.layers if layer.name == first), 0)
 
 

@@ -39,7 +39,7 @@ from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
-from compress.planning.timing import describe_call, explain_untimed, flavour_of, is_timing_off, make_timer
+from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
 from compress.quantize.int8 import with_integer_layers
 from compress.quantize.latency import StateTimer, round_roughly
 from compress.quantize.rounding import round_to_nearest
@@ -223,7 +223,7 @@ def make_twins(
         fill_zeros(loaded.module, recipe.seed)
         before = after = GraphState(_export(loaded, recipe, timer.feeds[0]))
     timing = timer if explain_untimed(recipe) is None else None
-    target, feeds = flavour_of(recipe), timer.feeds
+    target, feeds = variant_of(recipe), timer.feeds
     context = GraphContext((), target, recipe.seed, log, no_progress, timing=timing)
     for pass_ in recipe.passes:
         stage = pass_.stage_on(inputs.facts)

@@ -46,7 +46,7 @@ from compress.planning.judging import is_scored_by_torch
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
-from compress.planning.validation import engine_notes, objections, order_problems, quantized_problems
+from compress.planning.validation import collect_problems, engine_notes, order_problems, quantized_problems
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
 from compress.prune.shrink import remove_all
@@ -121,7 +121,7 @@ def make_plan(
     packed = quantized_problems(recipe, before)  # no pass finds a layer then, which is no second fault
     misplaced = {text.partition(": ")[0] for text in order_problems(recipe.passes, before)}  # told of that alone
     others = [] if packed else [text for text in problems if text.partition(": ")[0] not in misplaced]
-    problems = [*inputs.problems, *packed, *objections(inputs, expected, store.root), *others]
+    problems = [*inputs.problems, *packed, *collect_problems(inputs, expected, store.root), *others]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
         problems = [problem for found, _ in checkpoints for problem in found]
     if problems:

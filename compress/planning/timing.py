@@ -57,13 +57,13 @@ def make_clock(recipe: Recipe, cache: Path) -> Clock:
 
 def make_timer(recipe: Recipe, cache: Path, feeds: Sequence[Feeds]) -> StateTimer:
     """Return what times states as the result will be timed: on these batches, in the form that is judged."""
-    target = flavour_of(recipe).name
+    target = variant_of(recipe).name
     return StateTimer(make_clock(recipe, cache), make_writer(recipe), feeds, describe_call(recipe), target)
 
 
 def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:
     """Return what gives the graph of a state in the form that is judged; that of the float model as it is."""
-    target = flavour_of(recipe)
+    target = variant_of(recipe)
 
     def write(state: GraphState) -> ir.Model:
         decided = state.weights or state.half is not None or state.kv_cache is not None
@@ -72,7 +72,7 @@ def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:
     return write
 
 
-def flavour_of(recipe: Recipe) -> Target:
+def variant_of(recipe: Recipe) -> Target:
     """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
     backend = graph_backend(recipe.target, recipe.model.generates)
     written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]

@@ -42,7 +42,7 @@ SMALL_BITS = 4
 
 
 @dataclass(frozen=True)
-class Chain:
+class UsualPasses:
     """Passes as a recipe has them, and what a user should know of the choice."""
 
     passes: tuple[PassMapping, ...]
@@ -72,7 +72,7 @@ def usual_scheme(target: str, task: str) -> str:
     return "W4A16" if find_task(task).generates or TARGETS[target].reads != "onnx" else "INT8"
 
 
-def choose_passes(scheme: str, target: str, facts: ModelFacts, has_data: bool) -> Chain:
+def choose_passes(scheme: str, target: str, facts: ModelFacts, has_data: bool) -> UsualPasses:
     """Return the usual chain of a scheme (`find_scheme`): the first that the model and the target take.
 
     Integers of weights: `gptq` with calibration data; without it `hqq` up to 4 bits, else `rtn`. Weights and inputs in
@@ -125,7 +125,7 @@ def find_pass_problems(passes: Sequence[Mapping[str, Any]], facts: ModelFacts, t
     return problems
 
 
-def _list_chains(scheme: str, target: Target, facts: ModelFacts) -> Iterator[Chain]:
+def _list_chains(scheme: str, target: Target, facts: ModelFacts) -> Iterator[UsualPasses]:
     """Yield chains, the best first; not all fit every model."""
     if target.reads == "onnx" and (scheme in GRAPH_SCHEMES or scheme in EIGHT_BITS):
         yield from _list_graph_chains(scheme, facts)
@@ -137,25 +137,25 @@ def _list_chains(scheme: str, target: Target, facts: ModelFacts) -> Iterator[Cha
     if weights.kind == "int" and weights.scales == "float" and kernels and weights.group_size not in kernels:
         numbers["group_size"] = GROUP_SIZE
     if scheme in EIGHT_BITS:
-        yield Chain(({"kind": "smoothquant"}, {"kind": "gptq", **numbers}))
-    yield Chain(({"kind": "gptq", **numbers},))
+        yield UsualPasses(({"kind": "smoothquant"}, {"kind": "gptq", **numbers}))
+    yield UsualPasses(({"kind": "gptq", **numbers},))
     if weights.bits <= SMALL_BITS and weights.kind == "int" and weights.scales == "float":
-        yield Chain(({"kind": "hqq", **numbers},))
-    yield Chain(({"kind": "rtn", **numbers},))
+        yield UsualPasses(({"kind": "hqq", **numbers},))
+    yield UsualPasses(({"kind": "rtn", **numbers},))
 
 
-def _list_graph_chains(scheme: str, facts: ModelFacts) -> Iterator[Chain]:
+def _list_graph_chains(scheme: str, facts: ModelFacts) -> Iterator[UsualPasses]:
     if scheme in ("FP16", "BF16"):
-        yield Chain(({"kind": "autocast", "dtype": GRAPH_SCHEMES[scheme]},))
+        yield UsualPasses(({"kind": "autocast", "dtype": GRAPH_SCHEMES[scheme]},))
     elif scheme == "FP8":
-        yield Chain(({"kind": "fp8"},))
+        yield UsualPasses(({"kind": "fp8"},))
     elif scheme == "INT8_DYNAMIC":
-        yield Chain(({"kind": "int8", "mode": "dynamic"},))
+        yield UsualPasses(({"kind": "int8", "mode": "dynamic"},))
     else:
         convolved = sum(layer.macs for layer in facts.layers if layer.op == "Conv")
         if convolved < sum(layer.macs for layer in facts.layers) / 2:  # outliers stand in what matrix products read
-            yield Chain(({"kind": "smoothquant"}, {"kind": "int8"}))
-        yield Chain(({"kind": "int8"},))
+            yield UsualPasses(({"kind": "smoothquant"}, {"kind": "int8"}))
+        yield UsualPasses(({"kind": "int8"},))
 
 
 def choose_gates(

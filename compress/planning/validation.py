@@ -41,7 +41,7 @@ DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float
 """The free sizes of a decoder's graph, which has its cache as inputs."""
 
 
-def objections(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
+def collect_problems(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished results."""
     recipe, facts = inputs.recipe, inputs.facts
     return [
@@ -96,7 +96,7 @@ def class_problems(task: str, outputs: Sequence[TensorSpec]) -> list[str]:
 
 
 def data_problems(inputs: Inputs) -> list[str]:
-    """Report sets that are missing, too small for a batch, or no lesson for what trains."""
+    """Report sets that are missing, too small for a batch, or nothing to learn from."""
     recipe, problems = inputs.recipe, []
     calibrated = [pass_.kind for pass_ in recipe.passes if pass_.needs_calibration]
     if calibrated and recipe.data.calibration is None:

@@ -78,7 +78,7 @@ def _is_computed(layer: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Layer:
+class _CoupledLayer:
     """A layer: its weight's name, and the axes along which its outputs and inputs lie; a table reads nothing."""
 
     module: nn.Module
@@ -95,10 +95,10 @@ class _Layer:
         return self.module.groups if isinstance(self.module, TRANSPOSED) else 1
 
 
-def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
+def _find_layers(flow: DataFlow) -> dict[str, _CoupledLayer]:
     """Return name -> layer, in the order in which they first run."""
     names = {id(parameter): plain(name) for name, parameter in flow.module.named_parameters()}
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, _CoupledLayer] = {}
     for call in flow.in_order():
         module = flow.modules[call.module]
         if is_layer(module) and call.module not in layers:
@@ -107,7 +107,7 @@ def _find_layers(flow: DataFlow) -> dict[str, _Layer]:
             weight, into = names[id(module.weight)], in_axis(module)
             table = isinstance(module, nn.Embedding)
             output = (weight, 1 if table else 1 - into)
-            layers[call.module] = _Layer(module, output, None if table else (weight, into))
+            layers[call.module] = _CoupledLayer(module, output, None if table else (weight, into))
     return layers
 
 
@@ -130,7 +130,7 @@ def _make_dimension(
     counts: Counts,
     roots: list[int],
     places: Mapping[Axis, np.ndarray],
-    layers: Mapping[str, _Layer],
+    layers: Mapping[str, _CoupledLayer],
     summed: set[int],
     headed: set[int],
 ) -> tuple[Dimension, Prunable] | None:
@@ -159,7 +159,7 @@ def _locate_members(axis_roots: np.ndarray, roots: list[int], count: int) -> np.
 
 
 def _explain_kept(
-    layers: Mapping[str, _Layer], places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]
+    layers: Mapping[str, _CoupledLayer], places: Mapping[Axis, np.ndarray], pinned: Mapping[int, str]
 ) -> dict[str, str]:
     """Return layer -> why all or some of its outputs stay."""
     reasons = {}

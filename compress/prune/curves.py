@@ -137,14 +137,14 @@ def _find_curves_from_inputs(
     if importance == "activation":
         return [rank_units(activation_norm([reader.raw_reading() for reader in own]), comparison) for own in readers]
     weights = _output_weights(module, [place_of(module, points[name]) for name in names], batches, loss)
-    readings = [[reader.reading(weights[reader.place.point.layer]) for reader in own] for own in readers]
+    reading_layers = [[reader.as_layer(weights[reader.place.point.layer]) for reader in own] for own in readers]
     if importance == "obd":
-        return [rank_units(damage(own), comparison) for own in readings]
+        return [rank_units(damage(own), comparison) for own in reading_layers]
     held = batches[-MEASURED_BATCHES:]
     with torch.no_grad():
         targets = [list_outputs(module(**batch), batch) for batch in held]
     curves = []
-    for dimension, own, weighed in zip(dimensions, readers, readings, strict=True):
+    for dimension, own, weighed in zip(dimensions, readers, reading_layers, strict=True):
         curve = eliminate(weighed)
         damages = {}
         for width in {max(1, round(share * dimension.n_units)) for share in MEASURED_SHARES}:
@@ -170,7 +170,7 @@ class Reader:
         blocks = self.sums.without_means()[0] if self.place.bias_holder() is not None else self.sums.plain()[0]
         return torch.block_diag(*blocks)
 
-    def reading(self, weights: Tensor | None = None) -> ReadingLayer:
+    def as_layer(self, weights: Tensor | None = None) -> ReadingLayer:
         """Return the layer's matrix, its outputs times `weights` [out] (None: as they are), with its Gram matrix."""
         matrix = torch.block_diag(*read_weight(self.place.layer).double())
         return ReadingLayer(matrix if weights is None else weights[:, None] * matrix, self.gram(), self.features)
@@ -216,11 +216,12 @@ def _output_weights(
 def measure_damage(
     module: nn.Module,
     readers: Sequence[Reader],
-    gone: np.ndarray,
+    removed: np.ndarray,
     batches: Sequence[Batch],
     targets: Sequence[list[Tensor]],
 ) -> float:
-    """Return the squared error per sample of the model's outputs without the units `gone`, their readers compensated.
+    """Return the squared error per sample of the model's outputs without the units `zero_mask`, their readers
+    compensated.
 
     `targets`: the outputs of the whole model, by batch. The module is as before afterwards.
 
@@ -233,7 +234,7 @@ def measure_damage(
     What is measured is not the divergence of class probabilities: on images that a model was trained on these are near
     0 and 1, and show nothing of what happens to others.
     """
-    with _compensate_readers(readers, gone), torch.no_grad():
+    with _compensate_readers(readers, removed), torch.no_grad():
         squares = sum(
             square_distance(list_outputs(module(**batch), batch), target)
             for batch, target in zip(batches, targets, strict=True)
@@ -258,7 +259,7 @@ def calibrate_curve(curve: Elimination, n_units: int, measured: Mapping[int, flo
 
 
 @contextmanager
-def _compensate_readers(readers: Sequence[Reader], gone: np.ndarray) -> Iterator[None]:
+def _compensate_readers(readers: Sequence[Reader], removed: np.ndarray) -> Iterator[None]:
     """Compensate the readers' weights and biases for missing units while the context is open."""
     before = []
     try:
@@ -267,9 +268,9 @@ def _compensate_readers(readers: Sequence[Reader], gone: np.ndarray) -> Iterator
             before.append(
                 (layer.weight, layer.weight.detach().clone(), holder, None if holder is None else holder.clone())
             )
-            reading = reader.reading()
-            compensated = compensate_weight(reading, gone)
-            _write_with_bias(reader, reading.weight, compensated)
+            reading_layer = reader.as_layer()
+            compensated = compensate_weight(reading_layer, removed)
+            _write_with_bias(reader, reading_layer.weight, compensated)
         yield
     finally:
         for weight, old, holder, bias in before:

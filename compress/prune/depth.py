@@ -102,7 +102,7 @@ def least_error(
     A block's error is taken not to fall as others go, so that it is told anew only when its last one is the least
     (Minoux 1978, lazy greedy): of n blocks, n passes over the batches and a few for each that goes.
     """
-    whole = Outputs(skipping.module, batches)
+    whole = BlockOutputs(skipping.module, batches)
     last = dict.fromkeys(skipping.blocks, 0.0)
     removed: list[str] = []
     errors: list[float] = []
@@ -149,7 +149,7 @@ def _move_channels_last(value: Tensor) -> Tensor:
     return value.movedim(1, -1) if value.dim() == 4 else value
 
 
-class Outputs:
+class BlockOutputs:
     """What a model gives on calibration data, to compare others with."""
 
     def __init__(self, module: nn.Module, batches: Sequence[MicroBatch]) -> None:

@@ -83,20 +83,22 @@ def gradient_scores(
     return [total / max(n_samples, 1) for total in totals]
 
 
-def activation_norm(readings: Sequence[ReadingLayer]) -> np.ndarray:
+def activation_norm(reading_layers: Sequence[ReadingLayer]) -> np.ndarray:
     """Return the root mean square of what the readers get from each unit, from second moments about zero."""
-    total = sum(reading.gram.diagonal().numpy()[reading.features].sum(1) for reading in readings)
+    total = sum(
+        reading_layer.gram.diagonal().numpy()[reading_layer.features].sum(1) for reading_layer in reading_layers
+    )
     norms: np.ndarray = np.sqrt(np.asarray(total))
     return norms
 
 
-def damage(readings: Sequence[ReadingLayer]) -> np.ndarray:
+def damage(reading_layers: Sequence[ReadingLayer]) -> np.ndarray:
     """Return Optimal Brain Damage by unit: the readers' squared output error without it, nothing making up for it."""
-    total = np.zeros(len(readings[0].features))
-    for reading in readings:
-        features = torch.from_numpy(reading.features)
-        blocks = reading.gram.double()[features[:, :, None], features[:, None, :]]  # [n_units, k, k]
-        columns = reading.weight.double()[:, features].movedim(1, 0)  # [n_units, out, k]
+    total = np.zeros(len(reading_layers[0].features))
+    for reading_layer in reading_layers:
+        features = torch.from_numpy(reading_layer.features)
+        blocks = reading_layer.gram.double()[features[:, :, None], features[:, None, :]]  # [n_units, k, k]
+        columns = reading_layer.weight.double()[:, features].movedim(1, 0)  # [n_units, out, k]
         total += ((columns @ blocks) * columns).sum((1, 2)).numpy()
     return total
 

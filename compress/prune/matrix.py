@@ -18,12 +18,12 @@ from compress.blocks.block import BlockWork
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.sharing import gather_from_processes
 from compress.blocks.trace import CONVOLUTIONS
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.prune.layers import windows
 
 CHUNK = 1 << 24
 """Numbers of patches that are held at once."""
-Visit = Callable[[Reading, Tensor], None]
+Visit = Callable[[InputGroup, Tensor], None]
 
 
 def groups_of(layer: nn.Module) -> int:
@@ -71,20 +71,23 @@ def patches(layer: Any, x: Tensor) -> Tensor:
     return grouped.permute(2, 0, 1, 3).reshape(layer.groups, len(grouped), -1)
 
 
-def visit_inputs(block: BlockWork, convolutions: Sequence[str], visit: Visit, act: Callable[[Reading], None]) -> None:
-    """Run all micro-batches once and stop before each reading: `visit` for each micro-batch, then `act`.
+def visit_inputs(
+    block: BlockWork, convolutions: Sequence[str], visit: Visit, act: Callable[[InputGroup], None]
+) -> None:
+    """Run all micro-batches once and stop before each input group: `visit` for each micro-batch, then `act`.
 
-    Works like `BlockWork.lockstep`, but `visit` gets rows [groups, n, in] and each of `convolutions` is a reading too.
+    Works like `BlockWork.lockstep`, but `visit` gets rows [groups, n, in] and each of `convolutions` is an input group
+    too.
     """
     if not convolutions:
-        block.lockstep(lambda reading, rows: visit(reading, rows[None]), act)
+        block.lockstep(lambda input_group, rows: visit(input_group, rows[None]), act)
         return
     taps = _order_taps(block, convolutions)
     modules = dict(taps)
 
-    def visit_rows(reading: Reading, x: Tensor, i: int) -> None:
-        for rows in inputs_of(modules[reading], x, block.calls[i].rows):
-            visit(reading, rows)
+    def visit_rows(input_group: InputGroup, x: Tensor, i: int) -> None:
+        for rows in inputs_of(modules[input_group], x, block.calls[i].rows):
+            visit(input_group, rows)
 
     runs = [partial(block.forward, i) for i in range(len(block.calls))]
     with torch.no_grad():
@@ -92,12 +95,13 @@ def visit_inputs(block: BlockWork, convolutions: Sequence[str], visit: Visit, ac
 
 
 def _order_taps(block: BlockWork, convolutions: Sequence[str]) -> list[Tap]:
-    """Return the block's readings and the convolutions as the first micro-batch meets them, the same in all processes.
+    """Return the block's input groups and the convolutions as the first micro-batch meets them, the same in all
+    processes.
 
     What it does not meet comes last.
     """
-    readings = (*block.readings, *(Reading((name,)) for name in convolutions))
-    taps = [(reading, block.layers[reading.layers[0]]) for reading in readings]
+    input_groups = (*block.input_groups, *(InputGroup((name,)) for name in convolutions))
+    taps = [(input_group, block.layers[input_group.layers[0]]) for input_group in input_groups]
     met: list[int] = []
     if len(block.calls):
         with torch.no_grad(), tap_inputs(taps, lambda number, _: met.append(number)):

@@ -51,17 +51,17 @@ class Elimination:
         return np.setdiff1d(np.arange(n_units), self.order[: n_units - n_kept])
 
 
-def eliminate(readings: Sequence[ReadingLayer], n_left: int = 1, share: float = 0.01) -> Elimination:
-    """Remove units until `n_left` are left, each time those whose loss, summed over all readings, is least.
+def eliminate(reading_layers: Sequence[ReadingLayer], n_left: int = 1, share: float = 0.01) -> Elimination:
+    """Remove units until `n_left` are left, each time those whose loss, summed over all input groups, is least.
 
     `share` of the remaining units (rounded down, at least one) go at a time, which wide layers need: the inverse is
     updated once for them all. What they cost together is exact; how it falls on each of them is in proportion to their
-    own cost. PassError where `n_left` is below 1 or readings differ in their number of units.
+    own cost. PassError where `n_left` is below 1 or input groups differ in their number of units.
     """
-    n_units = len(readings[0].features)
-    if n_left < 1 or any(len(reading.features) != n_units for reading in readings):
-        raise PassError(f"eliminate: {n_left} of {[len(r.features) for r in readings]} units cannot be left")
-    work = [_LayerElimination(reading) for reading in readings]
+    n_units = len(reading_layers[0].features)
+    if n_left < 1 or any(len(reading_layer.features) != n_units for reading_layer in reading_layers):
+        raise PassError(f"eliminate: {n_left} of {[len(r.features) for r in reading_layers]} units cannot be left")
+    work = [_LayerElimination(reading_layer) for reading_layer in reading_layers]
     remaining = np.arange(n_units)
     order: list[int] = []
     errors: list[float] = []
@@ -81,10 +81,10 @@ def eliminate(readings: Sequence[ReadingLayer], n_left: int = 1, share: float = 
 class _LayerElimination:
     """One layer whose inputs are eliminated: the weight and the inverse, both brought up to date after each removal."""
 
-    def __init__(self, reading: ReadingLayer) -> None:
-        self.features = torch.from_numpy(np.ascontiguousarray(reading.features))
-        self.weight = reading.weight.double().clone()
-        self.inverse = torch.cholesky_inverse(factor_of(reading.gram, DAMPING))
+    def __init__(self, reading_layer: ReadingLayer) -> None:
+        self.features = torch.from_numpy(np.ascontiguousarray(reading_layer.features))
+        self.weight = reading_layer.weight.double().clone()
+        self.inverse = torch.cholesky_inverse(factor_of(reading_layer.gram, DAMPING))
 
     def scores(self, units: np.ndarray) -> Tensor:
         """Return what removing each of the units alone would cost, [len(units)]."""
@@ -139,12 +139,12 @@ def _solve(matrix: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
 
 
-def compensate_weight(reading: ReadingLayer, units: np.ndarray) -> Tensor:
+def compensate_weight(reading_layer: ReadingLayer, units: np.ndarray) -> Tensor:
     """Return the weight [out, features], float64, with zeros for `units`, and the others making up for them."""
-    features = np.arange(reading.weight.shape[1])
-    kept = torch.from_numpy(np.setdiff1d(features, reading.features[units].reshape(-1)))
-    gram = damp_diagonal(reading.gram)
-    weight = reading.weight.double()
+    features = np.arange(reading_layer.weight.shape[1])
+    kept = torch.from_numpy(np.setdiff1d(features, reading_layer.features[units].reshape(-1)))
+    gram = damp_diagonal(reading_layer.gram)
+    weight = reading_layer.weight.double()
     compensated = torch.zeros_like(weight)
     compensated[:, kept] = _solve(gram[kept][:, kept], gram[kept] @ weight.T).T
     return compensated

@@ -109,10 +109,10 @@ def remove_all(module: nn.Module, dimensions: Sequence[Dimension], kept: Sequenc
             left[number + 1 :] = [renumber_dimension(other, removed) for other in left[number + 1 :]]
 
 
-def renumber_dimension(dimension: Dimension, gone: Mapping[Axis, np.ndarray]) -> Dimension:
+def renumber_dimension(dimension: Dimension, removed: Mapping[Axis, np.ndarray]) -> Dimension:
     """Return the dimension after other indices (int64, rising) of some axes are gone."""
     members = {
-        axis: indices - np.searchsorted(gone[axis], indices) if axis in gone else indices
+        axis: indices - np.searchsorted(removed[axis], indices) if axis in removed else indices
         for axis, indices in dimension.members.items()
     }
     return replace(dimension, members=members)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.formats.schemes import WeightScheme
 from compress.quantize.fake import ShiftedWeight
-from compress.quantize.learn import LearnedParts, Lesson, Reduce, RoundingCourse, TuneLog, learn
+from compress.quantize.learn import LearnedParts, LossBatch, Reduce, RoundingSchedule, TuneLog, learn
 from compress.quantize.rounding import QuantizedWeight
 from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
@@ -22,10 +22,10 @@ from compress.store.training_state import SavedRun
 def autoround_block(
     layers: Mapping[str, nn.Module],
     start: Mapping[str, QuantizedWeight],
-    lessons: Sequence[Lesson],
-    course: RoundingCourse,
+    batches: Sequence[LossBatch],
+    schedule: RoundingSchedule,
     *,
-    kept_aside: Sequence[Lesson] = (),
+    kept_aside: Sequence[LossBatch] = (),
     floats: Mapping[str, Tensor] | None = None,
     schemes: Mapping[str, WeightScheme] | None = None,
     progress: Progress = no_progress,
@@ -34,12 +34,12 @@ def autoround_block(
 ) -> tuple[dict[str, QuantizedWeight], TuneLog]:
     """Learn the integers and scales of a block's `layers` from `start` on; nothing given is changed.
 
-    The forward of each lesson runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
+    The forward of each batch runs a block that holds these modules. `floats`: layer -> [out, in], the weight before it
     was rounded: what V is added to (default: what the start's integers stand for). `schemes`: layer -> what it is
     stored as, which those in floats need. `reduce` and `saved` as in `learn`.
     """
     values, known = floats or {}, schemes or {}
     weights = {name: ShiftedWeight(weight, values.get(name), known.get(name)) for name, weight in start.items()}
     student = LearnedParts(layers, weights)
-    log = learn(student, lessons, kept_aside, course, progress, reduce, saved)
+    log = learn(student, batches, kept_aside, schedule, progress, reduce, saved)
     return student.freeze()[0], log

@@ -113,7 +113,7 @@ def _measure_error(
         if not finite(scaled):  # of a weight near the largest number
             return math.inf
         grid = fit_grid(scaled, scheme, importance, signed, ROUGH)
-        rounded.append(grid.values(grid.levels(scaled)) / scales)
+        rounded.append(grid.values(grid.quantize(scaled)) / scales)
     exact, coarse = torch.cat(list(weights)), torch.cat(rounded)
     error = output_error(exact, coarse, gram)
     if inputs is None:

@@ -53,7 +53,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BudgetChoice:
     """The number of each group's choice, what it was measured to come to, and the budget as corrected by that."""
 
     numbers: tuple[int, ...]
@@ -63,14 +63,14 @@ class Choice:
 
 def choose_measured(
     losses: Table, prices: Prices, log: Callable[[str], None], beyond: Sequence[Sequence[int]] = ()
-) -> Choice:
+) -> BudgetChoice:
     """Return the choice of least loss that keeps the budget; `beyond`: as of `choose_within_budget`.
 
     OutOfReach where no choice keeps it by the prices, BudgetMissed where none of those tried kept it.
     """
     budget, least = prices.budget, sum(map(min, prices.table))
     tried: dict[tuple[int, ...], Measured] = {}
-    kept: list[Choice] = []
+    kept: list[BudgetChoice] = []
     start = None if prices.cheapest_over is None else (least, prices.cheapest_over)
     low: Point | None = start
     high: Point | None = None
@@ -78,7 +78,7 @@ def choose_measured(
         # what the cheapest of all comes to is for `measure` to say
         numbers = tuple(choose_within_budget(losses, prices.table, max(budget, least), beyond))
         if prices.measure is None:
-            return Choice(numbers, "", budget)
+            return BudgetChoice(numbers, "", budget)
         spent = _sum_up(prices.table, numbers)
         known = numbers in tried
         measured = tried[numbers] if known else prices.measure(numbers)
@@ -88,7 +88,7 @@ def choose_measured(
         if measured.over > SLACK * abs(spent):
             high = (spent, measured.over) if high is None or spent < high[0] else high
         else:
-            kept.append(Choice(numbers, measured.text, max(budget, least)))
+            kept.append(BudgetChoice(numbers, measured.text, max(budget, least)))
             low = (spent, measured.over) if low is None or spent > low[0] else low
             if -measured.over <= prices.tolerance:
                 break

@@ -26,23 +26,24 @@ def descend(
     weight: Tensor,
     gram: Tensor,
     added: Tensor,
-    levels: Tensor,
+    quantized: Tensor,
     grid: Grid,
     sweeps: int,
     compute: Compute = "float32",
-    gone: Tensor | None = None,
+    zero_mask: Tensor | None = None,
     rescale: bool = True,
 ) -> tuple[Tensor, Grid]:
     """Return better levels [out, in] and scales for `weight` [out, in] than those given, under a damped Gram matrix.
 
     That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
     changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
-    `gone` [out, in]: True where the level stays that of zero, which it is in `levels`. `rescale`: scales may change.
+    `zero_mask` [out, in]: True where the level stays that of zero, which it is in `levels`. `rescale`: scales may
+    change.
     """
-    work = _Descent(weight, gram, added, levels, grid, getattr(torch, compute), gone, rescale)
+    work = _Descent(weight, gram, added, quantized, grid, getattr(torch, compute), zero_mask, rescale)
     for _ in range(sweeps):
         work.sweep()
-    return work.levels.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
+    return work.quantized.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
 
 
 class _Descent:
@@ -53,10 +54,10 @@ class _Descent:
         weight: Tensor,
         gram: Tensor,
         added: Tensor,
-        levels: Tensor,
+        quantized: Tensor,
         grid: Grid,
         dtype: torch.dtype,
-        gone: Tensor | None,
+        zero_mask: Tensor | None,
         rescale: bool = True,
     ) -> None:
         self.rescale = rescale
@@ -64,12 +65,12 @@ class _Descent:
         self.gram, self.added = gram.float() / power, added.float() / power
         self.numbers, self.rule = grid.numbers, grid.rule
         self.pivots = (self.gram.diagonal() + self.added).tolist()
-        self.levels = levels.T.clone(memory_format=torch.contiguous_format)
+        self.quantized = quantized.T.clone(memory_format=torch.contiguous_format)
         self.scales = grid.scales.T.clone(memory_format=torch.contiguous_format)  # [groups, out]
         self.zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
-        self.gone = None if gone is None else gone.T.contiguous()
+        self.zero_mask = None if zero_mask is None else zero_mask.T.contiguous()
         self.size = weight.shape[1] // len(self.scales)
-        self.left = (weight - grid.values(levels)).T.contiguous()
+        self.left = (weight - grid.values(quantized)).T.contiguous()
         self.rough_left = self.left.to(dtype)
 
     def sweep(self) -> None:
@@ -112,22 +113,22 @@ class _Descent:
                 residual.addmm_(block[:, near:k], changes[near:k], alpha=-1)
                 near = k
             pull = torch.addmv(residual[k], changes[near:k].T, block[near:k, k], alpha=-1)
-            level = self.levels[column]
+            level = self.quantized[column]
             # Q + pull / G_jj, in levels, is the level itself plus what the residual asks for.
             best = torch.addcdiv(level, pull, self.scales[g], value=1 / self.pivots[column])
             self.numbers.nearest_(best)
-            if self.gone is not None:
-                keep_zeros(best, self.gone[column], None if self.zeros is None else self.zeros[g])
+            if self.zero_mask is not None:
+                keep_zeros(best, self.zero_mask[column], None if self.zeros is None else self.zeros[g])
             torch.mul(best - level, self.scales[g], out=changes[k])
-            self.levels[column] = best
+            self.quantized[column] = best
         self.left[start:stop] -= changes
         return residual.addmm_(block[:, near:], changes[near:], alpha=-1)
 
     def _rescale(self, first: int, start: int, stop: int, residual: Tensor) -> None:
         """Set the best scale of the group that begins at `first`; keep `residual` of [start, stop) up to date."""
         g, end = first // self.size, first + self.size
-        levels = self.levels[first:end]
-        values = (levels if self.zeros is None else levels - self.zeros[g]) * self.scales[g]  # [group, out]
+        quantized = self.quantized[first:end]
+        values = (quantized if self.zeros is None else quantized - self.zeros[g]) * self.scales[g]  # [group, out]
         gain = (values * residual[first - start : end - start]).sum(0)
         energy = (values * (self._compute_damped_gram(first, end) @ values)).sum(0)
         gain, energy = self.rule.pool(gain), self.rule.pool(energy)

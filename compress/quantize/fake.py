@@ -39,10 +39,10 @@ class FakeWeight(nn.Module):
     not made of the numbers of its scheme.
     """
 
-    levels: Tensor
+    quantized: Tensor
     scales: Tensor
     zeros: Tensor | None
-    gone: Tensor | None
+    zero_mask: Tensor | None
 
     def __init__(
         self, start: QuantizedWeight, weight: Tensor | None = None, scheme: WeightScheme | None = None
@@ -59,10 +59,10 @@ class FakeWeight(nn.Module):
         self._register_fixed("zeros", None if zeros is None else torch.from_numpy(zeros.astype(np.float32)))
         self.numbers = FLOATS[start.bits] if not whole else Numbers(*level_range(start))
         values = self.numbers.place(torch.from_numpy(start.values.astype(np.float32)))
-        self._register_fixed("levels", values.reshape(len(values), self.scales.shape[1], -1))  # [out, groups, group]
+        self._register_fixed("quantized", values.reshape(len(values), self.scales.shape[1], -1))  # [out, groups, group]
         self.low, self.high = self.numbers.ends
-        gone = None if weight is None else zeros_to_keep(weight.detach())
-        self._register_fixed("gone", None if gone is None else gone.reshape(self.levels.shape))
+        zero_mask = None if weight is None else zeros_to_keep(weight.detach())
+        self._register_fixed("zero_mask", None if zero_mask is None else zero_mask.reshape(self.quantized.shape))
 
     def _register_fixed(self, name: str, value: Tensor | None) -> None:
         """Register an attribute that moves with the module but is not in its saved state: the start decides it."""
@@ -85,15 +85,15 @@ class FakeWeight(nn.Module):
         raise NotImplementedError
 
     def forward(self) -> Tensor:
-        levels, grid = self.grid()
-        return grid.values(self.numbers.value(levels)).reshape(self.start.values.shape)
+        quantized, grid = self.grid()
+        return grid.values(self.numbers.value(quantized)).reshape(self.start.values.shape)
 
     @torch.no_grad()
     def freeze(self) -> QuantizedWeight:
         """Return what was learned as a record, whose `dequantize()` equals `forward()` exactly."""
-        levels, grid = self.grid()
+        quantized, grid = self.grid()
         values = (
-            self.numbers.value(levels).reshape(self.start.values.shape).cpu().numpy().astype(self.start.values.dtype)
+            self.numbers.value(quantized).reshape(self.start.values.shape).cpu().numpy().astype(self.start.values.dtype)
         )
         points = self.start.zero_points
         if points is not None and grid.zeros is not None:
@@ -102,11 +102,13 @@ class FakeWeight(nn.Module):
         stored = {name: array.cpu().numpy() for name, array in self.rule.encode(scales).items()}
         return replace(self.start, values=values, scales=scales.cpu().numpy().copy(), zero_points=points, stored=stored)
 
-    def on_grid(self, levels: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:
+    def on_grid(self, quantized: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:
         """Return `levels` and their grid; where a weight is to stay zero the level is zero's, and gets no gradient."""
-        if self.gone is not None:
-            levels = torch.where(self.gone, levels.new_zeros(()) if zeros is None else zeros[:, :, None], levels)
-        return levels, Grid(scales, zeros, self.numbers, self.rule)
+        if self.zero_mask is not None:
+            quantized = torch.where(
+                self.zero_mask, quantized.new_zeros(()) if zeros is None else zeros[:, :, None], quantized
+            )
+        return quantized, Grid(scales, zeros, self.numbers, self.rule)
 
     def grow(self, growth: Tensor) -> Tensor:
         """Return scales [out, groups] grown by a part of the start's, with gradients."""
@@ -130,11 +132,11 @@ class FakeWeight(nn.Module):
         that REACH from the integer; without it the integer itself.
         """
         if weight is None:
-            return self.levels.clone()
-        exact = self.numbers.place(weight.detach().float().reshape(self.levels.shape) / self.scales[:, :, None])
+            return self.quantized.clone()
+        exact = self.numbers.place(weight.detach().float().reshape(self.quantized.shape) / self.scales[:, :, None])
         if self.zeros is not None:
             exact = exact + self.zeros[:, :, None]
-        return self.levels + (exact - self.levels).nan_to_num(0.0).clamp_(-REACH, REACH)
+        return self.quantized + (exact - self.quantized).nan_to_num(0.0).clamp_(-REACH, REACH)
 
 
 class LearnedWeight(FakeWeight):
@@ -153,7 +155,7 @@ class LearnedWeight(FakeWeight):
     ) -> None:
         super().__init__(start, weight, scheme)
         self.learn_rounding = learn_rounding
-        places = self.places(weight) if learn_rounding else self.levels
+        places = self.places(weight) if learn_rounding else self.quantized
         self.position = nn.Parameter(places, requires_grad=learn_rounding)
         self.growth = self._make_growth()
 
@@ -170,8 +172,8 @@ class LearnedWeight(FakeWeight):
         self.growth.clamp_(-MOST_STRETCH, MOST_STRETCH)
 
     def grid(self) -> tuple[Tensor, Grid]:
-        levels = to_level(self.position, self.low, self.high)
-        return self.on_grid(levels, self.grow(self.growth), self.zeros)
+        quantized = to_level(self.position, self.low, self.high)
+        return self.on_grid(quantized, self.grow(self.growth), self.zeros)
 
 
 class ScaledWeight(FakeWeight):
@@ -184,7 +186,7 @@ class ScaledWeight(FakeWeight):
 
     def __init__(self, start: QuantizedWeight, weight: Tensor) -> None:
         super().__init__(start, weight)
-        grouped = weight.detach().float().reshape(self.levels.shape)
+        grouped = weight.detach().float().reshape(self.quantized.shape)
         self.position = nn.Parameter(grouped / self.scales[:, :, None])
         self.growth = nn.Parameter(torch.zeros_like(self.scales))
 
@@ -204,8 +206,8 @@ class ScaledWeight(FakeWeight):
         position = self.position / factor[:, :, None]
         if self.zeros is not None:
             position = position + self.zeros[:, :, None]
-        levels = straight_round(position).clamp(self.low, self.high)
-        return self.on_grid(levels, self.scales * factor, self.zeros)
+        quantized = straight_round(position).clamp(self.low, self.high)
+        return self.on_grid(quantized, self.scales * factor, self.zeros)
 
 
 class ShiftedWeight(FakeWeight):
@@ -223,7 +225,7 @@ class ShiftedWeight(FakeWeight):
         super().__init__(start, weight, scheme)
         offset = 0.0 if self.zeros is None else self.zeros[:, :, None]
         self._register_fixed("weight", self.numbers.value(self.places(weight) - offset) * self.scales[:, :, None])
-        self.shift = nn.Parameter(torch.zeros_like(self.levels))
+        self.shift = nn.Parameter(torch.zeros_like(self.quantized))
         self.upper = self._make_growth()
         self.lower = None if self.zeros is None else nn.Parameter(torch.zeros_like(self.scales))
 

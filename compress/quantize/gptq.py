@@ -94,7 +94,7 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
 
 
 @dataclass(frozen=True)
-class Rules:
+class GptqRules:
     """How a weight is rounded. `signed`: scales may be negative (see `fit_grid`).
 
     `sweeps` of coordinate descent follow the loop; None: more where bits are few. `block`: columns whose updates are
@@ -110,11 +110,11 @@ class Rules:
         return self.sweeps if self.sweeps is not None else 1 if bits >= 4 else 3
 
 
-PUBLISHED = Rules(sweeps=0)
+PUBLISHED = GptqRules(sweeps=0)
 """The loop alone."""
 
 
-def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()) -> RoundedWeight:
+def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: GptqRules = GptqRules()) -> RoundedWeight:
     """Quantize one weight [out, in], as `gptq_round_together` does several; a tall one by ROWS rows at a time.
 
     Rows are nothing to each other but in the choice of the nearest, which then falls for each part of them.
@@ -131,7 +131,7 @@ def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Ru
 
 
 def gptq_round_together(
-    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules = Rules()
+    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: GptqRules = GptqRules()
 ) -> list[RoundedWeight]:
     """Quantize weights [out, in] that read the same inputs, in one loop over those.
 
@@ -147,15 +147,17 @@ def gptq_round_together(
         power = power.amax().expand_as(power)  # outputs share what scales are made of
     weight /= power
     plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
-    gone = _concat_zero_masks(weights)
-    levels, grid = round_columns(weight, hessian, plain, rules, gone), plain
+    zero_mask = _concat_zero_masks(weights)
+    quantized, grid = round_columns(weight, hessian, plain, rules, zero_mask), plain
     if sweeps := rules.sweeps_at(scheme.bits):
-        levels, grid = descend(weight, hessian.gram, hessian.added, levels, grid, sweeps, rules.compute, gone)
+        quantized, grid = descend(
+            weight, hessian.gram, hessian.added, quantized, grid, sweeps, rules.compute, zero_mask
+        )
     grid, plain = grid.multiply(power), plain.multiply(power)
     if scheme.group_size == 0:  # one scale for all of these weights, whichever levels each of them gets
         plain = replace(plain, scales=grid.scales)
     sizes = [len(part) for part in weights]
-    parts = zip(weights, levels.split(sizes), _split_grid(grid, sizes), _split_grid(plain, sizes), strict=True)
+    parts = zip(weights, quantized.split(sizes), _split_grid(grid, sizes), _split_grid(plain, sizes), strict=True)
     return [_choose_better(part.float(), lv, new, old, hessian.gram, scheme) for part, lv, new, old in parts]
 
 
@@ -173,19 +175,19 @@ def _concat_zero_masks(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _choose_better(
-    weight: Tensor, levels: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
+    weight: Tensor, quantized: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
 ) -> RoundedWeight:
     """Return the record of the levels found, or of the nearest ones where their output error is less."""
     stride = -(-len(weight) // JUDGED_ROWS)
     rows, sample = weight[::stride], plain.sampled(stride)
-    nearest = sample.values(sample.levels(rows))
+    nearest = sample.values(sample.quantize(rows))
     total, error, other = _measure_energies(
-        [rows, rows - grid.sampled(stride).values(levels[::stride]), rows - nearest], gram
+        [rows, rows - grid.sampled(stride).values(quantized[::stride]), rows - nearest], gram
     )
     total = max(total, 1e-30)  # a unit's smallest part: only rows that read nothing have less
     if error <= other:
-        return RoundedWeight(grid.pack(levels, scheme), error / total, other / total)
-    return RoundedWeight(plain.pack(plain.levels(weight), scheme), other / total, other / total)
+        return RoundedWeight(grid.pack(quantized, scheme), error / total, other / total)
+    return RoundedWeight(plain.pack(plain.quantize(weight), scheme), other / total, other / total)
 
 
 def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
@@ -203,11 +205,11 @@ def _measure_energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
 
 
 def round_columns(
-    weight: Tensor, hessian: Hessian, grid: Grid, rules: Rules = PUBLISHED, gone: Tensor | None = None
+    weight: Tensor, hessian: Hessian, grid: Grid, rules: GptqRules = PUBLISHED, zero_mask: Tensor | None = None
 ) -> Tensor:
     """Return levels [out, in] of `weight` [out, in] on `grid` by algorithm 1: later columns make up for earlier errors.
 
-    `gone` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
+    `zero_mask` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
     """
     order, factor = hessian.order, hessian.factor
     n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
@@ -216,8 +218,8 @@ def round_columns(
     scales = grid.scales.T.contiguous()  # [groups, out]
     inverse = 1 / scales
     zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
-    gone = None if gone is None else gone.T[order].contiguous()
-    levels = torch.empty_like(left)
+    zero_mask = None if zero_mask is None else zero_mask.T[order].contiguous()
+    quantized = torch.empty_like(left)
     pivots = factor.diagonal().tolist()
     rough = getattr(torch, rules.compute)
     for start in range(0, n, rules.block):
@@ -230,15 +232,15 @@ def round_columns(
                 left[column:stop] -= factor[near:column, column:stop].T @ errors[near - start : k]
                 near = column
             value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
-            level = torch.mul(value, inverse[g], out=levels[column])
+            level = torch.mul(value, inverse[g], out=quantized[column])
             grid.numbers.nearest_(level, None if zeros is None else zeros[g])
-            if gone is not None:
-                keep_zeros(level, gone[column], None if zeros is None else zeros[g])
+            if zero_mask is not None:
+                keep_zeros(level, zero_mask[column], None if zeros is None else zeros[g])
             rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
             torch.div(rest, pivots[column], out=errors[k])
         left[stop:] -= factor[start:stop, stop:].to(rough).T @ errors.to(rough)
-    placed = torch.empty_like(levels)
-    placed[order] = levels
+    placed = torch.empty_like(quantized)
+    placed[order] = quantized
     return placed.T.contiguous()
 
 

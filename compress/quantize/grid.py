@@ -57,28 +57,28 @@ class Grid:
         zeros = None if self.zeros is None else self.zeros[::stride]
         return replace(self, scales=self.scales[::stride], zeros=zeros)
 
-    def levels(self, weight: Tensor) -> Tensor:
+    def quantize(self, weight: Tensor) -> Tensor:
         """Return the nearest levels of a weight, numbers in float32 [out, in]."""
         grouped = weight.reshape(*self.scales.shape, -1)  # [out, groups, group]
         zeros = None if self.zeros is None else self.zeros[:, :, None]
         return self.numbers.nearest_(grouped / self.scales[:, :, None], zeros).reshape(weight.shape)
 
-    def values(self, levels: Tensor) -> Tensor:
+    def values(self, quantized: Tensor) -> Tensor:
         """Return the numbers that levels stand for, float32 in the levels' shape, with gradients."""
-        grouped = levels.reshape(*self.scales.shape, -1)
+        grouped = quantized.reshape(*self.scales.shape, -1)
         if self.zeros is not None:
             grouped = grouped - self.zeros[:, :, None]
-        return (grouped * self.scales[:, :, None]).reshape(levels.shape)
+        return (grouped * self.scales[:, :, None]).reshape(quantized.shape)
 
-    def pack(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+    def pack(self, quantized: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of levels [out, in] on this grid; FP4's numbers are held as the same ones of FP8."""
         scales = self.scales[:1] if self.rule.rows == 0 else self.scales  # [1, 1]: one for the whole tensor
         stored = {name: array.cpu().numpy() for name, array in self.rule.encode(scales).items()}
         if self.numbers.mantissa is not None:
-            bytes_ = levels.to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
+            bytes_ = quantized.to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
             values, zeros = bytes_.view(ml_dtypes.float8_e4m3fn), None
         else:
-            values = levels.to(torch.int8 if self.zeros is None else torch.uint8).cpu().numpy()
+            values = quantized.to(torch.int8 if self.zeros is None else torch.uint8).cpu().numpy()
             zeros = None if self.zeros is None else self.zeros.to(torch.uint8).cpu().numpy()
         return QuantizedWeight(values, scales.cpu().numpy(), zeros, scheme.bits, scheme.group_size, stored=stored)
 
@@ -160,7 +160,7 @@ def round_to_grid(
 ) -> QuantizedWeight:
     """Round `weight` [out, in] to the nearest on the grid that `fit_grid` finds."""
     grid = fit_grid(weight, scheme, importance, signed, shared=shared)
-    return grid.pack(grid.levels(weight.float()), scheme)
+    return grid.pack(grid.quantize(weight.float()), scheme)
 
 
 def shrinkages(bits: int) -> list[float]:
@@ -178,7 +178,7 @@ class _BestGrid:
         self.scales = grouped.new_ones(grouped.shape[:2])
         self.zeros = grouped.new_zeros(grouped.shape[:2])
 
-    def levels(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    def quantize(self, scales: Tensor, zeros: Tensor | None) -> Tensor:
         nearest = self.grouped * (1 / scales)[:, :, None]
         if zeros is None:
             return self.numbers.nearest_(nearest)
@@ -186,7 +186,7 @@ class _BestGrid:
 
     def offer(self, scales: Tensor, zeros: Tensor | None = None) -> None:
         """Take `scales`, `zeros` [out, groups] for the groups in which they leave less error."""
-        error = torch.addcmul(self.grouped, self.levels(scales, zeros), scales[:, :, None], value=-1).square_()
+        error = torch.addcmul(self.grouped, self.quantize(scales, zeros), scales[:, :, None], value=-1).square_()
         if self.weighting is not None:
             error *= self.weighting
         total = error.sum(2)
@@ -198,9 +198,9 @@ class _BestGrid:
 
     def refit(self, zeros: Tensor | None = None) -> None:
         """Offer the least-squares scale of the best candidate's levels, which any float may be."""
-        levels = self.levels(self.scales, zeros)
-        weighted = levels if self.weighting is None else levels * self.weighting
-        energy = (weighted * levels).sum(2)
+        quantized = self.quantize(self.scales, zeros)
+        weighted = quantized if self.weighting is None else quantized * self.weighting
+        energy = (weighted * quantized).sum(2)
         scales = (weighted * self.grouped).sum(2) / energy.clamp_min(1e-30)
         self.offer(torch.where(scales.abs() > SMALLEST_SCALE, scales, self.scales), zeros)
 

@@ -32,12 +32,12 @@ class _State:
     zeros: Tensor
     numbers: Numbers
 
-    def levels(self) -> Tensor:
+    def quantize(self) -> Tensor:
         return self.numbers.nearest_(self.weight / self.scales, self.zeros)
 
     def error(self) -> Tensor:
         """Return sum |W - Q|^0.7 of each group, [out, groups, 1]."""
-        difference = self.weight - (self.levels() - self.zeros) * self.scales
+        difference = self.weight - (self.quantize() - self.zeros) * self.scales
         return difference.abs_().pow_(POWER).sum(2, keepdim=True)
 
 
@@ -54,8 +54,8 @@ def hqq_round(weight: Tensor, scheme: WeightScheme, signed: bool = True, steps: 
     parts = [_improve_rows(weight[i : i + rows], grid, i, scheme.symmetric, steps) for i in range(0, len(weight), rows)]
     scales, zeros = (torch.cat([part[k] for part in parts]) for k in (0, 1))
     grid = replace(grid, scales=scales, zeros=None if grid.zeros is None else zeros)
-    levels = grid.levels(weight)
-    return grid.multiply(power).pack(levels, scheme)
+    quantized = grid.quantize(weight)
+    return grid.multiply(power).pack(quantized, scheme)
 
 
 def _improve_rows(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: int) -> tuple[Tensor, Tensor]:
@@ -76,15 +76,18 @@ def _improve_rows(rows: Tensor, grid: Grid, first: int, symmetric: bool, steps: 
 
 def _update_grid(state: _State, beta: float, symmetric: bool) -> None:
     """Shrink the errors, then fit the grid to the weights without them."""
-    levels = state.levels()
-    error = (state.weight - (levels - state.zeros) * state.scales) / state.scales
+    quantized = state.quantize()
+    error = (state.weight - (quantized - state.zeros) * state.scales) / state.scales
     sparse = error.sign() * (error.abs() - error.abs().clamp_min(1e-6) ** (POWER - 1) / beta).clamp_min(0)
     clean = state.weight - sparse * state.scales
     if not symmetric:
         state.zeros = (
-            (levels - clean / state.scales).mean(2, keepdim=True).round_().clamp_(state.numbers.low, state.numbers.high)
+            (quantized - clean / state.scales)
+            .mean(2, keepdim=True)
+            .round_()
+            .clamp_(state.numbers.low, state.numbers.high)
         )
-    centred = levels - state.zeros
+    centred = quantized - state.zeros
     energy = centred.square().sum(2, keepdim=True)
     scales = (centred * clean).sum(2, keepdim=True) / energy.clamp_min(1e-30)
     usable = (scales.abs() > SMALLEST_SCALE) & (scales.sign() == state.scales.sign())

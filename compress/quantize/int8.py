@@ -135,7 +135,7 @@ def mean_shift(weight: np.ndarray, rounded: np.ndarray, input_mean: np.ndarray, 
     that padding reaches are taken as if they were inside). Returns float64 [out].
 
     Nagel et al., Data-Free Quantization Through Weight Equalization and Bias Correction (2019), section 4.2, with the
-    input means measured on calibration data. It depends on the weights' rounding alone, so it serves every flavour.
+    input means measured on calibration data. It depends on the weights' rounding alone, so it serves every variant.
     """
     difference = (rounded.astype(np.float64) - weight).reshape(*weight.shape[:2], -1).sum(axis=2)  # [out, in / groups]
     out, per_group = difference.shape

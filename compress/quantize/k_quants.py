@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.formats.schemes import SUPER_BLOCK, WeightScheme
 from compress.quantize.descent import descend
-from compress.quantize.gptq import Hessian, RoundedWeight, Rules, output_error, round_columns
+from compress.quantize.gptq import GptqRules, Hessian, RoundedWeight, output_error, round_columns
 from compress.quantize.grid import CHUNK, Grid, finite
 from compress.quantize.numbers import Numbers
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
@@ -64,23 +64,23 @@ class _Blocks:
     def __init__(self, x: Tensor, weighting: Tensor, form: _Format) -> None:
         self.x, self.weighting, self.form = x, weighting, form
 
-    def levels(self, scale: Tensor, offset: Tensor) -> Tensor:
+    def quantize(self, scale: Tensor, offset: Tensor) -> Tensor:
         """Return the nearest levels for real scales and offsets [blocks, groups]; a scale of 0 has the level 0."""
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         shifted = self.x + offset[..., None] if self.form.offset else self.x
         return (shifted * inverse[..., None]).round_().clamp_(self.form.low, self.form.high)
 
-    def error(self, levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    def error(self, quantized: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Return the weighted squared error of each group [blocks, groups]."""
-        rest = torch.addcmul(self.x, levels, scale[..., None], value=-1)
+        rest = torch.addcmul(self.x, quantized, scale[..., None], value=-1)
         if self.form.offset:
             rest += offset[..., None]
         return rest.square_().mul_(self.weighting).sum(-1)
 
-    def solve(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+    def solve(self, quantized: Tensor) -> tuple[Tensor, Tensor]:
         """Return each group's least-squares scale and offset, not below 0, for these levels."""
-        weighted = levels * self.weighting
-        qq, qx = (weighted * levels).sum(-1), (weighted * self.x).sum(-1)
+        weighted = quantized * self.weighting
+        qq, qx = (weighted * quantized).sum(-1), (weighted * self.x).sum(-1)
         alone = qx / qq.clamp_min(1e-30)
         if not self.form.offset:
             return alone, torch.zeros_like(alone)
@@ -101,18 +101,20 @@ def round_to_k(weight: Tensor, scheme: WeightScheme, importance: Tensor | None =
     return grid.pack(grid.shift(weight.float()), scheme)
 
 
-def gptq_round_k(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: Rules) -> RoundedWeight:
+def gptq_round_k(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: GptqRules) -> RoundedWeight:
     """Round as `gptq_round` does, on the grid of `round_to_k`, whose scales stay. ValueError as there."""
     weight = weight.float()
     grid = _fit_grid(weight, scheme, hessian.importance)
     shifted, levels_grid = grid.shift(weight), grid.levels_grid(scheme.bits)
-    nearest = levels_grid.levels(shifted)
-    levels = round_columns(shifted, hessian, levels_grid, rules)
+    nearest = levels_grid.quantize(shifted)
+    quantized = round_columns(shifted, hessian, levels_grid, rules)
     if sweeps := rules.sweeps_at(scheme.bits):
         added, gram = hessian.added, hessian.gram
-        levels, _ = descend(shifted, gram, added, levels, levels_grid, sweeps, rules.compute, rescale=False)
-    errors = [output_error(weight, weight - (shifted - levels_grid.values(q)), hessian.gram) for q in (levels, nearest)]
-    best = levels if errors[0] <= errors[1] else nearest
+        quantized, _ = descend(shifted, gram, added, quantized, levels_grid, sweeps, rules.compute, rescale=False)
+    errors = [
+        output_error(weight, weight - (shifted - levels_grid.values(q)), hessian.gram) for q in (quantized, nearest)
+    ]
+    best = quantized if errors[0] <= errors[1] else nearest
     return RoundedWeight(grid.pack_levels(best, scheme), min(errors), errors[1])
 
 
@@ -144,9 +146,9 @@ class _KGrid:
 
     def pack(self, shifted: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of the nearest levels of a shifted weight."""
-        return self.pack_levels(self.levels_grid(scheme.bits).levels(shifted), scheme)
+        return self.pack_levels(self.levels_grid(scheme.bits).quantize(shifted), scheme)
 
-    def pack_levels(self, levels: Tensor, scheme: WeightScheme) -> QuantizedWeight:
+    def pack_levels(self, quantized: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of levels [out, in], whose `stored` holds d, scales and, with offsets, m and offsets."""
         scale, offset = self.real()
         form = _FORMATS[scheme.bits]
@@ -154,7 +156,7 @@ class _KGrid:
         if form.offset:
             stored |= {"m": self.m.half().numpy(), "offsets": self.offsets.to(torch.int8).numpy()}
         return QuantizedWeight(
-            levels.to(torch.uint8 if form.offset else torch.int8).numpy(),
+            quantized.to(torch.uint8 if form.offset else torch.int8).numpy(),
             scale.numpy(),
             None,
             scheme.bits,
@@ -222,9 +224,9 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
     best = (torch.full_like(first, torch.inf), first, torch.zeros_like(first))
     for scale, offset in candidates:
         for _ in range(2):
-            levels = blocks.levels(scale, offset)
-            scale, offset = blocks.solve(levels)
-            error = blocks.error(levels, scale, offset)
+            quantized = blocks.quantize(scale, offset)
+            scale, offset = blocks.solve(quantized)
+            error = blocks.error(quantized, scale, offset)
             better = error < best[0]
             best = tuple(torch.where(better, new, old) for new, old in zip((error, scale, offset), best, strict=True))  # type: ignore[assignment]
     return best[1], best[2]
@@ -252,22 +254,22 @@ def _fit_whole(blocks: _Blocks, scale: Tensor, offset: Tensor, start: float) -> 
     d, m = _to_half(d), _to_half(m)
     best = None
     for _ in range(ROUNDS):
-        whole, shift, levels, error = _choose_whole(blocks, scale, offset, d, m)
+        whole, shift, quantized, error = _choose_whole(blocks, scale, offset, d, m)
         total = error.sum(-1)
         fit = _Fit(d, m, whole, shift, total)
         best = fit if best is None else _keep_better(best, fit)
         scale, offset = whole * d[:, None], shift * m[:, None]
-        d, m = _solve_halves(blocks, levels, whole, shift, d, m)
-        scale, offset = _blend(blocks, levels, whole * d[:, None], shift * m[:, None])
+        d, m = _solve_halves(blocks, quantized, whole, shift, d, m)
+        scale, offset = _blend(blocks, quantized, whole * d[:, None], shift * m[:, None])
     whole, shift, _, error = _choose_whole(blocks, scale, offset, d, m)
     assert best is not None
     return _keep_better(best, _Fit(d, m, whole, shift, error.sum(-1)))
 
 
-def _blend(blocks: _Blocks, levels: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+def _blend(blocks: _Blocks, quantized: Tensor, scale: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least-squares scales and offsets for the levels, where they are any better than those given."""
-    new_scale, new_offset = blocks.solve(levels)
-    better = blocks.error(levels, new_scale, new_offset) < blocks.error(levels, scale, offset)
+    new_scale, new_offset = blocks.solve(quantized)
+    better = blocks.error(quantized, new_scale, new_offset) < blocks.error(quantized, scale, offset)
     return torch.where(better, new_scale, scale), torch.where(better, new_offset, offset)
 
 
@@ -288,23 +290,23 @@ def _choose_whole(
         for shift_step in nearby if form.offset else (0.0,):
             shift = (units[1].round() + shift_step).clamp(0, form.offset)
             reals = whole * d[:, None], shift * m[:, None]
-            levels = blocks.levels(*reals)
-            error = blocks.error(levels, *reals)
+            quantized = blocks.quantize(*reals)
+            error = blocks.error(quantized, *reals)
             if not best:
-                best = [whole, shift, levels, error]
+                best = [whole, shift, quantized, error]
                 continue
             better = error < best[3]
             wide = better[..., None]
-            new = [whole, shift, levels, error]
+            new = [whole, shift, quantized, error]
             best = [torch.where(wide if a.dim() == 3 else better, a, b) for a, b in zip(new, best, strict=True)]
     return best[0], best[1], best[2], best[3]
 
 
 def _solve_halves(
-    blocks: _Blocks, levels: Tensor, whole: Tensor, shift: Tensor, d: Tensor, m: Tensor
+    blocks: _Blocks, quantized: Tensor, whole: Tensor, shift: Tensor, d: Tensor, m: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the half floats of least squares for levels and whole numbers; what there is where they are not unique."""
-    a = levels * whole[..., None]
+    a = quantized * whole[..., None]
     weighted = a * blocks.weighting
     aa, ax = (weighted * a).sum((-1, -2)), (weighted * blocks.x).sum((-1, -2))
     if not blocks.form.offset:

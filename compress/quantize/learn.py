@@ -1,6 +1,6 @@
-"""Learning what a student gives to be what a teacher gave: steps over lessons, judged on lessons kept aside. Torch.
+"""Learning what a student gives to be what a teacher gave: steps over batches, judged on batches kept aside. Torch.
 
-Which parameters are learned is the student's affair; what the loss is, the lessons'.
+Which parameters are learned is the student's affair; what the loss is, the batches'.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WARMUP = 10
 Reduce = Callable[[Tensor], Tensor]
 
 
-class Lesson(Protocol):
+class LossBatch(Protocol):
     """A piece of the calibration data."""
 
     @property
     def n_rows(self) -> int:
-        """Return the weight of its loss in a mean over lessons."""
+        """Return the weight of its loss in a mean over batches."""
         ...
 
     @property
@@ -53,13 +53,13 @@ class Lesson(Protocol):
 
 
 @dataclass(frozen=True)
-class RoundingCourse:
+class RoundingSchedule:
     """How to learn.
 
     Rates are of one step: of positions in levels, of scales as a part of the start's, of float parameters as a part of
     the mean magnitude of each. `method` "adam": Adam, rates falling as a half cosine; "sign": the sign of the gradient,
     rates falling linearly. `max_seconds`: rates fall to zero by then, too (what a run gives then depends on the
-    machine). `checks`: how often the lessons kept aside are looked at, the end included.
+    machine). `checks`: how often the batches kept aside are looked at, the end included.
     """
 
     steps: int
@@ -74,7 +74,7 @@ class RoundingCourse:
 
 @dataclass
 class TuneLog:
-    """What happened. Losses are means over the lessons kept aside; `best_step` 0: the start was best and was kept.
+    """What happened. Losses are means over the batches kept aside; `best_step` 0: the start was best and was kept.
 
     `end_loss` is that of the best step so far while there are steps to come.
     """
@@ -85,7 +85,7 @@ class TuneLog:
     steps: int = 0
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
-    """Of the steps, each on its own lesson."""
+    """Of the steps, each on its own batch."""
 
 
 class LearnedParts:
@@ -111,12 +111,12 @@ class LearnedParts:
         fakes = [p for fake in self.weights.values() for p in (*fake.rounding(), *fake.scaling())]
         return fakes + list(self.floats.values())
 
-    def groups(self, course: RoundingCourse) -> list[dict[str, Any]]:
+    def groups(self, schedule: RoundingSchedule) -> list[dict[str, Any]]:
         """Return the parameters with their rates, as an optimizer takes them."""
         fakes = self.weights.values()
-        groups = [{"params": [p for fake in fakes for p in fake.rounding()], "lr": course.rounding_rate}]
-        groups.append({"params": [p for fake in fakes for p in fake.scaling()], "lr": course.scale_rate})
-        groups += [{"params": [p], "lr": course.float_rate * self.sizes[name]} for name, p in self.floats.items()]
+        groups = [{"params": [p for fake in fakes for p in fake.rounding()], "lr": schedule.rounding_rate}]
+        groups.append({"params": [p for fake in fakes for p in fake.scaling()], "lr": schedule.scale_rate})
+        groups += [{"params": [p], "lr": schedule.float_rate * self.sizes[name]} for name, p in self.floats.items()]
         return [group for group in groups if group["params"]]
 
     @contextlib.contextmanager
@@ -156,37 +156,37 @@ def is_transposed(layer: nn.Module) -> bool:
 
 def learn(
     student: LearnedParts,
-    lessons: Sequence[Lesson],
-    kept_aside: Sequence[Lesson],
-    course: RoundingCourse,
+    batches: Sequence[LossBatch],
+    kept_aside: Sequence[LossBatch],
+    schedule: RoundingSchedule,
     progress: Progress = no_progress,
     reduce: Reduce = lambda tensor: tensor,
     saved: SavedRun | None = None,
 ) -> TuneLog:
-    """Take the course's steps, one lesson each, and leave the student as it was best on the lessons kept aside.
+    """Take the schedule's steps, one batch each, and leave the student as it was best on the batches kept aside.
 
-    Without lessons kept aside it is judged on those it learns from. Each pass over the lessons has an order of its own,
+    Without batches kept aside it is judged on those it learns from. Each pass over the batches has an order of its own,
     drawn from the seed; torch's and numpy's own generators are left alone. `reduce` sums a tensor over processes that
-    learn together: the same number of steps, each with its part of the lesson. `saved`: where the run is saved, and
+    learn together: the same number of steps, each with its part of the batch. `saved`: where the run is saved, and
     what a killed one left, from which it goes on and ends with the same bytes; None: nothing is saved.
     """
-    judged, saved = kept_aside or lessons, saved or SavedRun(None)
-    if course.steps == 0 or not student.parameters():
+    judged, saved = kept_aside or batches, saved or SavedRun(None)
+    if schedule.steps == 0 or not student.parameters():
         return TuneLog(start := _judge(student, judged, reduce), start)
-    optimizer, best = _make_optimizer(student, course), _Best(student)
+    optimizer, best = _make_optimizer(student, schedule), _Best(student)
     log = _resume(student, best, optimizer, saved)
     if log is None:
         log = TuneLog(start := _judge(student, judged, reduce), start)
-    check_at = {max(1, round(course.steps * (i + 1) / course.checks)) for i in range(course.checks)}
-    order = _draw_numbers(len(lessons), course.seed, len(log.losses))
+    check_at = {max(1, round(schedule.steps * (i + 1) / schedule.checks)) for i in range(schedule.checks)}
+    order = _draw_numbers(len(batches), schedule.seed, len(log.losses))
     clock = time.monotonic() - log.seconds
-    for step in progress(range(len(log.losses), course.steps), "learning"):
-        done = _measure_done(step, clock, course, reduce)
+    for step in progress(range(len(log.losses), schedule.steps), "learning"):
+        done = _measure_done(step, clock, schedule, reduce)
         if done >= 1:
             break
         optimizer.at(done, step)
         with torch.enable_grad(), student.learning():
-            loss = _weigh_loss(lessons[next(order)]) if lessons else _make_empty_loss(student)
+            loss = _weigh_loss(batches[next(order)]) if batches else _make_empty_loss(student)
             loss.backward()
         _share_gradients(student, reduce)
         optimizer.step()
@@ -234,7 +234,7 @@ class _Adam:
         self.rates = [group["lr"] for group in self.inner.param_groups]
 
     def at(self, done: float, step: int) -> None:
-        """Set the rates: `done` of the course is over."""
+        """Set the rates: `done` of the schedule is over."""
         factor = min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * done))
         for group, rate in zip(self.inner.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -275,9 +275,9 @@ class _Sign:
         pass
 
 
-def _make_optimizer(student: LearnedParts, course: RoundingCourse) -> _Adam | _Sign:
-    groups = student.groups(course)
-    return _Adam(groups, course.steps) if course.method == "adam" else _Sign(groups)
+def _make_optimizer(student: LearnedParts, schedule: RoundingSchedule) -> _Adam | _Sign:
+    groups = student.groups(schedule)
+    return _Adam(groups, schedule.steps) if schedule.method == "adam" else _Sign(groups)
 
 
 def _collect_state(student: LearnedParts, best: _Best, optimizer: _Adam | _Sign) -> Tensors:
@@ -303,23 +303,23 @@ def _resume(student: LearnedParts, best: _Best, optimizer: _Adam | _Sign, saved:
 
 
 @torch.no_grad()
-def _judge(student: LearnedParts, lessons: Sequence[Lesson], reduce: Reduce) -> float:
-    """Return the mean loss over lessons, each counted by its rows."""
+def _judge(student: LearnedParts, batches: Sequence[LossBatch], reduce: Reduce) -> float:
+    """Return the mean loss over batches, each counted by its rows."""
     total = torch.zeros(2, dtype=torch.float64)
     with student.learning():
-        for lesson in lessons:
-            total += torch.tensor([lesson.loss().item() * lesson.n_rows, lesson.n_rows], dtype=torch.float64)
+        for batch in batches:
+            total += torch.tensor([batch.loss().item() * batch.n_rows, batch.n_rows], dtype=torch.float64)
     loss, rows = reduce(total).tolist()
     return loss / rows if rows and math.isfinite(loss) else math.inf
 
 
-def _measure_done(step: int, clock: float, course: RoundingCourse, reduce: Reduce) -> float:
-    """Return the part of the course that is over, by steps or by time, the same for all processes."""
-    done = step / course.steps
-    if course.max_seconds is None:
+def _measure_done(step: int, clock: float, schedule: RoundingSchedule, reduce: Reduce) -> float:
+    """Return the part of the schedule that is over, by steps or by time, the same for all processes."""
+    done = step / schedule.steps
+    if schedule.max_seconds is None:
         return done
     spent = reduce(torch.tensor([time.monotonic() - clock, 1.0], dtype=torch.float64))
-    return max(done, float(spent[0] / spent[1]) / course.max_seconds)
+    return max(done, float(spent[0] / spent[1]) / schedule.max_seconds)
 
 
 def _draw_numbers(n: int, seed: int, first: int = 0) -> Iterator[int]:
@@ -332,10 +332,10 @@ def _draw_numbers(n: int, seed: int, first: int = 0) -> Iterator[int]:
         skipped += n
 
 
-def _weigh_loss(lesson: Lesson) -> Tensor:
-    """Return what a process adds to the step's loss: that of its lesson, times its part of the rows."""
-    loss = lesson.loss()
-    return loss if lesson.part == 1 else loss * lesson.part
+def _weigh_loss(batch: LossBatch) -> Tensor:
+    """Return what a process adds to the step's loss: that of its batch, times its part of the rows."""
+    loss = batch.loss()
+    return loss if batch.part == 1 else loss * batch.part
 
 
 def _share_gradients(student: LearnedParts, reduce: Reduce) -> None:
@@ -347,7 +347,7 @@ def _share_gradients(student: LearnedParts, reduce: Reduce) -> None:
 
 
 def _make_empty_loss(student: LearnedParts) -> Tensor:
-    """Return the loss of a process that has no lesson, while others have: 0, with gradients of 0."""
+    """Return the loss of a process that has no batch, while others have: 0, with gradients of 0."""
     return torch.stack([parameter.sum() for parameter in student.parameters() if parameter.requires_grad]).sum() * 0
 
 

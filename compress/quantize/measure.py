@@ -16,7 +16,7 @@ from compress.graph.run import TAPPED, Feeds, clone, cut_batches, open_session, 
 from compress.graph.specs import is_cache
 from compress.quantize.observers import Observer
 from compress.quantize.qdq import placement_of, write_state
-from compress.quantize.state import Flavour, GraphState
+from compress.quantize.state import GraphState, Variant
 
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
@@ -166,11 +166,11 @@ def decibel(signal: float, noise: float) -> float:
 
 
 def sensitivities(
-    state: GraphState, batches: Sequence[Feeds], flavour: Flavour, progress: Callable[[Sequence[str]], Iterable[str]]
+    state: GraphState, batches: Sequence[Feeds], variant: Variant, progress: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, float]:
     """Return how much each layer alone hurts: 1 - mean output cosine with only it quantized; one run for each."""
     names = [*state.integer, *state.weight_only]
-    hurt = measure_groups(state, {name: (name,) for name in names}, batches, flavour, progress)
+    hurt = measure_groups(state, {name: (name,) for name in names}, batches, variant, progress)
     return dict(zip(names, hurt, strict=True))
 
 
@@ -178,7 +178,7 @@ def measure_groups(
     state: GraphState,
     groups: Mapping[str, Collection[str]],
     batches: Sequence[Feeds],
-    flavour: Flavour,
+    variant: Variant,
     progress: Callable[[Sequence[str]], Iterable[str]],
 ) -> list[float]:
     """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers."""
@@ -192,7 +192,7 @@ def measure_groups(
             weight_only=[name for name in state.weight_only if name in groups[group]],
             attention=False,
         )
-        hurt.append(1 - output_cosine(exact, outputs_of(write_state(alone, flavour), batches)))
+        hurt.append(1 - output_cosine(exact, outputs_of(write_state(alone, variant), batches)))
     return hurt
 
 
@@ -201,14 +201,14 @@ def blame(
     seen: dict[str, Observer],
     exact: Sequence[np.ndarray],
     batches: Sequence[Feeds],
-    flavour: Flavour,
+    variant: Variant,
 ) -> list[Suspect]:
     """Leave the quantized outputs of one operator kind after another out and see what heals; worst offender first."""
     placement = placement_of(state)
     suspects = []
     for operator in sorted(set(placement.writers.values()) - set(state.leave_out)):
         without = replace(state, leave_out=[*state.leave_out, operator])
-        cosine = output_cosine(exact, outputs_of(write_state(without, flavour), batches))
+        cosine = output_cosine(exact, outputs_of(write_state(without, variant), batches))
         tensors = [name for name, op in placement.writers.items() if op == operator]
         suspects.append(Suspect(operator, cosine, tuple(sorted(tensors, key=lambda t: -spread(seen.get(t)))[:5])))
     return sorted(suspects, key=lambda suspect: -suspect.cosine)
@@ -233,7 +233,7 @@ def restore_until_held(
     state: GraphState,
     short: list[str],
     sensitivity: dict[str, float],
-    flavour: Flavour,
+    variant: Variant,
     shortfalls: Callable[[ir.Model], list[str]],
     max_layers: int,
     max_minutes: float,
@@ -257,6 +257,6 @@ def restore_until_held(
             return Restored(state, tuple(restored), tuple(short), f"max_minutes {max_minutes:g} used")
         state.to_float(name)
         restored.append(name)
-        short = shortfalls(write_state(state, flavour))
+        short = shortfalls(write_state(state, variant))
         log(f"int8: {name} back to float32; {'the gates hold' if not short else '; '.join(short)}")
     return Restored(state, tuple(restored), tuple(short), "the gates hold" if not short else "no layer is left")

@@ -154,8 +154,8 @@ def _round_to_levels(centres: np.ndarray, low: float, high: float) -> tuple[np.n
 
 
 def _squared_error(centres: np.ndarray, counts: np.ndarray, low: float, high: float) -> float:
-    levels, scale = _round_to_levels(centres, low, high)
-    error = centres - (levels * scale + low)
+    quantized, scale = _round_to_levels(centres, low, high)
+    error = centres - (quantized * scale + low)
     rounding = np.where((centres >= low) & (centres <= high), scale**2 / 12, 0.0)
     inside = np.where(rounding > 0, rounding, error**2)
     return float(counts @ inside)
@@ -169,9 +169,9 @@ def _divergence(centres: np.ndarray, counts: np.ndarray, low: float, high: float
     p = counts[inside].copy()
     p[0] += counts[centres < low].sum()
     p[-1] += counts[centres > high].sum()
-    levels = _round_to_levels(centres[inside], low, high)[0].astype(np.int64)
-    occupied = np.maximum(np.bincount(levels, minlength=256), 1)
-    q = (np.bincount(levels, counts[inside], minlength=256) / occupied)[levels]
+    quantized = _round_to_levels(centres[inside], low, high)[0].astype(np.int64)
+    occupied = np.maximum(np.bincount(quantized, minlength=256), 1)
+    q = (np.bincount(quantized, counts[inside], minlength=256) / occupied)[quantized]
     p, q = p / p.sum(), q / q.sum()
     return float(np.sum(p * np.log(p / q)))
 

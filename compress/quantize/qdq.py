@@ -1,4 +1,4 @@
-"""Writing a quantized state into its graph as standard ONNX, in the flavour a target is fast on.
+"""Writing a quantized state into its graph as standard ONNX, in the variant a target is fast on.
 
 Flavours come from one calibration: `u8s8` (uint8 activations with a zero point, int8 per-channel weights, int32
 biases), which ONNX Runtime's CPU kernels and OpenVINO fuse; `s8s8` (symmetric int8 activations, float biases), which
@@ -23,7 +23,7 @@ from compress.graph.stored import StoredTensor
 from compress.quantize.float_blocks import is_float_block, write_float_blocks
 from compress.quantize.placement import Placement, Use, place
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight, UnreadWeight
-from compress.quantize.state import FLOAT8, Flavour, GraphState
+from compress.quantize.state import FLOAT8, GraphState, Variant
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
@@ -31,7 +31,7 @@ LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""
 
 
-def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
+def write_state(state: GraphState, variant: Variant) -> ir.Model:
     """Write a new graph in which the state's layers are quantized; `state` is left as it is."""
     model = clone(state.model)
     layers = {layer.name: layer for layer in find_layers(model)}
@@ -40,10 +40,10 @@ def write_state(state: GraphState, flavour: Flavour) -> ir.Model:
         for layer in integer:
             _write_dynamic(model, layer, state)
     else:
-        _write_static(model, integer, state, flavour)
+        _write_static(model, integer, state, variant)
     for name in state.weight_only:
         weight, scale = state.weights[name], state.input_scales.get(name)
-        _write_rounded(model, layers[name], weight, flavour, name in state.unpacked, scale)
+        _write_rounded(model, layers[name], weight, variant, name in state.unpacked, scale)
     if any(_needs_blocks(node) for node in model.graph):
         model.opset_imports[""] = max(model.opset_imports[""], BLOCK_OPSET)
     tidy(model)
@@ -54,24 +54,24 @@ def _write_rounded(
     model: ir.Model,
     layer: GraphLayer,
     weight: QuantizedWeight,
-    flavour: Flavour,
+    variant: Variant,
     unpack: bool,
     input_scale: float | None = None,
 ) -> None:
     """Write a layer whose weights are rounded, and, for `write_float_blocks`, what it reads."""
     if layer.op == "Gather" and weight.group_size > 0:
-        _write_table(model, layer, in_kernel_blocks(weight, flavour))
+        _write_table(model, layer, in_kernel_blocks(weight, variant))
     elif layer.op == "Gather":
-        _write_embedding(model, layer, weight, flavour)
-    elif is_float_block(weight) and flavour == "u8s8":
+        _write_embedding(model, layer, weight, variant)
+    elif is_float_block(weight) and variant == "u8s8":
         _write_floats(model, layer, weight)  # CPU runtimes have no operator that reads FP4, or scales of few bits
     elif is_float_block(weight):
         write_float_blocks(model, layer, weight, input_scale)
         _avoid_gemm(model, layer)
     elif unpack or not _has_kernel(weight):
-        _write_unpacked(model, layer, weight, flavour)
+        _write_unpacked(model, layer, weight, variant)
     else:
-        weight = in_kernel_blocks(weight, flavour)
+        weight = in_kernel_blocks(weight, variant)
         _write_weight(model, layer, weight)
         if weight.group_size > 0:
             _avoid_gemm(model, layer)
@@ -89,7 +89,7 @@ def _needs_blocks(node: ir.Node) -> bool:
     return small or int_attribute(node, "block_size", 0) > 0
 
 
-def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeight:
+def in_kernel_blocks(weight: QuantizedWeight, variant: Variant) -> QuantizedWeight:
     """Return the same numbers with each scale repeated over blocks that kernels have, where groups are not such blocks.
 
     A channel (-1), a tensor (0) and any other group become the largest blocks that divide them. Groups that no block
@@ -97,7 +97,7 @@ def in_kernel_blocks(weight: QuantizedWeight, flavour: Flavour) -> QuantizedWeig
     """
     rows, n_inputs = weight.values.shape[0], weight.values.size // weight.values.shape[0]
     group = weight.group_size if weight.group_size > 0 else n_inputs
-    block = next((size for size in KERNEL_BLOCKS[flavour] if group % size == 0), 0)
+    block = next((size for size in KERNEL_BLOCKS[variant] if group % size == 0), 0)
     if block in (0, weight.group_size) or weight.values.ndim != 2 or weight.values.dtype == FLOAT8:
         return weight
     scales = _repeat_over_blocks(weight.scales, rows, n_inputs // block)
@@ -111,15 +111,15 @@ def _repeat_over_blocks(parts: np.ndarray, rows: int, blocks: int) -> np.ndarray
     return np.repeat(spread, blocks // parts.shape[1], axis=1)
 
 
-def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour) -> None:
+def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, variant: Variant) -> None:
     scales: dict[ir.Node, np.ndarray] = {}
-    for value, source, uses in find_rounded_tensors(model, layers, state, flavour):
-        scale, zero_point = state.ranges[source].parameters(flavour, state.in_float8)
+    for value, source, uses in find_rounded_tensors(model, layers, state, variant):
+        scale, zero_point = state.ranges[source].parameters(variant, state.in_float8)
         scales |= {node: scale for node, index in uses if index == 0}
         _insert_pair(model, value, uses, scale, zero_point)
     for layer in layers:
         weight = state.weights[layer.name]
-        whole = integer_bias(layer, flavour) and not state.in_float8
+        whole = integer_bias(layer, variant) and not state.in_float8
         input_scale = scales.get(layer.node) if whole else None
         if input_scale is not None:
             weight = fit_scales_to_bias(weight, _get_bias(layer, state), input_scale)
@@ -128,7 +128,7 @@ def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, 
 
 
 def find_rounded_tensors(
-    model: ir.Model, layers: list[GraphLayer], state: GraphState, flavour: Flavour
+    model: ir.Model, layers: list[GraphLayer], state: GraphState, variant: Variant
 ) -> Iterator[tuple[ir.Value, str, list[Use]]]:
     """Yield (tensor of `model`, tensor whose range it is rounded with, who is to read it rounded) for each rounded one.
 
@@ -138,7 +138,7 @@ def find_rounded_tensors(
     placement = place(model, layers, state.placement, state.attention, state.leave_out)
     values = values_by_name(model)
     for name, uses in placement.consumers.items():
-        if flavour == "s8s8" and placement.only_added(name):
+        if variant == "s8s8" and placement.only_added(name):
             continue  # TensorRT fuses the layer, the Add and the requantization after it
         if placement.source(name) not in state.ranges:
             continue
@@ -146,9 +146,9 @@ def find_rounded_tensors(
         yield values[name], placement.source(name), readers
 
 
-def integer_bias(layer: GraphLayer, flavour: Flavour) -> bool:
+def integer_bias(layer: GraphLayer, variant: Variant) -> bool:
     """Return whether an integer kernel adds the layer's bias, which is then int32."""
-    return flavour == "u8s8" and layer.bias is not None and layer.bias_add is None
+    return variant == "u8s8" and layer.bias is not None and layer.bias_add is None
 
 
 def _insert_pair(
@@ -195,13 +195,13 @@ def _write_floats(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     layer.node.replace_input_with(layer.weight_input, value)
 
 
-def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
+def _write_unpacked(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, variant: Variant) -> None:
     """Write integer weights as Cast and Mul: constants, which a runtime folds to floats once, as it loads them.
 
     A DequantizeLinear it would keep, for a kernel that takes integers, and compute on every call. Not for TensorRT,
     whose file is an engine: there the rounded weights are floats.
     """
-    if flavour == "s8s8":
+    if variant == "s8s8":
         _write_floats(model, layer, weight)
         return
     name, (rows, groups) = f"{layer.name}/weight", (weight.values.shape[0], weight.scales.shape[1])
@@ -312,7 +312,7 @@ def _write_table(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) ->
     layer.node.replace_input_with(layer.weight_input, table)
 
 
-def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, flavour: Flavour) -> None:
+def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight, variant: Variant) -> None:
     """Look up integers and dequantize only the rows found: a table dequantized first would be, whole, on every run.
 
     Not for TensorRT, which takes integers for nothing but what is dequantized at once, and does so when it compiles.
@@ -322,7 +322,7 @@ def _write_embedding(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight
     # Zeros that looked-up rows share with a layer's weights keep that layer out of int8 in OpenVINO, where shapes are
     # fixed: all-MiniLM-L6-v2 ran at 2.1 times its float speed instead of 3.0.
     scales = [s] if weight.zero_points is None else [s, z]
-    if flavour == "s8s8":
+    if variant == "s8s8":
         table = append(model, "DequantizeLinear", [q, *scales], f"{layer.name}/dequantized", {"axis": 1})
         layer.node.replace_input_with(layer.weight_input, table)
         return

@@ -227,9 +227,9 @@ def zeros_to_keep(weight: Tensor) -> Tensor | None:
     return zeros if int(zeros.sum()) >= LEAST_ZEROS * zeros.numel() else None
 
 
-def keep_zeros(levels: Tensor, gone: Tensor, zero_points: Tensor | None) -> None:
-    """Set `levels` (changed in place) to what stands for zero where `gone`; all of one shape."""
+def keep_zeros(quantized: Tensor, zero_mask: Tensor, zero_points: Tensor | None) -> None:
+    """Set `levels` (changed in place) to what stands for zero where `zero_mask`; all of one shape."""
     if zero_points is None:
-        levels.masked_fill_(gone, 0)
+        quantized.masked_fill_(zero_mask, 0)
     else:
-        levels.copy_(zero_points.where(gone, levels))
+        quantized.copy_(zero_points.where(zero_mask, quantized))

@@ -26,11 +26,11 @@ from compress.quantize.fake import pass_straight, straight_round
 from compress.quantize.numbers import Numbers
 from compress.quantize.qdq import find_rounded_tensors, integer_bias
 from compress.quantize.rounding import SMALLEST_SCALE, QuantizedWeight
-from compress.quantize.state import Flavour, GraphState, Range
+from compress.quantize.state import GraphState, Range, Variant
 
 DOMAIN = "compress.simulated"
 ACTIVATION, WEIGHT, BIAS = "RoundActivation", "RoundWeight", "RoundBias"
-LEVELS: dict[Flavour, tuple[int, int]] = {"u8s8": (0, 255), "s8s8": (-128, 127)}
+LEVELS: dict[Variant, tuple[int, int]] = {"u8s8": (0, 255), "s8s8": (-128, 127)}
 """The least and the greatest integer of an activation."""
 TOP = 127
 """The greatest of a weight; the least is its negative, so that every kernel may negate it."""
@@ -40,20 +40,20 @@ FOLLOWED = 0.02
 
 
 class SimulatedGraph(nn.Module):
-    """`state`'s graph as it computes in `flavour`; `forward` takes and gives tensors by the graph's names.
+    """`state`'s graph as it computes in `variant`; `forward` takes and gives tensors by the graph's names.
 
     Parameters: what `trainable` names, and, with `learn`, the growth of ranges and scales. `state` is left as it is.
     ValueError for an operator that cannot be trained through, and where biases have been corrected: they are learned.
     """
 
-    def __init__(self, state: GraphState, flavour: Flavour, learn: bool) -> None:
+    def __init__(self, state: GraphState, variant: Variant, learn: bool) -> None:
         super().__init__()
         if state.biases:
             raise ValueError("biases have been corrected for rounding already; train with bias_correction: false")
         self.state = state
-        model, sources = make_simulated_graph(state, flavour)
+        model, sources = make_simulated_graph(state, variant)
         self.sources = {name: i for i, name in enumerate(sources)}
-        self.ranges = nn.ModuleList(LearnedRange(state.ranges[name], flavour, learn) for name in sources)
+        self.ranges = nn.ModuleList(LearnedRange(state.ranges[name], variant, learn) for name in sources)
         self.layers = {name: i for i, name in enumerate(state.weights)}
         self.scales = nn.ModuleList(LearnedScales(weight, learn) for weight in state.weights.values())
         special = {ACTIVATION: self._make_activation, WEIGHT: self._make_weight, BIAS: self._make_bias}
@@ -118,21 +118,21 @@ class SimulatedGraph(nn.Module):
         return lambda bias: fake_bias(bias, read.numbers()[0], scales.scales())
 
 
-def make_simulated_graph(state: GraphState, flavour: Flavour) -> tuple[ir.Model, list[str]]:
+def make_simulated_graph(state: GraphState, variant: Variant) -> tuple[ir.Model, list[str]]:
     """Return (a copy of the state's graph with rounding nodes in it, the tensors whose ranges those have)."""
     model = clone(state.model)
     layers = {layer.name: layer for layer in find_layers(model)}
     integer = [layers[name] for name in state.integer]
     read: dict[ir.Node, str] = {}
     sources: dict[str, None] = {}
-    for value, source, uses in find_rounded_tensors(model, integer, state, flavour):
+    for value, source, uses in find_rounded_tensors(model, integer, state, variant):
         sources[source] = None
         read |= {node: source for node, index in uses if index == 0}
         rounded = append(model, ACTIVATION, [value], f"{value.name}/rounded", {"source": source}, DOMAIN)
         reroute(uses, rounded)
     for layer in integer:
         _round_weight(model, layer)
-        if integer_bias(layer, flavour) and layer.node in read:
+        if integer_bias(layer, variant) and layer.node in read:
             _round_bias(model, layer, read[layer.node])
     for name in state.weight_only:
         if layers[name].op == "Gather":
@@ -184,12 +184,12 @@ class _FakeQuantize(torch.autograd.Function):
         (gradient,) = gradients
         position = x / scale
         rounded = position.round().add_(zero)
-        levels = rounded.clamp(ctx.low, ctx.high)
-        outside = levels != rounded
+        quantized = rounded.clamp(ctx.low, ctx.high)
+        outside = quantized != rounded
         to_x = gradient.masked_fill(outside, 0.0)
         to_scale = to_zero = None
         if ctx.needs_input_grad[1]:
-            slope = levels.sub_(zero).sub_(position.masked_fill_(outside, 0.0))
+            slope = quantized.sub_(zero).sub_(position.masked_fill_(outside, 0.0))
             to_scale = slope.mul_(gradient).sum_to_size(scale.shape) * ctx.damp
         if ctx.needs_input_grad[2]:
             to_zero = ((to_x - gradient) * scale).sum_to_size(zero.shape) * ctx.damp
@@ -221,10 +221,10 @@ class LearnedRange(nn.Module):
     held: Tensor
     magnitude: Tensor
 
-    def __init__(self, start: Range, flavour: Flavour, learn: bool) -> None:
+    def __init__(self, start: Range, variant: Variant, learn: bool) -> None:
         super().__init__()
-        self.range, self.flavour = start, flavour
-        ends = [start.low, start.high] if flavour == "u8s8" else [start.peak]
+        self.range, self.variant = start, variant
+        ends = [start.low, start.high] if variant == "u8s8" else [start.peak]
         self.register_buffer("start", torch.tensor(ends, dtype=torch.float32), persistent=False)
         self.growth = nn.Parameter(torch.zeros(len(ends)), requires_grad=learn)
         self.learn, self.observing, self.frozen = learn, False, False
@@ -237,13 +237,13 @@ class LearnedRange(nn.Module):
             total = float(x.detach().abs().sum(dtype=torch.float64))
             self.seen += torch.tensor([total, x.numel()], dtype=torch.float64)
         scale, zero = self.numbers()
-        return fake_quantize(x, scale, zero, *LEVELS[self.flavour], x[0].numel())
+        return fake_quantize(x, scale, zero, *LEVELS[self.variant], x[0].numel())
 
     def numbers(self) -> tuple[Tensor, Tensor]:
         """Return (scale, zero point as float32), exactly those of `decided()`."""
         growth = self.growth.detach() if self.frozen else self.growth
         ends = self.start * (1 + growth)
-        if self.flavour == "s8s8":
+        if self.variant == "s8s8":
             scale = (ends[0].double().clamp_min(1e-12) / 127).float()
             return scale, torch.zeros_like(scale)
         low, high = ends.unbind()
@@ -269,9 +269,9 @@ class LearnedRange(nn.Module):
         self.growth.fill_(mean / first - 1 if first else 0.0)
 
     def decide(self) -> Range:
-        """Return the range as it is now. The other flavour's, which nothing was trained for, is stretched alike."""
+        """Return the range as it is now. The other variant's, which nothing was trained for, is stretched alike."""
         ends = (self.start * (1 + self.growth.detach())).cpu().tolist()
-        if self.flavour == "u8s8":
+        if self.variant == "u8s8":
             stretch = max(-ends[0], ends[1]) / max(-self.range.low, self.range.high, 1e-30)
             return Range(ends[0], ends[1], self.range.peak * stretch)
         stretch = ends[0] / max(self.range.peak, 1e-30)
@@ -317,5 +317,5 @@ class LearnedScales(nn.Module):
 def fake_bias(bias: Tensor, input_scale: Tensor, weight_scales: Tensor) -> Tensor:
     """Round `bias` [out] to int32 steps of input scale x weight scale, as integer kernels add it."""
     step = input_scale.detach() * weight_scales.detach()
-    levels = (bias.detach().double() / step.double()).round_().clamp_(-(2**31) + 1, 2**31 - 1)
-    return pass_straight(bias, levels.float() * step)
+    quantized = (bias.detach().double() / step.double()).round_().clamp_(-(2**31) + 1, 2**31 - 1)
+    return pass_straight(bias, quantized.float() * step)

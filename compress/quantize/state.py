@@ -1,6 +1,6 @@
 """What the graph passes have decided about a model, kept beside its float graph until an exporter writes it down.
 
-Passes decide, exporters write: one state gives every flavour, and a layer goes back to float by leaving the state.
+Passes decide, exporters write: one state gives every variant, and a layer goes back to float by leaving the state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compress.graph.layers import layer_facts
 from compress.quantize.placement import Kind
 from compress.quantize.rounding import QuantizedWeight
 
-Flavour = Literal["u8s8", "s8s8"]
+Variant = Literal["u8s8", "s8s8"]
 FLOAT8 = ml_dtypes.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 
@@ -31,11 +31,11 @@ class Range:
     high: float
     peak: float
 
-    def parameters(self, flavour: Flavour, float8: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def parameters(self, variant: Variant, float8: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return (scale float32 [], zero point uint8, int8 or float8 [])."""
         if float8:
             return np.asarray(np.float32(max(self.peak, 1e-12) / LARGEST_FLOAT8)), np.zeros((), FLOAT8)
-        if flavour == "s8s8":
+        if variant == "s8s8":
             return np.asarray(np.float32(max(self.peak, 1e-12) / 127)), np.zeros((), np.int8)
         scale = np.float32(max(self.high - self.low, 1e-12) / 255)
         return np.asarray(scale), np.asarray(np.clip(np.round(-self.low / scale), 0, 255), np.uint8)

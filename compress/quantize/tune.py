@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from compress.formats.schemes import WeightScheme
 from compress.quantize.fake import LearnedWeight
-from compress.quantize.learn import LearnedParts, Reduce, RoundingCourse, TuneLog, learn
-from compress.quantize.lessons import Feeds, FloatTeacher, Loss, output_lessons
+from compress.quantize.learn import LearnedParts, Reduce, RoundingSchedule, TuneLog, learn
+from compress.quantize.learned_batches import Feeds, FloatTeacher, Loss, output_batches
 from compress.quantize.rounding import QuantizedWeight
 from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
@@ -27,7 +27,7 @@ def tune_module(
     start: Mapping[str, QuantizedWeight],
     batches: Sequence[Feeds],
     teacher: nn.Module,
-    course: RoundingCourse,
+    schedule: RoundingSchedule,
     *,
     kept_aside: Sequence[Feeds] = (),
     kind: Loss = "kl",
@@ -57,9 +57,9 @@ def tune_module(
     """
     student = student_of(module, layers, start, floats or {}, places, learn_rounding, schemes)
     teaching = FloatTeacher(teacher, kind, text_share)
-    lessons = output_lessons(module, teaching, batches, 0, rank, size, rows)
-    judged = output_lessons(module, teaching, kept_aside, len(batches), rank, size, rows)
-    log = learn(student, lessons, judged, course, progress, reduce, saved)
+    loss_batches = output_batches(module, teaching, batches, 0, rank, size, rows)
+    judged = output_batches(module, teaching, kept_aside, len(batches), rank, size, rows)
+    log = learn(student, loss_batches, judged, schedule, progress, reduce, saved)
     return *student.freeze(), log
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compress.formats.schemes import WeightScheme
-from compress.quantize.gptq import Hessian, RoundedWeight, Rules, gptq_round, gptq_round_together
+from compress.quantize.gptq import GptqRules, Hessian, RoundedWeight, gptq_round, gptq_round_together
 from compress.quantize.grid import round_to_grid
 from compress.quantize.k_quants import gptq_round_k, round_to_k
 from compress.quantize.rounding import QuantizedWeight, by_rows
@@ -33,7 +33,7 @@ def round_weight(
 
 
 def gptq_round_weights(
-    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: Rules
+    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: GptqRules
 ) -> list[RoundedWeight]:
     """Quantize weights [out, in] that read the same inputs by GPTQ, together where the format lets them be.
 

@@ -14,7 +14,7 @@ from compress.recipe import vocabulary
 from compress.recipe.explain import explain
 from compress.recipe.overrides import BadPath, set_value
 from compress.recipe.places import Node, Path, RecipeFindings, join_path, plain
-from compress.recipe.points import SEARCH, Dimension, enter, is_there, put
+from compress.recipe.points import SEARCH, SpaceDimension, enter, is_there, put
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Search, Space, find_direction
 from runtime.bundle.format import Gate
@@ -49,7 +49,7 @@ def fill_in(root: Node, findings: RecipeFindings) -> Node:
     return root
 
 
-def _fill_in_one(dimension: Dimension, found: list[Dimension], root: Node) -> Node:
+def _fill_in_one(dimension: SpaceDimension, found: list[SpaceDimension], root: Node) -> Node:
     home, source = _find_home(dimension, found), root.find((*SPACE, dimension.key))
     if is_there(root, home) and root.find(home).value is not None:
         return root
@@ -71,7 +71,7 @@ def _read_space(node: Node) -> Space:
         return Space.model_construct(choice=values if isinstance(values, dict) else tuple(values[:1]), range=None)
 
 
-def _find_type_problem(dimension: Dimension, base: Node) -> str:
+def _find_type_problem(dimension: SpaceDimension, base: Node) -> str:
     """Return why a range cannot be of this place; "" where it can."""
     alternatives = vocabulary.at(dimension.path, plain(base))
     numbers = any(vocabulary.takes(alternatives, kind) for kind in ("integer", "number")) or {} in alternatives
@@ -81,7 +81,7 @@ def _find_type_problem(dimension: Dimension, base: Node) -> str:
     return f"a range is of numbers, and {join_path(dimension.path)} is {expected}; use choice"
 
 
-def _find_home(dimension: Dimension, found: list[Dimension]) -> Path:
+def _find_home(dimension: SpaceDimension, found: list[SpaceDimension]) -> Path:
     """Return where the value of a place is written: in the recipe, or in the option of the choice around it."""
     if not dimension.given:
         return dimension.path
@@ -110,7 +110,7 @@ def _entries(root: Node) -> dict[str, Node]:
     return root.value if isinstance(root.value, dict) else {}
 
 
-def _check_dimension(dimension: Dimension, base: Node, root: Node, findings: RecipeFindings) -> None:
+def _check_dimension(dimension: SpaceDimension, base: Node, root: Node, findings: RecipeFindings) -> None:
     """Report values that may not stand where the space is; `base`: the recipe in which that place is."""
     place: Path = (*SPACE, dimension.key)
     if dimension.whole and isinstance(dimension.space.step, float):
@@ -127,7 +127,7 @@ def _check_dimension(dimension: Dimension, base: Node, root: Node, findings: Rec
             findings.add(written.place, dimension.path, f"{text} it")
 
 
-def _list_values(dimension: Dimension) -> Iterator[tuple[Path, Any]]:
+def _list_values(dimension: SpaceDimension) -> Iterator[tuple[Path, Any]]:
     """Yield where each value of a space is written, and the value as the recipe would have it; of a range its ends."""
     space = dimension.space
     if space.range is not None:

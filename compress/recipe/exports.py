@@ -32,7 +32,7 @@ class GraphExport(Record):
 
 
 class OnnxExport(GraphExport):
-    """An ONNX graph in the flavour that `target` is fast on (default: the recipe's target)."""
+    """An ONNX graph in the variant that `target` is fast on (default: the recipe's target)."""
 
     kind: Literal["onnx"] = "onnx"
     target: AnyTarget | None = None

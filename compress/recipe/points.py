@@ -30,7 +30,7 @@ DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Dimension:
+class SpaceDimension:
     """A place of the recipe that may hold other values.
 
     `key`: as `search.space` writes it; `path`: where it is once `given` holds, the names that choices around it must
@@ -117,7 +117,7 @@ def _is_same(value: Any, label: Any) -> bool:
     return value == label and (numbers or type(value) is type(label))
 
 
-def list_dimensions(root: Node, spaces: Mapping[str, Space]) -> list[Dimension]:
+def list_dimensions(root: Node, spaces: Mapping[str, Space]) -> list[SpaceDimension]:
     """Return the places that the spaces are of, those of named choices before what is inside of them.
 
     `root`: the recipe's tree. Raises `overrides.BadPath` for a path that leads nowhere.
@@ -125,7 +125,7 @@ def list_dimensions(root: Node, spaces: Mapping[str, Space]) -> list[Dimension]:
     return sorted((enter(key, root, spaces)[0] for key in spaces), key=lambda found: len(found.given))
 
 
-def enter(key: str, root: Node, spaces: Mapping[str, Space]) -> tuple[Dimension, Node]:
+def enter(key: str, root: Node, spaces: Mapping[str, Space]) -> tuple[SpaceDimension, Node]:
     """Return the place that one space is of, and the tree in which it is there: with the choices around it made.
 
     Raises `overrides.BadPath` where the path leads nowhere.
@@ -141,7 +141,7 @@ def enter(key: str, root: Node, spaces: Mapping[str, Space]) -> tuple[Dimension,
     path = parse_path(".".join(words), root)
     alternatives = vocabulary.at(path, plain(root))
     whole = vocabulary.takes(alternatives, "integer") and not vocabulary.takes(alternatives, "number")
-    return Dimension(key, path, space, given, whole), root
+    return SpaceDimension(key, path, space, given, whole), root
 
 
 def _find_owner(words: list[str], spaces: Mapping[str, Space]) -> tuple[str, str]:
@@ -172,7 +172,7 @@ def is_there(root: Node, path: Path) -> bool:
     return all(root.find(path[:n]).child(key) is not None for n, key in enumerate(path))
 
 
-def find_start(dimension: Dimension, root: Node) -> Any:
+def find_start(dimension: SpaceDimension, root: Node) -> Any:
     """Return what a point holds first for a place: the value that stands there, or the middle of its space."""
     if dimension.space.options or not is_there(root, dimension.path):
         return dimension.middle
@@ -186,7 +186,7 @@ class SearchSpace:
 
     recipe: Recipe
     search: Search
-    dimensions: tuple[Dimension, ...]
+    dimensions: tuple[SpaceDimension, ...]
     root: Node
     """The recipe as plain values, without `search`."""
 

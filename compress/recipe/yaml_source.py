@@ -173,7 +173,9 @@ def parse(text: str, source: str, findings: RecipeFindings, path: Path = ()) -> 
             warnings.simplefilter("ignore", ReusedAnchorWarning)
             warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
             root = yaml.compose(io.StringIO(text))
-            return _Builder(yaml, source, findings).build(root, path) if root else Node(None, Position(source, 1, 1))
+            return (
+                _TreeBuilder(yaml, source, findings).build(root, path) if root else Node(None, Position(source, 1, 1))
+            )
     except YAMLError as error:
         findings.report(_explain_syntax(error, text, source))
     return None
@@ -253,7 +255,7 @@ def _convert_scalar(yaml: YAML, node: ScalarNode) -> Scalar:
     return value
 
 
-class _Builder:
+class _TreeBuilder:
     """One text's nodes to ours."""
 
     def __init__(self, yaml: YAML, source: str, findings: RecipeFindings) -> None:

@@ -103,7 +103,7 @@ def _list_cached(ground: Ground, formats: Mapping[str, Passes]) -> dict[str, Pas
 
 
 @dataclass(frozen=True)
-class Structure:
+class PrunedStructure:
     """A smaller model of the same kind: fewer blocks, then fewer channels, neurons and heads in those that stay.
 
     `keep`: blocks that stay; None: all. `max_params`: the share of what is then left that may stay; None: any.
@@ -158,7 +158,9 @@ class Yields:
     weights_by_blocks: float = 1.0
 
 
-def design(ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in: str = "float32") -> Structure | None:
+def design(
+    ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in: str = "float32"
+) -> PrunedStructure | None:
     """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
 
     `depth`: the part of the time to go (of the weights, where no time is to be gained) that goes as whole blocks.
@@ -167,11 +169,11 @@ def design(ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in:
     rest, share = needs.speed / faster, smaller / needs.size
     speedup = round(rest ** (1 / yields.time_by_channels), 3) if rest > LEAST_GAIN else None
     params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
-    found = Structure(keep, params, speedup, timed_in)
+    found = PrunedStructure(keep, params, speedup, timed_in)
     return None if not found.passes() or ground.explain_misfit(found.passes()) else found
 
 
-def ease(structure: Structure, reached: float) -> Structure | None:
+def ease(structure: PrunedStructure, reached: float) -> PrunedStructure | None:
     """Return a structure that asks for less speed of its channels, where what it asks was out of their reach.
 
     `reached`: a speed-up that they have given; 1: none is known.
@@ -214,8 +216,8 @@ def count_cut(facts: ModelFacts, rows: Sequence[Mapping[str, Any]]) -> float:
 
     `rows`: the layers of a report, which say which blocks went and how many units of each dimension stayed.
     """
-    gone = [row["layer"] for row in rows if row["type"] == "block" and row["action"] == "pruned"]
-    whole = without_blocks(facts, gone) if gone else facts
+    removed = [row["layer"] for row in rows if row["type"] == "block" and row["action"] == "pruned"]
+    whole = without_blocks(facts, removed) if removed else facts
     widths = {row["layer"]: int(row["width"]) for row in rows if "width" in row}
     groups = [group for group in whole.prunable or () if group.name in widths]
     return _count_weights(shrunk(whole, groups, widths)) / _count_weights(whole)
@@ -228,8 +230,8 @@ def _count_weights(facts: ModelFacts) -> float:
 def find_smallest(ground: Ground) -> Passes:
     """Return the passes that leave the least of the model's structure that can be left; [] where nothing can go."""
     found: Passes = []
-    if len(ground.facts.removable or ()) > 1 and not ground.explain_misfit(Structure(keep=1).passes()):
-        found = Structure(keep=1).passes()
+    if len(ground.facts.removable or ()) > 1 and not ground.explain_misfit(PrunedStructure(keep=1).passes()):
+        found = PrunedStructure(keep=1).passes()
     left = Ground(ground.facts_after(found), ground.target, ground.has_calibration, ground.has_train)
     if left.facts.prunable:
         probe = PruneChannels(max_flops=0.5)

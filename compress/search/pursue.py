@@ -32,7 +32,7 @@ from compress.search.chains import (
     Ground,
     Needs,
     Passes,
-    Structure,
+    PrunedStructure,
     Yields,
     count_cut,
     count_left,
@@ -104,7 +104,7 @@ def gives_too_much(left: Needs) -> bool:
 
 
 @dataclass
-class Evidence:
+class GoalEvidence:
     """What a study of a goal found out, as it is kept on disk.
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
@@ -123,7 +123,7 @@ class Evidence:
     planned_s: float = 0.0
 
     @classmethod
-    def read(cls, file: Path) -> Evidence:
+    def read(cls, file: Path) -> GoalEvidence:
         if not file.exists():
             return cls()
         data = json.loads(file.read_text())
@@ -210,7 +210,7 @@ class Pursuit:
     def __post_init__(self) -> None:
         self.gates, self.ground, self.formats = self.ahead.gates, self.ahead.ground, self.ahead.formats
         self.file = self.study.folder / EVIDENCE
-        self.known = Evidence.read(self.file)
+        self.known = GoalEvidence.read(self.file)
 
     @property
     def study(self) -> Study:
@@ -373,7 +373,7 @@ class Pursuit:
                 return False
         return True
 
-    def design(self, needs: Needs, depth: float) -> Structure | None:
+    def design(self, needs: Needs, depth: float) -> PrunedStructure | None:
         return design(self.ground, needs, depth, self.known.yields, find_numbers(self.formats[self.known.base]))
 
     def fit(self, needs: Needs, depth: float) -> str:
@@ -415,7 +415,7 @@ class Pursuit:
 
         return min(tried, key=lack, default="")
 
-    def may_keep_blocks(self, structure: Structure, needs: Needs, left: Needs) -> bool:
+    def may_keep_blocks(self, structure: PrunedStructure, needs: Needs, left: Needs) -> bool:
         """Return whether a structure's blocks give what they were chosen for, so that its channels do the rest.
 
         Those that share the time to go with channels are chosen anew only where both cut too much.
@@ -447,13 +447,13 @@ class Pursuit:
         factor = max(round(self.known.planned_s / taste), 2)
         self.try_chain(name, SHORT, self.chain_of(self.structure_of(name), self.known.planned_s), factor)
 
-    def structure_of(self, name: str) -> Structure:
-        return Structure(**self.known.structures[name])
+    def structure_of(self, name: str) -> PrunedStructure:
+        return PrunedStructure(**self.known.structures[name])
 
-    def chain_of(self, structure: Structure, seconds: float) -> Passes:
+    def chain_of(self, structure: PrunedStructure, seconds: float) -> Passes:
         return [*structure.passes(), train(self.ground, seconds), *self.formats[self.known.base]]
 
-    def learn_yields(self, name: str, structure: Structure) -> None:
+    def learn_yields(self, name: str, structure: PrunedStructure) -> None:
         """Note how time and weights followed what was cut of this structure."""
         base, left = self.read_needs(self.known.base), self.read_needs(name)
         if (self.ahead.asks_size and not left.size) or (self.ahead.asks_speed and not left.speed):
@@ -491,7 +491,7 @@ class Pursuit:
         goals = [(metric, goal) for metric, goal in run.goals.items() if metric not in MEASURED]
         return self.find_quality_miss(run), *(-g.value if is_better_higher(metric) else g.value for metric, g in goals)
 
-    def change(self, structure: Structure, name: str, left: Needs) -> Structure:
+    def change(self, structure: PrunedStructure, name: str, left: Needs) -> PrunedStructure:
         """Return the structure with other numbers, where what the chain of that name has left is not near enough to 1.
 
         That is: what is needed, over what was measured.
@@ -519,7 +519,7 @@ class Pursuit:
                 break
         return run
 
-    def correct(self, raced: str) -> Structure:
+    def correct(self, raced: str) -> PrunedStructure:
         """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""
         structure = self.structure_of(raced)
         if not self.run_of(raced, SHORT):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from compress.recipe.points import Dimension, Point, SearchSpace
+from compress.recipe.points import Point, SearchSpace, SpaceDimension
 from compress.search.outcome import scores, total_miss
 from compress.search.trials import UNKNOWN, Run, Trial, same_point
 from runtime.errors import MissingDependency
@@ -135,7 +135,7 @@ def _score(run: Run, space: SearchSpace, worst: Sequence[float]) -> tuple[list[f
     return list(worst), UNKNOWN
 
 
-def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution:
+def _distribution(dimension: SpaceDimension) -> optuna.distributions.BaseDistribution:
     """Return what Optuna draws from: the number of a choice's label, or a number of a range."""
     import optuna
 
@@ -147,7 +147,7 @@ def _distribution(dimension: Dimension) -> optuna.distributions.BaseDistribution
     return optuna.distributions.FloatDistribution(low, high, log, step)
 
 
-def _draw(asked: optuna.Trial, dimension: Dimension) -> Any:
+def _draw(asked: optuna.Trial, dimension: SpaceDimension) -> Any:
     """Return a value that Optuna draws, as a point has it."""
     if dimension.space.range is None:
         return dimension.labels[asked.suggest_categorical(dimension.key, range(len(dimension.labels)))]
@@ -157,6 +157,6 @@ def _draw(asked: optuna.Trial, dimension: Dimension) -> Any:
     return dimension.snap(asked.suggest_float(dimension.key, low, high, step=step, log=log))
 
 
-def _encode(dimension: Dimension, value: Any) -> Any:
+def _encode(dimension: SpaceDimension, value: Any) -> Any:
     """Return what would have been drawn for a point's value."""
     return dimension.labels.index(value) if dimension.space.range is None else value

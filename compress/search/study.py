@@ -49,7 +49,7 @@ from runtime.report.stored import read_report
 
 if TYPE_CHECKING:
     from compress.pages.frontier import Frontier
-    from compress.pages.frontier import Trial as Point
+    from compress.pages.frontier import PlottedTrial as Point
 
 FORMAT_VERSION = 1
 SUMMARY, SEARCHED, FOUND, BEST, LOG, LOCK = "study.json", "search.yaml", "recipe.yaml", "best", "workers.log", "lock"
@@ -275,7 +275,7 @@ def place_trials(
     judged: Sequence[tuple[Trial, Run]], front: Sequence[int], chosen: Trial | None, search: Search
 ) -> tuple[Point, ...]:
     """Return trials that were judged in full as the chart of the front has them. `front`: numbers of those on it."""
-    from compress.pages.frontier import Trial as Point
+    from compress.pages.frontier import PlottedTrial as Point
 
     metrics = [metric for _, metric in search.split_goals()]
     points = []

@@ -31,7 +31,7 @@ from compress.search.study import (
     open_study,
 )
 from compress.search.trials import Run, State, Trial, write_json
-from compress.search.workers import Answer, Order, Workers, keep_untimed, start_workers
+from compress.search.workers import TrialAnswer, TrialOrder, Workers, keep_untimed, start_workers
 from compress.store.progress import no_log
 from compress.store.run_log import open_console
 from runtime.bundle.files import write_whole
@@ -190,7 +190,7 @@ class Sweep:
         if late:
             raise OutOfTime(late)
 
-    def finish(self, trial: Trial, rung: int, built: Answer | None) -> str:
+    def finish(self, trial: Trial, rung: int, built: TrialAnswer | None) -> str:
         """Judge what was built and record it; return why not, where no time is left for that."""
         if built is None:
             return NO_TIME
@@ -200,17 +200,17 @@ class Sweep:
         if built.state != "done":
             self.record(trial, self.describe(built, rung, built.state))
             return ""
-        judged = self.workers.judge(Order("judge", str(self.work_of(trial)), notes=built.notes), self.deadline)
+        judged = self.workers.judge(TrialOrder("judge", str(self.work_of(trial)), notes=built.notes), self.deadline)
         if judged is None:
             return NO_TIME
         self.stop_where_hopeless(judged)
         self.record_judged(trial, rung, built, judged)
         return ""
 
-    def order(self, trial: Trial, rung: int, do: Literal["start", "build"]) -> Order:
+    def order(self, trial: Trial, rung: int, do: Literal["start", "build"]) -> TrialOrder:
         racing = self.study.search.racing
         left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
-        return Order(
+        return TrialOrder(
             do,
             str(self.work_of(trial)),
             str(self.recipe_file(trial)),
@@ -225,7 +225,7 @@ class Sweep:
         """Return where a trial's bundle is until it is judged in full."""
         return self.study.folder / WORK / name_trial(trial)
 
-    def describe(self, built: Answer, rung: int, state: State) -> Run:
+    def describe(self, built: TrialAnswer, rung: int, state: State) -> Run:
         """Return the run that a build came to."""
         return Run(
             rung,
@@ -239,7 +239,7 @@ class Sweep:
             stages=built.stages,
         )
 
-    def record_judged(self, trial: Trial, rung: int, built: Answer, judged: Answer) -> None:
+    def record_judged(self, trial: Trial, rung: int, built: TrialAnswer, judged: TrialAnswer) -> None:
         """Record what a report says, or why there is none, and keep the report."""
         run = self.describe(built, rung, "judged")
         seconds, stages = built.seconds + judged.seconds, built.stages | judged.stages
@@ -273,7 +273,7 @@ class Sweep:
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise OutOfTime(NO_TIME)
 
-    def stop_where_hopeless(self, answer: Answer) -> None:
+    def stop_where_hopeless(self, answer: TrialAnswer) -> None:
         """Raise OutputError where the disk or a folder is what failed: no other trial would fare better."""
         if answer.stop:
             raise OutputError(answer.reason)

@@ -19,7 +19,7 @@ from compress.recipe.load import load_recipe
 from compress.recipe.schema import DataSpecs, Recipe
 from compress.recipe.search import Racing
 from compress.search.outcome import explain_foreseen_miss, foresee_sizes
-from compress.search.workers import Answer, Order, keep_untimed
+from compress.search.workers import TrialAnswer, TrialOrder, keep_untimed
 from compress.specs import DataSpec
 from compress.store.durable import temporary_folder
 from runtime.bundle.records import from_json, to_json
@@ -30,21 +30,21 @@ from runtime.report.validate import validate
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
     """Do what an order says and return the answer, both as JSON values. Failures are answers."""
-    told = from_json(Order, order, "order")
+    told = from_json(TrialOrder, order, "order")
     return answer(lambda: _judge(told) if told.do == "judge" else _build(told))
 
 
-def answer(work: Callable[[], Answer]) -> dict[str, Any]:
+def answer(work: Callable[[], TrialAnswer]) -> dict[str, Any]:
     """Do some work and return its answer as JSON values, with its seconds. Failures are answers."""
     start = time.monotonic()
     try:
         found = work()
     except (CompressError, RuntimeFailure) as error:
-        found = Answer("failed", str(error), stop=isinstance(error, OutputError))
+        found = TrialAnswer("failed", str(error), stop=isinstance(error, OutputError))
     except MemoryError as error:
-        found = Answer("failed", f"out of memory: {error}")
+        found = TrialAnswer("failed", f"out of memory: {error}")
     except Exception as error:  # noqa: BLE001  (a trial that fails is a recorded trial, whatever it failed of)
-        found = Answer("failed", f"{type(error).__name__}: {error}")
+        found = TrialAnswer("failed", f"{type(error).__name__}: {error}")
     values: dict[str, Any] = to_json(found)
     return {**values, "seconds": time.monotonic() - start, "host": platform.node()}
 
@@ -59,7 +59,7 @@ def time_stage(stages: dict[str, float], name: str) -> Iterator[None]:
         stages[name] = round(time.monotonic() - start, 2)
 
 
-def _build(order: Order) -> Answer:
+def _build(order: TrialOrder) -> TrialAnswer:
     """Plan the recipe, refuse what cannot work or is foreseen to be far from its gates, and write the bundle."""
     cache = Path(order.cache) if order.cache else None
     stages: dict[str, float] = {}
@@ -74,7 +74,7 @@ def _build(order: Order) -> Answer:
     except (CompressError, RuntimeFailure) as error:
         if error.exit_code != 2:
             raise
-        return Answer("refused", str(error))
+        return TrialAnswer("refused", str(error))
     foreseen = {
         "weights_ratio": plan.before.n_bytes / max(plan.after.n_bytes, 1),
         "seconds": plan.duration.seconds,
@@ -82,18 +82,18 @@ def _build(order: Order) -> Answer:
     }
     sizes = foresee_sizes(plan.before.n_bytes, plan.after.n_bytes)
     if order.refuse and (why := explain_foreseen_miss(recipe.validate_.gates, sizes)):
-        return Answer("refused", why, foreseen=foreseen)
+        return TrialAnswer("refused", why, foreseen=foreseen)
     needed = plan.duration.least_s if order.judging_s is None else _foresee_build(plan) + order.judging_s
     if order.refuse and order.seconds is not None and needed > order.seconds:
-        return Answer("late", f"it takes {needed:.0f} s at least, and {order.seconds:.0f} s are left")
+        return TrialAnswer("late", f"it takes {needed:.0f} s at least, and {order.seconds:.0f} s are left")
     if order.do == "start":
         with temporary_folder() as folder:
             build_recipe(keep_untimed(recipe), folder / "started", cache, quiet=True)
-        return Answer("done")
+        return TrialAnswer("done")
     with time_stage(stages, "build"):
         notes = build_recipe(recipe, Path(order.out), cache, quiet=True, timed=order.timed)
     reused = tuple(work.name for work in plan.steps if work.cached)
-    return Answer("done", notes=notes, reused=reused, foreseen=foreseen, stages=stages)
+    return TrialAnswer("done", notes=notes, reused=reused, foreseen=foreseen, stages=stages)
 
 
 def _foresee_build(plan: Plan) -> float:
@@ -101,8 +101,8 @@ def _foresee_build(plan: Plan) -> float:
     return sum(stage.duration.least_s for stage in plan.stages if stage.name not in (START, JUDGING))
 
 
-def _judge(order: Order) -> Answer:
-    return Answer("done", report=to_dict(validate(order.out, notes=order.notes)))
+def _judge(order: TrialOrder) -> TrialAnswer:
+    return TrialAnswer("done", report=to_dict(validate(order.out, notes=order.notes)))
 
 
 def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mapping[str, int]) -> Recipe:

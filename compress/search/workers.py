@@ -45,7 +45,7 @@ def find_work(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Order:
+class TrialOrder:
     """What a process is told to do: `do` "build" or "judge" the bundle at `out`.
 
     "start": only what comes before the first pass that times something, so that the cache has it, and no bundle.
@@ -69,7 +69,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TrialAnswer:
     """What came of an order. `state`: refused before any work, late (not begun: no time is left), failed, or done.
 
     `stop`: the failure is the disk's or the place's, which no other trial escapes. `report`: of a judgement, as JSON.
@@ -99,11 +99,11 @@ class Workers(Protocol):
 
     n: int
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         """Build bundles, several at once; None for those that the deadline (`time.monotonic`) cut off."""
         ...
 
-    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer | None:
         """Judge a bundle on this machine, with no other work of the study beside it."""
         ...
 
@@ -131,10 +131,10 @@ class InThisProcess:
     n = 1
     work = USUAL_WORK
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         return [self.judge(order, deadline) for order in orders]
 
-    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer | None:
         if deadline is not None and time.monotonic() > deadline:
             return None
         return _read_answer(find_work(self.work)(to_json(order)))
@@ -153,8 +153,8 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
-        answers: list[Answer | None] = [None] * len(orders)
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
+        answers: list[TrialAnswer | None] = [None] * len(orders)
         waiting = list(enumerate(orders))[::-1]
         under_way: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by the handle of its answers
         while waiting or under_way:
@@ -173,10 +173,10 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
                 answers[number] = self._receive(process)
         return answers
 
-    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer | None:
         return self.build([order], deadline)[0]
 
-    def _send(self, order: Order) -> subprocess.Popen[bytes]:
+    def _send(self, order: TrialOrder) -> subprocess.Popen[bytes]:
         process = self._idle.pop() if self._idle else self._start()
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; reading says so
@@ -200,7 +200,7 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
         self._all.append(process)
         return process
 
-    def _receive(self, process: subprocess.Popen[bytes]) -> Answer:
+    def _receive(self, process: subprocess.Popen[bytes]) -> TrialAnswer:
         assert process.stdout is not None
         line = process.stdout.readline()
         if line.endswith(b"\n"):
@@ -208,7 +208,7 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
             return _read_answer(json.loads(line))
         self._end([process])
         said = last_line(self.log.read_text(errors="replace"))
-        return Answer("failed", f"its process ended with {_name_ending(process.returncode)}; it said last: {said}")
+        return TrialAnswer("failed", f"its process ended with {_name_ending(process.returncode)}; it said last: {said}")
 
     def _end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
@@ -237,8 +237,8 @@ def _name_ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _read_answer(answer: dict[str, Any]) -> Answer:
-    return from_json(Answer, answer, "answer")
+def _read_answer(answer: dict[str, Any]) -> TrialAnswer:
+    return from_json(TrialAnswer, answer, "answer")
 
 
 class RayCluster(AbstractContextManager["RayCluster"]):
@@ -265,10 +265,10 @@ class RayCluster(AbstractContextManager["RayCluster"]):
         self.n = n or max(int(ray.cluster_resources().get("CPU", 1)), 1)
         self._local = LocalProcesses(1, log)
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         ray = self._ray
         remote = ray.remote(num_cpus=1, max_retries=0)(build_remotely)
-        answers: list[Answer | None] = [None] * len(orders)
+        answers: list[TrialAnswer | None] = [None] * len(orders)
         waiting = {remote.remote(to_json(order)): i for i, order in enumerate(orders)}
         while waiting:
             left = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -281,17 +281,17 @@ class RayCluster(AbstractContextManager["RayCluster"]):
             answers[number] = self._receive(ready[0], Path(orders[number].out))
         return answers
 
-    def _receive(self, reference: Any, out: Path) -> Answer:
+    def _receive(self, reference: Any, out: Path) -> TrialAnswer:
         try:
             answer, packed = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            return Answer("failed", f"its Ray task ended: {last_line(str(error))}")
+            return TrialAnswer("failed", f"its Ray task ended: {last_line(str(error))}")
         if packed:
             with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
                 archive.extractall(out, filter="data")
         return _read_answer(answer)
 
-    def judge(self, order: Order, deadline: float | None) -> Answer | None:
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer | None:
         return self._local.judge(order, deadline)
 
     def __exit__(

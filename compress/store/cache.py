@@ -44,7 +44,7 @@ class CachedResult:
     record: dict[str, Any]
 
     @contextmanager
-    def reading(self) -> Iterator[Path]:
+    def hold(self) -> Iterator[Path]:
         """Yield the folder; an error of the file system while the context is open names it."""
         with blame(self.folder):
             yield self.folder

@@ -1,8 +1,9 @@
 """The output folder: one writer at a time, never half a bundle under its name, nothing of anyone else's touched.
 
 While a run works, everything of its own lies in one folder beside `out`, `.<out>.partial`, which carries our mark:
-`new` is the bundle that grows, `old` the one that stood under the name, moved aside while the new one takes it, `gone`
-what may be removed without a look. After a kill at any instant the next run finds in these names what to put right.
+`new` is the bundle that grows, `old` the one that stood under the name, moved aside while the new one takes it,
+`zero_mask` what may be removed without a look. After a kill at any instant the next run finds in these names what to
+put right.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from runtime.errors import BundleError
 from runtime.processes.interrupts import delay_interrupts
 from runtime.tasks.manifest import read_manifest
 
-NEW, OLD, GONE = "new", "old", "gone"
+NEW, OLD, DISCARDED = "new", "old", "gone"
 MAX_PATH_BYTES = 4095
 ROOM = 320
 """Bytes of the longest path inside a bundle, and of the work folder's name."""
@@ -73,7 +74,7 @@ def reserve_output(out: Path) -> Iterator[Path]:
         with delay_interrupts():
             if not (work / OLD).exists():  # else the next run needs to see how far this one came
                 shutil.rmtree(work / NEW, ignore_errors=True)
-            shutil.rmtree(work / GONE, ignore_errors=True)
+            shutil.rmtree(work / DISCARDED, ignore_errors=True)
             close_own_folder(work, handle)
 
 
@@ -82,7 +83,7 @@ def publish(staging: Path, out: Path) -> None:
 
     Raises OutputError where something was added to the old bundle, or changed in it, while the run worked: it stays.
     """
-    old, gone = staging.parent / OLD, staging.parent / GONE
+    old, discarded = staging.parent / OLD, staging.parent / DISCARDED
     with blame(out):
         sync_tree(staging)
         if os.path.lexists(out):
@@ -97,8 +98,8 @@ def publish(staging: Path, out: Path) -> None:
                 _put_back(old, out)
                 raise
             sync(out.parent)
-            os.rename(old, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            os.rename(old, discarded)
+            shutil.rmtree(discarded, ignore_errors=True)
         else:
             os.rename(staging, out)
             sync(out.parent)
@@ -214,10 +215,10 @@ def _recover(out: Path, work: Path) -> None:
     _put_back(old, out)
     if old.exists() and new.exists():
         raise PlaceError(f"{out}: stands where the bundle in {old} stood; move one of the two away and run again")
-    shutil.rmtree(work / GONE, ignore_errors=True)
+    shutil.rmtree(work / DISCARDED, ignore_errors=True)
     if old.exists():
-        os.rename(old, work / GONE)
-    for left in (work / GONE, new):
+        os.rename(old, work / DISCARDED)
+    for left in (work / DISCARDED, new):
         if left.exists():
             shutil.rmtree(left)
 

@@ -69,7 +69,7 @@ class RunPosition:
         self.first = self.first or self.last
 
 
-class Journal:
+class RunLog:
     """`log` writes a line to the file (with seconds since the start) and, unless quiet, to the terminal.
 
     While a stage lasts, a terminal has one line that says where it is and counts down; the file, and what is no

@@ -1,1 +1,1 @@
-"""How a torch model is made, found by running it once: blocks, readings, sources of scales, the residual stream."""
+"""How a torch model is made, found by running it once: blocks, input groups, sources of scales, the residual stream."""

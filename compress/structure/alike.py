@@ -21,7 +21,7 @@ from torch import nn
 from compress.blocks.experts import Experts
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer
-from compress.facts import BlockFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, Structure
 
 OF_EACH = 2
 """Blocks of a kind that are run: the first alone might be found otherwise than those that follow another."""
@@ -78,8 +78,8 @@ class CutChain:
         return int(match[1]) if match else None
 
     def _ties_blocks(self, structure: Structure) -> bool:
-        """Return whether a reading, or a norm of the stream, has modules of several blocks."""
-        groups = [(*reading.layers, reading.source) for reading in structure.readings]
+        """Return whether an input group, or a norm of the stream, has modules of several blocks."""
+        groups = [(*input_group.layers, input_group.source) for input_group in structure.input_groups]
         groups += [(norm, *layers) for norm, layers in (structure.residual.norms if structure.residual else ())]
         return any(len({self._find_number(name) for name in group if name}) > 1 for group in groups)
 
@@ -87,13 +87,13 @@ class CutChain:
         def rename(name: str) -> str:
             return self.prefix(number) + name.removeprefix(self.prefix(model)) if name else ""
 
-        readings = tuple(self._rename_reading(reading, rename) for reading in block.readings)
+        input_groups = tuple(self._rename_input_group(input_group, rename) for input_group in block.input_groups)
         experts = tuple(tuple(map(rename, layers)) for layers in block.experts)
-        return BlockFacts(f"{self.name}.{number}", readings, experts)
+        return BlockFacts(f"{self.name}.{number}", input_groups, experts)
 
     @staticmethod
-    def _rename_reading(reading: Reading, rename: Any) -> Reading:
-        return replace(reading, layers=tuple(map(rename, reading.layers)), source=rename(reading.source))
+    def _rename_input_group(input_group: InputGroup, rename: Any) -> InputGroup:
+        return replace(input_group, layers=tuple(map(rename, input_group.layers)), source=rename(input_group.source))
 
     def _continue(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return names in the order in which they run, with those of the blocks left out behind the kept blocks'."""

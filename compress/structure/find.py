@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.blocks.experts import Experts, first_expert_only, is_stacked
 from compress.blocks.materialise import plain
-from compress.facts import BlockFacts, Reading, Residual, Structure
+from compress.facts import BlockFacts, InputGroup, Residual, Structure
 from compress.structure.dataflow import DataFlow, ModuleCall, record, within
 from compress.structure.residual import find_residual
 from compress.structure.sources import Sources, is_matrix, n_inputs, n_outputs
@@ -26,7 +26,7 @@ N_TOKENS = 8
 
 
 def find_structure(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False) -> Structure:
-    """Return blocks, readings, experts and the residual stream of `module`, from one run on `feeds`.
+    """Return blocks, input groups, experts and the residual stream of `module`, from one run on `feeds`.
 
     `feeds`: by parameter of forward. Unless `compute`, no values are needed: the module may lie on meta, and feeds of
     zeros will do (two rows or more of text, `N_TOKENS` tokens). Layers are Linear and Hugging Face's Conv1D; one that
@@ -35,15 +35,15 @@ def find_structure(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool
     """
     matrices = [name for name, layer in module.named_modules() if is_matrix(layer)]
     if len(matrices) <= 1:  # a convolutional network: nothing to learn from a run
-        return Structure((BlockFacts("", tuple(Reading((plain(name),)) for name in matrices)),))
+        return Structure((BlockFacts("", tuple(InputGroup((plain(name),)) for name in matrices)),))
     with first_expert_only():
         return structure_of(record(module, feeds, compute))
 
 
 def one_block(module: nn.Module, note: str) -> Structure:
-    """Return the structure of a model that cannot be run: one block, each layer a reading of its own, and why."""
+    """Return the structure of a model that cannot be run: one block, each layer an input group of its own, and why."""
     layers = [plain(name) for name, layer in module.named_modules() if is_matrix(layer)]
-    return Structure((BlockFacts("", tuple(Reading((name,)) for name in layers)),), notes=(note,))
+    return Structure((BlockFacts("", tuple(InputGroup((name,)) for name in layers)),), notes=(note,))
 
 
 def structure_of(flow: DataFlow) -> Structure:
@@ -55,7 +55,7 @@ def structure_of(flow: DataFlow) -> Structure:
     ]
     chain, more = _find_blocks(flow)
     mixtures = _find_mixtures(flow, chain)
-    parts = _find_readings(flow, chain, mixtures)
+    parts = _find_input_groups(flow, chain, mixtures)
     residual: Residual | None = None
     if chain:
         residual, why = find_residual(flow, chain[0], Sources(flow))
@@ -93,9 +93,9 @@ def _find_routers(flow: DataFlow) -> tuple[str, ...]:
 class _Parts:
     """Readings by where they are."""
 
-    by_block: dict[str, tuple[Reading, ...]] = field(default_factory=dict)
-    before: tuple[Reading, ...] = ()
-    after: tuple[Reading, ...] = ()
+    by_block: dict[str, tuple[InputGroup, ...]] = field(default_factory=dict)
+    before: tuple[InputGroup, ...] = ()
+    after: tuple[InputGroup, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ def _list_experts(flow: DataFlow, block: str, mixtures: Sequence[_Mixture]) -> t
     return tuple(layers for mixture in mixtures if within(mixture.name, block) for _, layers in mixture.experts)
 
 
-def _find_readings(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mixture]) -> _Parts:
-    """Return all readings, in order, sorted into blocks and what is before and after them."""
+def _find_input_groups(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mixture]) -> _Parts:
+    """Return all input groups, in order, sorted into blocks and what is before and after them."""
     sources = Sources(flow)
     expert_of = {layer: expert for m in mixtures for expert, layers in m.experts for layer in layers}
     matrices = [name for name, module in flow.modules.items() if is_matrix(module)]
@@ -234,28 +234,30 @@ def _find_readings(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mix
             key = (_identify_inputs(flow, sources, name), block_of[name], expert_of.get(name))
             groups.setdefault(key, []).append(name)
     experts = {expert for m in mixtures for expert, _ in m.experts}
-    readings = [_drop_outside_source(sources.resolve(tuple(layers)), experts) for layers in groups.values()]
-    readings = _add_uncalled(readings, mixtures)
+    input_groups = [_drop_outside_source(sources.resolve(tuple(layers)), experts) for layers in groups.values()]
+    input_groups = _add_uncalled(input_groups, mixtures)
     parts = _Parts()
     if not chain:
-        parts.by_block[""] = tuple(readings)
+        parts.by_block[""] = tuple(input_groups)
         return parts
     first = flow.calls[chain[0]][0]
-    for reading in readings:
-        block = block_of[reading.layers[0]]
+    for input_group in input_groups:
+        block = block_of[input_group.layers[0]]
         if block:
-            if reading.source and not within(reading.source, block):  # an encoder's output, which every block reads
-                reading = Reading(reading.layers)
-            parts.by_block[block] = (*parts.by_block.get(block, ()), reading)
-        elif _find_start(flow, reading) < first.start:
-            parts.before = (*parts.before, reading)
+            if input_group.source and not within(
+                input_group.source, block
+            ):  # an encoder's output, which every block reads
+                input_group = InputGroup(input_group.layers)
+            parts.by_block[block] = (*parts.by_block.get(block, ()), input_group)
+        elif _find_start(flow, input_group) < first.start:
+            parts.before = (*parts.before, input_group)
         else:
-            parts.after = (*parts.after, reading)
+            parts.after = (*parts.after, input_group)
     return parts
 
 
-def _find_start(flow: DataFlow, reading: Reading) -> int:
-    calls: list[ModuleCall] = flow.calls.get(reading.layers[0], [])
+def _find_start(flow: DataFlow, input_group: InputGroup) -> int:
+    calls: list[ModuleCall] = flow.calls.get(input_group.layers[0], [])
     return calls[0].start if calls else len(flow.ops)
 
 
@@ -264,16 +266,16 @@ def _identify_inputs(flow: DataFlow, sources: Sources, name: str) -> tuple[int, 
     return tuple(sources.canonical(call.inputs[0]) if call.inputs else -1 for call in flow.calls[name])
 
 
-def _drop_outside_source(reading: Reading, experts: set[str]) -> Reading:
-    """Return the reading without a source on another side of an expert's border.
+def _drop_outside_source(input_group: InputGroup, experts: set[str]) -> InputGroup:
+    """Return the input group without a source on another side of an expert's border.
 
     One expert alone need not tell what all of them read.
 
     One expert alone need not tell what all of them read.
     """
-    if _find_expert(reading.source, experts) == _find_expert(reading.layers[0], experts):
-        return reading
-    return Reading(reading.layers)
+    if _find_expert(input_group.source, experts) == _find_expert(input_group.layers[0], experts):
+        return input_group
+    return InputGroup(input_group.layers)
 
 
 def _find_expert(name: str, experts: set[str]) -> str | None:
@@ -281,25 +283,25 @@ def _find_expert(name: str, experts: set[str]) -> str | None:
     return next((path for n in range(len(parts), 0, -1) if (path := ".".join(parts[:n])) in experts), None)
 
 
-def _add_uncalled(readings: list[Reading], mixtures: Sequence[_Mixture]) -> list[Reading]:
-    """Return the readings and, after a mixture's others, copies for its experts that got no token."""
-    called = {layer for reading in readings for layer in reading.layers}
-    later: dict[int, list[Reading]] = {}
+def _add_uncalled(input_groups: list[InputGroup], mixtures: Sequence[_Mixture]) -> list[InputGroup]:
+    """Return the input groups and, after a mixture's others, copies for its experts that got no token."""
+    called = {layer for input_group in input_groups for layer in input_group.layers}
+    later: dict[int, list[InputGroup]] = {}
     for mixture in mixtures:
         model = next((expert for expert, layers in mixture.experts if set(layers) <= called), None)
-        inside = [(i, r) for i, r in enumerate(readings) if within(r.layers[0], mixture.name)]
+        inside = [(i, r) for i, r in enumerate(input_groups) if within(r.layers[0], mixture.name)]
         copied = [r for _, r in inside if model is not None and within(r.layers[0], model)]
-        place = later.setdefault(inside[-1][0] if inside else len(readings) - 1, [])
+        place = later.setdefault(inside[-1][0] if inside else len(input_groups) - 1, [])
         for expert, layers in mixture.experts:
             if not set(layers) & called:
                 place += [_rename_expert(r, str(model), expert) for r in copied] or [
-                    Reading((name,)) for name in layers
+                    InputGroup((name,)) for name in layers
                 ]
-    return [r for i, reading in enumerate(readings) for r in (reading, *later.get(i, ()))]
+    return [r for i, input_group in enumerate(input_groups) for r in (input_group, *later.get(i, ()))]
 
 
-def _rename_expert(reading: Reading, old: str, new: str) -> Reading:
+def _rename_expert(input_group: InputGroup, old: str, new: str) -> InputGroup:
     def name(of: str) -> str:
         return new + of.removeprefix(old) if of else ""
 
-    return replace(reading, layers=tuple(map(name, reading.layers)), source=name(reading.source))
+    return replace(input_group, layers=tuple(map(name, input_group.layers)), source=name(input_group.source))

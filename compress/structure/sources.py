@@ -10,13 +10,13 @@ from torch import nn
 
 from compress.blocks.folding import norm_weight_offset
 from compress.blocks.trace import is_hf_conv1d
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.structure.channels import Layout, ScaledOp, Stop, last_dim, pass_through
 from compress.structure.dataflow import DataFlow, Op, Ref
 
 SAME_ROWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "contiguous", "unsqueeze", "squeeze")
 _REACH = 400
-"""Operators to look back over from a reading, at most; attention takes about 40."""
+"""Operators to look back over from an input group, at most; attention takes about 40."""
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -61,12 +61,12 @@ class Sources:
             if call.outputs and getattr(self.flow.producers.get(call.outputs[0]), "module", None) == name
         }
 
-    def resolve(self, layers: tuple[str, ...]) -> Reading:
-        """Return the reading of `layers`, which read one tensor, with its source where there is one."""
+    def resolve(self, layers: tuple[str, ...]) -> InputGroup:
+        """Return the input group of `layers`, which read one tensor, with its source where there is one."""
         for source in self._iterate_candidates(layers):
-            if (reading := self._try_source(source, layers)) is not None:
-                return reading
-        return Reading(layers)
+            if (input_group := self._try_source(source, layers)) is not None:
+                return input_group
+        return InputGroup(layers)
 
     def canonical(self, value: int) -> int:
         """Return the value whose rows, in the same order, `value` holds."""
@@ -85,7 +85,7 @@ class Sources:
         return self._offsets[norm]
 
     def _iterate_candidates(self, layers: tuple[str, ...]) -> Iterator[str]:
-        """Yield the norms and matrices before the reading, the nearest first."""
+        """Yield the norms and matrices before the input group, the nearest first."""
         first = self.flow.calls[layers[0]][0].inputs[:1]
         seen, queue, makers = set(first), list(first), dict[str, None]()
         for value in queue:
@@ -105,8 +105,8 @@ class Sources:
         weight = getattr(module, "weight", None)
         return weight is not None and weight.dim() == 1 and not list(module.children())
 
-    def _try_source(self, source: str, layers: tuple[str, ...]) -> Reading | None:
-        """Return the reading if a factor on `source`'s outputs arrives at these layers, whole, and nowhere else."""
+    def _try_source(self, source: str, layers: tuple[str, ...]) -> InputGroup | None:
+        """Return the input group if a factor on `source`'s outputs arrives at these layers, whole, and nowhere else."""
         module = self.flow.modules[source]
         norm = not is_matrix(module)
         if source in layers or not self._is_alone(source) or not all(map(self._is_alone, layers)):
@@ -125,7 +125,7 @@ class Sources:
             ):
                 repeat, layout = match
                 how = "norm" if norm else "value" if layout.mixes and layout.plain else "linear"
-                return Reading(layers, source, how, repeat, layout.head_size if layout.mixes else 0)  # type: ignore[arg-type]
+                return InputGroup(layers, source, how, repeat, layout.head_size if layout.mixes else 0)  # type: ignore[arg-type]
         return None
 
     def _iterate_widths(self, columns: int, n_out: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.tasks.base import INT8, Columns, LabelReader, MaskIds, Starter, TorchTask
-from runtime.encode.images import ImagePreprocess, Placement, place_image
+from runtime.encode.images import ImagePlacement, ImagePreprocess, place_image
 from runtime.errors import UsageError
 from runtime.tasks.semantic_segmentation import map_dtype, unlabelled
 
@@ -126,7 +126,7 @@ def _place_masks(columns: Columns, preprocessor: Preprocessor) -> np.ndarray | N
     return np.stack(placed)
 
 
-def _place_mask(mask: np.ndarray, seen: Placement) -> np.ndarray:
+def _place_mask(mask: np.ndarray, seen: ImagePlacement) -> np.ndarray:
     places = [
         np.floor((np.arange(window) + 0.5 + start) / scale).astype(np.int64)
         for window, start, scale in zip(seen.window, seen.start, seen.scale, strict=True)

@@ -1,4 +1,4 @@
-"""The work of the `awq` pass: gather what each reading of a block reads, search and fold its scales, then round."""
+"""The work of the `awq` pass: gather what each input group of a block reads, search and fold its scales, then round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.formats.schemes import ActivationScheme
 from compress.formats.targets import Target
 from compress.passes.awq import Awq
@@ -37,20 +37,21 @@ from compress.work.block_layers import (
 )
 
 
-def apply_awq(knobs: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_awq(config: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
-    stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables and knobs.round)
+    stream = Stream(model, context, compute=config.compute, tables=config.takes_tables and config.round)
     for block in stream:
-        _BlockScaling(knobs, block, block_layers(knobs, block, context.target), context.target).run()
+        _BlockScaling(config, block, block_layers(config, block, context.target), context.target).run()
     return stream.result()
 
 
 ROWS_OF_PART, MOST_PARTS = 16, 32
-"""Of what a reading reads, rows of each micro-batch and micro-batches that are kept to see what rounding them loses."""
+"""Of what an input group reads, rows of each micro-batch and micro-batches that are kept to see what rounding them
+loses."""
 
 
 class _Seen:
-    """Of what one reading reads: the Gram matrix, the sum of magnitudes, and a few rows from all over the data."""
+    """Of what one input group reads: the Gram matrix, the sum of magnitudes, and a few rows from all over the data."""
 
     def __init__(self, width: int, compute: Compute, device: torch.device) -> None:
         self.gram = Gram(width, compute, device)
@@ -83,42 +84,42 @@ def _round_rows(scheme: ActivationScheme, rows: Tensor) -> Tensor:
 class _BlockScaling:
     """AWQ on one block: scales for each group of layers that read one tensor, then rounding."""
 
-    def __init__(self, knobs: Awq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
-        self.knobs, self.block, self.layers, self.target = knobs, block, layers, target
-        self.seen: dict[Reading, _Seen] = {}
+    def __init__(self, config: Awq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
+        self.config, self.block, self.layers, self.target = config, block, layers, target
+        self.seen: dict[InputGroup, _Seen] = {}
         self.importance: dict[str, Tensor] = {}
         self.how: dict[str, str] = {}
 
     def run(self) -> None:
-        readings = [reading for reading in self.block.readings if self.layers.of(reading.layers)]
-        if readings:
-            self.block.collect(self._visit, readings)
-        for reading in readings:
-            self._scale(reading)
-        if self.knobs.round:
+        input_groups = [input_group for input_group in self.block.input_groups if self.layers.of(input_group.layers)]
+        if input_groups:
+            self.block.collect(self._visit, input_groups)
+        for input_group in input_groups:
+            self._scale(input_group)
+        if self.config.round:
             self._round()
         self._report()
 
-    def _visit(self, reading: Reading, rows: Tensor) -> None:
-        if reading not in self.seen:
-            self.seen[reading] = _Seen(rows.shape[1], self.knobs.compute, rows.device)
-        self.seen[reading].add(rows)
+    def _visit(self, input_group: InputGroup, rows: Tensor) -> None:
+        if input_group not in self.seen:
+            self.seen[input_group] = _Seen(rows.shape[1], self.config.compute, rows.device)
+        self.seen[input_group].add(rows)
 
-    def _scale(self, reading: Reading) -> None:
-        names = self.layers.of(reading.layers)
+    def _scale(self, input_group: InputGroup) -> None:
+        names = self.layers.of(input_group.layers)
         width = self.layers.facts[names[0]].shape[1]
-        seen = self.seen.pop(reading, None) or _Seen(width, self.knobs.compute, self.block.part.device)
+        seen = self.seen.pop(input_group, None) or _Seen(width, self.config.compute, self.block.part.device)
         gram, n_rows = seen.gram.mean(sum_over_processes)
         magnitude = sum_over_processes(seen.magnitude).float() / max(n_rows, 1)
         trouble = explain_no_gram(gram, n_rows)
-        obstacle = f"not scaled: {trouble}" if trouble else self._find_obstacle(reading)
+        obstacle = f"not scaled: {trouble}" if trouble else self._find_obstacle(input_group)
         if obstacle is None:
-            scaling = self._search(reading, names, gram, magnitude, self._find_rounding(names, seen))
+            scaling = self._search(input_group, names, gram, magnitude, self._find_rounding(names, seen))
             how = "left alone: no scale lowers the error"
             if scaling.scales is not None:
-                fold_into(self.block, reading, scaling.scales)
+                fold_into(self.block, input_group, scaling.scales)
                 gram = gram / torch.outer(scaling.scales, scaling.scales)
-                how = f"exponent {scaling.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
+                how = f"exponent {scaling.alpha:g}, folded into {input_group.source.rpartition('.')[2]}"
             errors = {"error_before": scaling.error_before, "error_after": scaling.error_after}
             self.block.say(measured=dict.fromkeys(names, errors))
         self.how |= dict.fromkeys(names, obstacle or how)
@@ -127,15 +128,15 @@ class _BlockScaling:
                 gram = weigh_both_uses(gram)
             self.importance |= dict.fromkeys(names, gram.diagonal() + 1e-3 * gram.diagonal().mean().clamp_min(1e-30))
 
-    def _find_obstacle(self, reading: Reading) -> str | None:
+    def _find_obstacle(self, input_group: InputGroup) -> str | None:
         """Return why no scale is searched for; None where one is."""
-        if not reading.source:
+        if not input_group.source:
             return "not scaled: no module before it can take a scale exactly"
         tables = self.block.tables
-        shared = [name for name in reading.layers if name in tables.sharers]
-        if any(self.knobs.table_scheme(tables.facts[name]) for name in shared):
+        shared = [name for name in input_group.layers if name in tables.sharers]
+        if any(self.config.table_scheme(tables.facts[name]) for name in shared):
             return f"not scaled: {shared[0]} shares its weight with embeddings"
-        fixed = [name for name in (*reading.layers, reading.source) if name in self.block.quantized]
+        fixed = [name for name in (*input_group.layers, input_group.source) if name in self.block.quantized]
         return f"not scaled: {fixed[0]} is rounded already" if fixed else None
 
     def _find_rounding(self, names: list[str], seen: _Seen) -> RoundedInputs | None:
@@ -145,44 +146,44 @@ class _BlockScaling:
         return None if schemes or scheme is None else RoundedInputs(seen.sample(), partial(_round_rows, scheme))
 
     def _search(
-        self, reading: Reading, names: list[str], gram: Tensor, magnitude: Tensor, inputs: RoundedInputs | None
+        self, input_group: InputGroup, names: list[str], gram: Tensor, magnitude: Tensor, inputs: RoundedInputs | None
     ) -> Scaling:
-        weights = [matrix(self.knobs, self.block, name) for name in names]
+        weights = [matrix(self.config, self.block, name) for name in names]
         schemes = [self.layers.schemes[name] for name in names]
         signed = all(may_be_negative(scheme, self.target) for scheme in schemes)
-        tied = partial(tie_scales, reading)
+        tied = partial(tie_scales, input_group)
         try:
-            steps, numbers = self.knobs.steps, [scheme.weights for scheme in schemes]
+            steps, numbers = self.config.steps, [scheme.weights for scheme in schemes]
             return search_scales(weights, numbers, gram, magnitude, tied, signed, steps, inputs)
         except ValueError as error:
             raise PassError(f"awq: {', '.join(names)}: {error}") from error
 
     def _round(self) -> None:
-        shared = find_shared(self.knobs, self.block, self.layers.schemes, self.importance)
+        shared = find_shared(self.config, self.block, self.layers.schemes, self.importance)
         for name, scheme in self.layers.schemes.items():
-            weight = matrix(self.knobs, self.block, name)
+            weight = matrix(self.config, self.block, name)
             try:
                 rounded = nearest(weight, scheme, self.target, self.importance.get(name), shared.get(name))
                 put_layer(self.block, self.layers, name, rounded)
             except ValueError as error:
                 raise PassError(f"awq: {name}: {error}") from error
-        round_tables(self.knobs, self.block, self.layers, self.target)
+        round_tables(self.config, self.block, self.layers, self.target)
 
     def _report(self) -> None:
-        knobs, target = self.knobs, self.target
+        config, target = self.config, self.target
         starved = [name for name in self.layers.schemes if name not in self.importance]
-        verb = "rounded to the nearest, not scaled" if knobs.round else "not scaled"
+        verb = "rounded to the nearest, not scaled" if config.round else "not scaled"
         unread = "no calibration data reaches it"
         why = {name: self.how.get(name, unread).removeprefix("not scaled: ") for name in starved}
         texts = [f"awq: {name}: {why[name]}; {verb}" for name in starved]
         facts = self.layers.facts.values()
-        remark(knobs, self.block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
+        remark(config, self.block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
         decisions = []
         for layer in facts:
-            decision = knobs.decision(layer, target)
-            as_table = layer.is_table and knobs.table_scheme(layer) is not None
+            decision = config.decision(layer, target)
+            as_table = layer.is_table and config.table_scheme(layer) is not None
             usual = "rounded to the nearest" if as_table else "not scaled: nothing reads it in a forward pass"
             how = self.how.get(layer.name, usual)
-            action = decision.action if knobs.round or not how.startswith(("not", "left")) else "kept"
+            action = decision.action if config.round or not how.startswith(("not", "left")) else "kept"
             decisions.append(replace(decision, action=action, reason=f"{decision.reason}; {how}"))
         self.block.say(decisions=[*decisions, *self.layers.kept])

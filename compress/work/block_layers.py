@@ -18,7 +18,7 @@ from compress.blocks.tables import find_tables, layer_facts
 from compress.blocks.trace import is_layer
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, Note, Reading
+from compress.facts import InputGroup, LayerDecision, LayerFacts, Note
 from compress.formats.schemes import ActivationScheme, Scheme
 from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
@@ -76,19 +76,19 @@ def list_layers(model: StreamedModel) -> list[LayerFacts]:
     return layers
 
 
-def block_layers(knobs: WeightPass, block: BlockWork, target: Target) -> BlockLayers:
+def block_layers(config: WeightPass, block: BlockWork, target: Target) -> BlockLayers:
     """Return what a pass does to the layers of a block. A shared table comes up where the first of its layers does."""
-    taken, kept = knobs.choose_layers(block_facts(block))
+    taken, kept = config.choose_layers(block_facts(block))
     facts: dict[str, LayerFacts] = {}
     schemes: dict[str, Scheme] = {}
     tables: dict[str, Scheme] = {}
     sharers: dict[str, tuple[str, ...]] = {}
     for layer in taken:
-        as_table = knobs.table_scheme(layer) is not None
+        as_table = config.table_scheme(layer) is not None
         if as_table and block.tables.is_shared(layer.name):
             continue
         facts[layer.name] = layer
-        (tables if layer.type == "Embedding" else schemes)[layer.name] = knobs.setting(layer, target)
+        (tables if layer.type == "Embedding" else schemes)[layer.name] = config.setting(layer, target)
         if as_table and (others := block.tables.sharers.get(layer.name)):
             sharers[layer.name] = others
             facts |= {other: block.tables.facts[other] for other in others}
@@ -103,18 +103,18 @@ def put_layer(
     block.put(name, weight, scheme, activation_scale, layers.sharers.get(name, ()))
 
 
-def round_tables(knobs: WeightPass, block: BlockWork, layers: BlockLayers, target: Target) -> None:
+def round_tables(config: WeightPass, block: BlockWork, layers: BlockLayers, target: Target) -> None:
     """Round the block's embeddings to the nearest. Raises PassError naming the table."""
     for name, scheme in layers.tables.items():
         try:
-            put_layer(block, layers, name, nearest(matrix(knobs, block, name), scheme, target))
+            put_layer(block, layers, name, nearest(matrix(config, block, name), scheme, target))
         except ValueError as error:
-            raise PassError(f"{knobs.kind}: {name}: {error}") from error
+            raise PassError(f"{config.kind}: {name}: {error}") from error
 
 
-def remark(knobs: WeightPass, block: BlockWork, texts: Sequence[str]) -> None:
+def remark(config: WeightPass, block: BlockWork, texts: Sequence[str]) -> None:
     """Add notes of level warning; with `strict` raise a PassError."""
-    if texts and knobs.strict:
+    if texts and config.strict:
         raise PassError(list(texts))
     block.say(notes=[Note("warning", text) for text in texts])
 
@@ -129,11 +129,11 @@ def weigh_both_uses(gram: Tensor) -> Tensor:
     return both
 
 
-def matrix(knobs: WeightPass, block: BlockWork, layer: str) -> Tensor:
+def matrix(config: WeightPass, block: BlockWork, layer: str) -> Tensor:
     """Return a layer's weight, not to be written to. PassError naming it if it is not finite."""
     weight = block.weight(layer)
     if not finite(weight):
-        raise PassError(f"{knobs.kind}: {layer}: the weight holds NaN or Inf")
+        raise PassError(f"{config.kind}: {layer}: the weight holds NaN or Inf")
     return weight
 
 
@@ -147,7 +147,7 @@ def name_errors(kind: str, names: Sequence[str]) -> Iterator[None]:
 
 
 def find_shared(
-    knobs: WeightPass, block: BlockWork, schemes: Mapping[str, Scheme], importance: Mapping[str, Tensor] | None = None
+    config: WeightPass, block: BlockWork, schemes: Mapping[str, Scheme], importance: Mapping[str, Tensor] | None = None
 ) -> dict[str, float]:
     """Return what layers that read one tensor have in common of their scales, as `fit_shared` finds it, by layer.
 
@@ -155,13 +155,13 @@ def find_shared(
     largest of theirs where they differ: what runs would not be what was judged. `importance`: by layer, [in].
     """
     shared: dict[str, float] = {}
-    for reading in block.readings:
+    for input_group in block.input_groups:
         together: dict[Scheme, list[str]] = {}
-        for name in reading.layers:
+        for name in input_group.layers:
             if name in schemes:
                 together.setdefault(schemes[name], []).append(name)
         for scheme, names in together.items():
-            weights = [matrix(knobs, block, name) for name in names]
+            weights = [matrix(config, block, name) for name in names]
             found = fit_shared(weights, scheme.weights, (importance or {}).get(names[0]))
             shared |= {} if found is None else dict.fromkeys(names, found)
     return shared
@@ -178,15 +178,16 @@ def nearest(
     return round_weight(weight, scheme.weights, importance, may_be_negative(scheme, target), shared)
 
 
-def fold_into(block: BlockWork, reading: Reading, scales: Tensor) -> None:
-    """Divide what the reading reads by `scales` [in], in the module that gives it; its layers multiply it back in."""
+def fold_into(block: BlockWork, input_group: InputGroup, scales: Tensor) -> None:
+    """Divide what the input group reads by `scales` [in], in the module that gives it; its layers multiply it back
+    in."""
     modules = {full_name(block, path): module for path, module in block.module.named_modules()}
-    fold_scales(reading, scales, modules.__getitem__)
-    for name in (reading.source, *reading.layers):
+    fold_scales(input_group, scales, modules.__getitem__)
+    for name in (input_group.source, *input_group.layers):
         block.replace(f"{name}.weight", modules[name].weight)
-    bias = getattr(modules[reading.source], "bias", None)
+    bias = getattr(modules[input_group.source], "bias", None)
     if isinstance(bias, Tensor):
-        block.replace(f"{reading.source}.bias", bias)
+        block.replace(f"{input_group.source}.bias", bias)
 
 
 def full_name(block: BlockWork, path: str) -> str:
@@ -252,7 +253,7 @@ class InputRanges:
 
 
 def leave_unscaled(
-    knobs: WeightPass, block: BlockWork, layers: BlockLayers, inputs: InputRanges, names: Sequence[str]
+    config: WeightPass, block: BlockWork, layers: BlockLayers, inputs: InputRanges, names: Sequence[str]
 ) -> list[str]:
     """Return those of `names` that can be rounded; the others stay float, with a decision and a warning.
 
@@ -263,7 +264,7 @@ def leave_unscaled(
         layers.schemes.pop(name)
         sharing = [layers.facts.pop(member) for member in (name, *layers.sharers.get(name, ()))]
         block.say(decisions=[LayerDecision(layer.name, layer.type, "kept", why) for layer in sharing])
-    remark(knobs, block, [f"{knobs.kind}: {name} stays float: {why}" for name, why in lost.items()])
+    remark(config, block, [f"{config.kind}: {name} stays float: {why}" for name, why in lost.items()])
     return [name for name in names if name not in lost]
 
 

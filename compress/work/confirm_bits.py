@@ -24,7 +24,7 @@ from compress.blocks.work import AFTER
 from compress.context import Feeds, PassContext, PassResult
 from compress.passes.mixed_bits import COMPARED_TOKENS
 from compress.passes.weight_only import WeightPass
-from compress.quantize.lessons import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
+from compress.quantize.learned_batches import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
 from compress.quantize.outputs import gives_logits
 from compress.store.progress import no_log
 from compress.work.contexts import BlockContext
@@ -38,7 +38,7 @@ RoundModel = Callable[[Pass, StreamedModel, PassContext], PassResult[StreamedMod
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BitsComparison:
     """What is lost of two choices. `outputs`: how far the outputs are from the float model's (see `OutputLoss`).
 
     `texts`: nats for each token of the texts; () where the model writes none. `noise`: standard error of their
@@ -57,7 +57,7 @@ class Comparison:
         return int(np.nan_to_num(losses, nan=np.inf).argmin())  # argmin takes NaN for the least
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Comparison:
+    def from_record(cls, record: Mapping[str, Any]) -> BitsComparison:
         return cls(tuple(record["outputs"]), tuple(record["texts"]), record["noise"])
 
 
@@ -79,7 +79,7 @@ def compare_rounded(
     model: StreamedModel,
     context: PassContext,
     compute: Literal["float32", "bfloat16"],
-) -> Comparison:
+) -> BitsComparison:
     """Return what is lost of a model that two passes rounded, on the first of the calibration data."""
     few = replace(context, batches=_take_first(context.batches), work=None, log=no_log)
     one, other = (measure_loss(round_model(config, model, few).model, few, compute) for config in configs)
@@ -87,10 +87,10 @@ def compare_rounded(
     parts = [torch.tensor(float(len(apart)))] + [x.sum() for x in (one.tokens, other.tokens, apart, apart.square())]
     n, *sums = sum_over_processes(torch.stack([part.double() for part in parts])).tolist()
     if not n:
-        return Comparison((one.outputs, other.outputs))
+        return BitsComparison((one.outputs, other.outputs))
     first, second, mean, square = (total / n for total in sums)
     noise = float(np.sqrt(max(square - mean**2, 0.0) / n))
-    return Comparison((one.outputs, other.outputs), (first, second), noise)
+    return BitsComparison((one.outputs, other.outputs), (first, second), noise)
 
 
 def measure_loss(model: StreamedModel, context: PassContext, compute: Literal["float32", "bfloat16"]) -> OutputLoss:

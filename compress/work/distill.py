@@ -13,7 +13,7 @@ from compress.blocks.sizes import shapes_of
 from compress.context import PassResult, TrainSet
 from compress.distill.sequences import Writing, write_sequences
 from compress.distill.student import start_from
-from compress.distill.train import Around, train
+from compress.distill.train import TrainOptions, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
@@ -27,13 +27,13 @@ from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks
 from compress.work.settle_changes import settle_changes
-from compress.work.settle_course import settle_course
+from compress.work.settle_schedule import settle_schedule
 from compress.work.training import (
     batches_of,
     describe_kept_steps,
     describe_training,
     gather_numbers,
-    make_lessons,
+    make_dataset,
     no_keeper,
     objective,
     teacher_module,
@@ -44,47 +44,49 @@ from compress.work.training import (
 NAME = "distill"
 
 
-def apply_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
+def apply_distill(config: Distill, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Train `loaded.module` in place. PassError: no training set, no teacher, other outputs than its, a broken loss."""
-    trainset, teacher = _prepare_training(knobs, loaded, context)
+    trainset, teacher = _prepare_training(config, loaded, context)
     student = loaded.module
-    knobs, changes = settle_changes(knobs, loaded, teacher, trainset, context)
-    with objective(knobs, loaded, student, teacher, trainset, context) as goal:
+    config, changes = settle_changes(config, loaded, teacher, trainset, context)
+    with objective(config, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
-        fresh = knobs.student is not None and knobs.student.separate  # its zeros are no pass's, but where it begins
-        after = zero_keeper(student) if knobs.keep_zeros and not fresh else no_keeper
-        around = Around(NAME, context.log, context.progress, context.work, after_step=after, device=context.device)
-        lessons_of = partial(make_lessons, trainset=trainset, loaded=loaded, loss=goal.loss)
-        knobs, lessons, settled = settle_course(knobs, changes, pupil, lessons_of, around, context)
-        log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
+        fresh = config.student is not None and config.student.separate  # its zeros are no pass's, but where it begins
+        after = zero_keeper(student) if config.keep_zeros and not fresh else no_keeper
+        options = TrainOptions(
+            NAME, context.log, context.progress, context.work, after_step=after, device=context.device
+        )
+        dataset_of = partial(make_dataset, trainset=trainset, loaded=loaded, loss=goal.loss)
+        config, dataset, settled = settle_schedule(config, changes, pupil, dataset_of, options, context)
+        log = train(pupil, dataset, config.make_schedule(trainset.n, context.seed), options)
     student.requires_grad_(False)
     return settled.add_to(_make_result(loaded, log, goal.notes))
 
 
-def begin_distill(knobs: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:
+def begin_distill(config: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:
     """Return the student, which learns in the place of `loaded`; `loaded` itself where there is none. PassError."""
-    if knobs.student is None:
+    if config.student is None:
         return loaded
-    sample = batches_of(knobs, training_set(NAME, context), loaded)(np.arange(1), None).feeds
-    seed = context.seed if knobs.seed is None else knobs.seed
-    return _student_model(knobs.student, loaded, sample, seed, context)
+    sample = batches_of(config, training_set(NAME, context), loaded)(np.arange(1), None).feeds
+    seed = context.seed if config.seed is None else config.seed
+    return _student_model(config.student, loaded, sample, seed, context)
 
 
-def foresee_distill(knobs: Distill, loaded: TorchModel, facts: ModelFacts, context: ModelContext) -> TorchModel:
+def foresee_distill(config: Distill, loaded: TorchModel, facts: ModelFacts, context: ModelContext) -> TorchModel:
     """Leave in the module, in place, the blocks of a student that is cut out of it: learning changes no speed."""
-    if knobs.student is None or knobs.student.separate:
+    if config.student is None or config.student.separate:
         return loaded
-    sample = pruning_batches(knobs.kind, loaded, context)[0].first
-    return _keep_some_blocks(knobs.student, loaded, sample, context)
+    sample = pruning_batches(config.kind, loaded, context)[0].first
+    return _keep_some_blocks(config.student, loaded, sample, context)
 
 
-def _prepare_training(knobs: Distill, loaded: TorchModel, context: ModelContext) -> tuple[TrainSet, nn.Module]:
+def _prepare_training(config: Distill, loaded: TorchModel, context: ModelContext) -> tuple[TrainSet, nn.Module]:
     """Return the training set, which the teacher may have continued, and the teacher."""
     trainset, teacher = training_set(NAME, context), teacher_module(NAME, context, loaded)
-    if knobs.sequences is None:
+    if config.sequences is None:
         return trainset, teacher
-    seed = context.seed if knobs.seed is None else knobs.seed
-    how = Writing(knobs.sequences.prompt_tokens, knobs.sequences.temperature, seed)
+    seed = context.seed if config.seed is None else config.seed
+    how = Writing(config.sequences.prompt_tokens, config.sequences.temperature, seed)
     return write_sequences(teacher, trainset, how, context.work, context.progress), teacher
 
 
@@ -131,7 +133,7 @@ def _keep_some_blocks(
     if problem := depth_problem(blocks, stay, len(stay)):
         raise PassError(f"distill: student: {problem}")
     skipping = Skipping(module, [block.name for block in blocks], sample)
-    gone = [block.name for number, block in enumerate(blocks) if number not in stay]
-    if not shorten(skipping, gone, sample):
+    removed = [block.name for number, block in enumerate(blocks) if number not in stay]
+    if not shorten(skipping, removed, sample):
         context.log(f"distill: {UNCONFIGURED}")
     return replace(loaded, shapes=loaded.shapes.then(shapes_of(module).since(before)))

@@ -63,63 +63,63 @@ MEASURE_BATCHES = 16
 """Calibration batches on which errors are measured (not observed: that is all of them)."""
 
 
-def apply_eight_bit(knobs: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
+def apply_eight_bit(config: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     try:
-        state, taken, kept = place_layers(knobs, state, _choose_rounding(knobs))
-        seen = observe_state(state, context.progress(context.batches, f"{knobs.kind}: observing"))
+        state, taken, kept = place_layers(config, state, _choose_rounding(config))
+        seen = observe_state(state, context.progress(context.batches, f"{config.kind}: observing"))
     except ValueError as error:
-        raise PassError(f"{knobs.kind}: {error}") from error
+        raise PassError(f"{config.kind}: {error}") from error
     state, unseen = leave_unseen(state, seen)
     if unseen and not state.integer:
-        raise PassError(f"{knobs.kind}: no layer is left: {next(iter(unseen.values()))}; look at data.calibration")
+        raise PassError(f"{config.kind}: no layer is left: {next(iter(unseen.values()))}; look at data.calibration")
     if not state.dynamic:
-        state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(knobs, state))})
-    if knobs.bias_correction:
+        state = replace(state, ranges={**state.ranges, **choose_ranges(seen, _make_settings(config, state))})
+    if config.bias_correction:
         state = replace(state, biases={**state.biases, **correct_biases(state, seen)})
-    state, choice = take_fastest(knobs, state, taken, context)
+    state, choice = take_fastest(config, state, taken, context)
     sample = list(islice(context.batches, MEASURE_BATCHES))
-    state, notes = _heal_collapse(knobs, state, seen, sample, context)
-    restored = _restore(knobs, state, context)
+    state, notes = _heal_collapse(config, state, seen, sample, context)
+    restored = _restore(config, state, context)
     state = restored.state
     measured = _measure(state, seen, restored.sensitivity, sample, context)
     decisions = [
-        _decide(knobs, layer.name, layer.type, state, choice, unseen.get(layer.name, restored.reason))
+        _decide(config, layer.name, layer.type, state, choice, unseen.get(layer.name, restored.reason))
         for layer in taken
     ]
-    told = [*_tell_unseen(knobs, unseen), *_tell_choice(knobs, choice, state.timed_for), *notes, *restored.notes]
+    told = [*_tell_unseen(config, unseen), *_tell_choice(config, choice, state.timed_for), *notes, *restored.notes]
     return PassResult(state, (*decisions, *kept), tuple(told), measured, choice=_record(choice))
 
 
 def place_layers(
-    knobs: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight]
+    config: EightBit, state: GraphState, rounded: Callable[[GraphLayer], QuantizedWeight]
 ) -> tuple[GraphState, list[LayerFacts], list[LayerDecision]]:
     """Return the state with all layers that the pass takes in eight bits, `rounded` so, and those it takes and leaves.
 
     Raises ValueError as `with_integer_layers` does.
     """
-    kind = _choose_placement(knobs, state)
+    kind = _choose_placement(config, state)
     if kind == "all":
         state = replace(state, model=clone(state.model))
         shortcuts_to_convolutions(state.model)
-    taken, kept = knobs.choose(state.facts())
+    taken, kept = config.choose(state.facts())
     names = [layer.name for layer in taken]
-    return with_integer_layers(state, names, kind, knobs.attention, knobs.is_dynamic, rounded), taken, kept
+    return with_integer_layers(state, names, kind, config.attention, config.is_dynamic, rounded), taken, kept
 
 
-def foresee_eight_bit(knobs: EightBit, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
+def foresee_eight_bit(config: EightBit, state: GraphState, facts: ModelFacts, context: GraphContext) -> GraphState:
     """Return the state with the layers in eight bits that will be so if the gates allow.
 
     Ranges are those of the calls that are timed, or where nothing is timed, none that were seen.
     """
     try:
-        state, taken, _ = place_layers(knobs, state, round_roughly)
+        state, taken, _ = place_layers(config, state, round_roughly)
         if context.timing is not None and not state.dynamic:
             seen = observe_state(state, context.timing.feeds)
             state, _ = leave_unseen(state, seen)
             state = replace(state, ranges={**state.ranges, **choose_ranges(seen, lambda name: ("minmax", 100.0))})
     except ValueError as error:
-        raise PassError(f"{knobs.kind}: {error}") from error
-    state, _ = take_fastest(knobs, state, taken, context)
+        raise PassError(f"{config.kind}: {error}") from error
+    state, _ = take_fastest(config, state, taken, context)
     return pretend_ranges(state)
 
 
@@ -133,7 +133,7 @@ class Chosen:
 
 
 def take_fastest(
-    knobs: EightBit, state: GraphState, taken: Sequence[LayerFacts], context: GraphContext
+    config: EightBit, state: GraphState, taken: Sequence[LayerFacts], context: GraphContext
 ) -> tuple[GraphState, Chosen | None]:
     """Return the state with the layers in int8 that gain from it on this machine, and the choice.
 
@@ -142,7 +142,7 @@ def take_fastest(
     """
     timer = context.timing
     others = set(state.integer) - {layer.name for layer in taken}
-    if timer is None or not knobs.chooses_by_time or not state.integer or state.in_float8 or others:
+    if timer is None or not config.chooses_by_time or not state.integer or state.in_float8 or others:
         return state, None
     form = [digest_structure(state.model), state.integer, state.placement, state.attention, state.dynamic]
     key = (*timer.call, *form, list_zero_based(state))
@@ -164,38 +164,38 @@ def _record(chosen: Chosen | None) -> dict[str, Any]:
     return {} if chosen is None else {"key": name_given("placement", chosen.key), **asdict(chosen.choice)}
 
 
-def _tell_unseen(knobs: EightBit, unseen: Mapping[str, str]) -> list[Note]:
+def _tell_unseen(config: EightBit, unseen: Mapping[str, str]) -> list[Note]:
     """Return a note for each reason for which layers stay float, with their names."""
     return [
-        Note("warning", f"{knobs.kind}: in float: {', '.join(name for name in unseen if unseen[name] == why)}: {why}")
+        Note("warning", f"{config.kind}: in float: {', '.join(name for name in unseen if unseen[name] == why)}: {why}")
         for why in dict.fromkeys(unseen.values())
     ]
 
 
-def _tell_choice(knobs: EightBit, chosen: Chosen | None, target: str) -> list[Note]:
+def _tell_choice(config: EightBit, chosen: Chosen | None, target: str) -> list[Note]:
     if chosen is None or not chosen.choice.in_float:
         return []
     n = len(chosen.choice.in_float)
     layers = "1 layer computes" if n == 1 else f"{n} layers compute"
     text = f"{layers} in float from int8 weights, faster so on {target} (`placement: auto` computes all in int8)"
-    notes = [Note("info", f"{knobs.kind}: {text}")]
+    notes = [Note("info", f"{config.kind}: {text}")]
     if chosen.times is not None:
         gains = f"all in int8 would run at {chosen.times.everywhere:.2f}x, this at {chosen.times.chosen:.2f}x"
-        notes.append(Note("info", f"{knobs.kind}: {gains} here", here=True))
+        notes.append(Note("info", f"{config.kind}: {gains} here", here=True))
     return notes
 
 
-def _choose_placement(knobs: EightBit, state: GraphState) -> Kind:
-    placed = knobs.choose_tensors()
+def _choose_placement(config: EightBit, state: GraphState) -> Kind:
+    placed = config.choose_tensors()
     if placed != "auto":
         return placed
-    names = {facts.name for facts in knobs.choose(state.facts())[0]}
+    names = {facts.name for facts in config.choose(state.facts())[0]}
     return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
 
 
-def _choose_rounding(knobs: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
+def _choose_rounding(config: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
     """Return how a layer's weights are rounded."""
-    return partial(round_layer, bits=knobs.weight_bits) if isinstance(knobs, Int8) else _round_to_fp8
+    return partial(round_layer, bits=config.weight_bits) if isinstance(config, Int8) else _round_to_fp8
 
 
 def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
@@ -212,51 +212,51 @@ def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
         raise ValueError(f"{layer.name}: {error}") from error
 
 
-def _make_settings(knobs: EightBit, state: GraphState) -> Callable[[str], Setting]:
+def _make_settings(config: EightBit, state: GraphState) -> Callable[[str], Setting]:
     """Return a function: tensor name -> (method, percentile), with the overrides of the layers that touch it.
 
     float8 takes the largest value, for small ones keep their precision whatever the scale is.
     """
-    if not isinstance(knobs, Int8):
+    if not isinstance(config, Int8):
         return lambda name: ("minmax", 100.0)
     special: dict[str, Setting] = {}
     layers = find_layers(state.model)
-    for override in knobs.overrides:
+    for override in config.overrides:
         chosen = [
             layer.name
             for layer in layers
             if any(matches(pattern, layer.name, layer.type, layer.op) for pattern in override.targets)
         ]
-        setting = (override.calibration or knobs.calibration, override.percentile or knobs.percentile)
+        setting = (override.calibration or config.calibration, override.percentile or config.percentile)
         special |= dict.fromkeys(tensors_of(state.model, chosen), setting)
-    return lambda name: special.get(name, (knobs.calibration, knobs.percentile))
+    return lambda name: special.get(name, (config.calibration, config.percentile))
 
 
 def _heal_collapse(
-    knobs: EightBit, state: GraphState, seen: dict[str, Observer], sample: Sequence[Feeds], context: GraphContext
+    config: EightBit, state: GraphState, seen: dict[str, Observer], sample: Sequence[Feeds], context: GraphContext
 ) -> tuple[GraphState, list[Note]]:
     """Compare outputs with float; where they collapsed, blame an operator kind, name its tensors, leave it float.
 
     The kind is left out only with placement: auto; with an explicit placement the finding is reported. So is a collapse
     that no one operator kind explains.
     """
-    flavour = context.target.flavour
+    variant = context.target.variant
     held, sample = hold_choices(state, sample)
     exact = outputs_of(held.model, sample)
-    cosine = output_cosine(exact, outputs_of(write_state(held, flavour), sample))
-    context.log(f"{knobs.kind}: mean cosine of the outputs to float {cosine:.5f}")
+    cosine = output_cosine(exact, outputs_of(write_state(held, variant), sample))
+    context.log(f"{config.kind}: mean cosine of the outputs to float {cosine:.5f}")
     notes: list[Note] = []
     while cosine < COLLAPSE:
-        blamed = [] if held.dynamic else blame(held, seen, exact, sample, flavour)
+        blamed = [] if held.dynamic else blame(held, seen, exact, sample, variant)
         suspects = [suspect for suspect in blamed if suspect.cosine > cosine]
         if not suspects:
-            text = f"{knobs.kind}: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
+            text = f"{config.kind}: outputs collapsed (mean cosine {cosine:.3f}), and leaving out no one operator helps"
             notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))
             break
         worst = suspects[0]
-        finding = _describe_collapse(knobs.kind, worst, cosine, seen)
+        finding = _describe_collapse(config.kind, worst, cosine, seen)
         context.log(finding)
-        if knobs.placement_is_given:
+        if config.placement_is_given:
             notes.append(Note("warning", f"{finding}. Use placement: auto or inputs"))
             break
         notes.append(Note("warning", f"{finding}. They stay float"))
@@ -282,47 +282,49 @@ class _Restored:
     reason: str = ""
 
 
-def _restore(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
-    if knobs.restore.budget:
-        return _restore_within_budget(knobs, state, context)
-    return _restore_for_gates(knobs, state, context)
+def _restore(config: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+    if config.restore.budget:
+        return _restore_within_budget(config, state, context)
+    return _restore_for_gates(config, state, context)
 
 
-def _restore_for_gates(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+def _restore_for_gates(config: EightBit, state: GraphState, context: GraphContext) -> _Restored:
     """Return layers to float, the most sensitive first, where a gate does not hold that held before eight bits."""
-    if context.shortfalls is None or knobs.restore.max_layers == 0:
+    if context.shortfalls is None or config.restore.max_layers == 0:
         return _Restored(state)
-    flavour, find = context.target.flavour, context.shortfalls
-    short = find(write_state(state, flavour))
+    variant, find = context.target.variant, context.shortfalls
+    short = find(write_state(state, variant))
     if not short:
         return _Restored(state)
     before = {_name_gate(text) for text in find(state.model)}
     lost = [text for text in short if _name_gate(text) in before]
     short = [text for text in short if text not in lost]
     if not short:
-        return _Restored(state, notes=(_note_shortfalls(knobs, "lost before, which no layer in float mends", lost),))
-    context.log(f"{knobs.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
-    some = _take_samples(context.batches, knobs.restore.samples)
+        return _Restored(state, notes=(_note_shortfalls(config, "lost before, which no layer in float mends", lost),))
+    context.log(f"{config.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
+    some = _take_samples(context.batches, config.restore.samples)
     sensitivity = sensitivities(
-        state, some, flavour, lambda names: context.progress(names, f"{knobs.kind}: sensitivity")
+        state, some, variant, lambda names: context.progress(names, f"{config.kind}: sensitivity")
     )
     result = restore_until_held(
         state,
         short,
         sensitivity,
-        flavour,
+        variant,
         lambda model: [text for text in find(model) if _name_gate(text) not in before],
-        knobs.restore.max_layers,
-        knobs.restore.max_minutes,
+        config.restore.max_layers,
+        config.restore.max_minutes,
         context.log,
     )
     notes = []
     if result.layers:
         notes.append(
-            Note("warning", f"{knobs.kind}: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})")
+            Note(
+                "warning", f"{config.kind}: back to float32 for the gates: {', '.join(result.layers)} ({result.ended})"
+            )
         )
     if result.shortfalls:
-        notes.append(_note_shortfalls(knobs, result.ended, result.shortfalls))
+        notes.append(_note_shortfalls(config, result.ended, result.shortfalls))
     reason = "restored: among the most sensitive, and a gate did not hold"
     return _Restored(result.state, sensitivity, tuple(notes), reason)
 
@@ -332,21 +334,21 @@ def _name_gate(shortfall: str) -> str:
     return shortfall.partition(":")[0]
 
 
-def _note_shortfalls(knobs: EightBit, ended: str, short: Sequence[str]) -> Note:
-    return Note("warning", f"{knobs.kind}: gates still short ({ended}): {'; '.join(short)}")
+def _note_shortfalls(config: EightBit, ended: str, short: Sequence[str]) -> Note:
+    return Note("warning", f"{config.kind}: gates still short ({ended}): {'; '.join(short)}")
 
 
-def _restore_within_budget(knobs: EightBit, state: GraphState, context: GraphContext) -> _Restored:
+def _restore_within_budget(config: EightBit, state: GraphState, context: GraphContext) -> _Restored:
     """Return those layers to float that a budget allows and that gain most by it. PassError for one out of reach."""
-    restore, flavour = knobs.restore, context.target.flavour
-    write = context.write or (lambda some: write_state(some, flavour))
+    restore, variant = config.restore, context.target.variant
+    write = context.write or (lambda some: write_state(some, variant))
     groups = group_fused(state)
 
     def log(text: str) -> None:
-        context.log(f"{knobs.kind}: {text}")
+        context.log(f"{config.kind}: {text}")
 
     def judge(some: GraphState) -> Verdict:
-        model = write_state(some, flavour)
+        model = write_state(some, variant)
         short = () if context.shortfalls is None else tuple(context.shortfalls(model))
         return Verdict(short, None if context.score is None else context.score(model))
 
@@ -355,23 +357,23 @@ def _restore_within_budget(knobs: EightBit, state: GraphState, context: GraphCon
             prices = price_bytes(state, groups, restore.size_ratio, write)
         else:
             groups = [group for group in groups if set(group) <= set(state.integer)]
-            prices = _price_time(knobs, state, groups, context)
+            prices = _price_time(config, state, groups, context)
         log("measuring what each group of layers loses in eight bits")
         some = _take_samples(context.batches, restore.samples)
         named = {", ".join(group): group for group in groups}
         hurt = measure_groups(
-            state, named, some, flavour, lambda names: context.progress(names, f"{knobs.kind}: sensitivity")
+            state, named, some, variant, lambda names: context.progress(names, f"{config.kind}: sensitivity")
         )
         gated = context.shortfalls is not None
         mixed = restore_within_budget(state, groups, hurt, prices, judge, gated, restore.max_minutes, log)
     except BudgetMissed as error:
         raise PassError(
-            f"{knobs.kind}: restore: {restore.budget} is out of reach: {error}; ask for less, or quantize more layers"
+            f"{config.kind}: restore: {restore.budget} is out of reach: {error}; ask for less, or quantize more layers"
         ) from error
     returned = set(mixed.layers)
     left = sum(value for group, value in zip(groups, hurt, strict=True) if not returned & set(group))
     text = (
-        f"{knobs.kind}: {restore.budget} is kept ({mixed.text}): {len(mixed.layers)} layers in float"
+        f"{config.kind}: {restore.budget} is kept ({mixed.text}): {len(mixed.layers)} layers in float"
         f"{': ' if mixed.layers else ''}{', '.join(mixed.layers)}; predicted loss {left:.3g} (1 - cosine), "
         f"{sum(hurt):.3g} with all in eight bits"
     )
@@ -379,15 +381,15 @@ def _restore_within_budget(knobs: EightBit, state: GraphState, context: GraphCon
         text += f"; {mixed.tried} choices were held against the {'gates' if gated else 'metric'}, which decided"
     notes = [Note("info", text)]
     if mixed.verdict.short:
-        notes.append(_note_shortfalls(knobs, f"within {restore.budget}", mixed.verdict.short))
+        notes.append(_note_shortfalls(config, f"within {restore.budget}", mixed.verdict.short))
     sensitivity = {name: value for group, value in zip(groups, hurt, strict=True) for name in group}
     return _Restored(mixed.state, sensitivity, tuple(notes), f"within {restore.budget}: among those that lose most")
 
 
-def _price_time(knobs: EightBit, state: GraphState, groups: Groups, context: GraphContext) -> Prices:
-    timing, speedup = context.timing, knobs.restore.speedup
+def _price_time(config: EightBit, state: GraphState, groups: Groups, context: GraphContext) -> Prices:
+    timing, speedup = context.timing, config.restore.speedup
     if timing is None or speedup is None:
-        raise PassError(f"{knobs.kind}: restore: speedup needs a target that is timed here; use size_ratio")
+        raise PassError(f"{config.kind}: restore: speedup needs a target that is timed here; use size_ratio")
     return price_time(state, groups, speedup, timing, context.log)
 
 
@@ -411,7 +413,7 @@ def _measure(
 ) -> dict[str, dict[str, float]]:
     names = [*state.integer, *state.weight_only]
     held, sample = hold_choices(state, sample)
-    noise = layer_sqnr_db(held.model, write_state(held, context.target.flavour), names, sample)
+    noise = layer_sqnr_db(held.model, write_state(held, context.target.variant), names, sample)
     measured = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()}
     for layer in find_layers(state.model):
         observer = seen.get(layer.data_input.name or "")
@@ -427,12 +429,12 @@ def _measure(
 
 
 def _decide(
-    knobs: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, why_float: str
+    config: EightBit, name: str, kind: str, state: GraphState, chosen: Chosen | None, why_float: str
 ) -> LayerDecision:
     if chosen is not None and name in state.unpacked:
-        return LayerDecision(name, kind, knobs.number, f"W8, computed in float: faster so on {state.timed_for}")
+        return LayerDecision(name, kind, config.number, f"W8, computed in float: faster so on {state.timed_for}")
     if name in state.weight_only:
-        return LayerDecision(name, kind, knobs.number, "W8, looked up as integers")
+        return LayerDecision(name, kind, config.number, "W8, looked up as integers")
     if name in state.integer:
-        return LayerDecision(name, kind, knobs.number, knobs.scheme)
+        return LayerDecision(name, kind, config.number, config.scheme)
     return LayerDecision(name, kind, "float32", why_float)

@@ -1,6 +1,6 @@
 """Work the `gptq` pass: gather what each group of layers reads, then round it; on an ONNX graph or a torch model.
 
-A torch model's block stops its forward before each reading while what reads it is rounded.
+A torch model's block stops its forward before each input group while what reads it is rounded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerFacts, Note, Reading
+from compress.facts import InputGroup, LayerFacts, Note
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.gptq import Gptq
-from compress.quantize.gptq import Hessian, RoundedWeight, Rules, invert_hessian
+from compress.quantize.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
 from compress.quantize.gram import Gram, explain_no_gram, gram_matrix
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.quantize.smooth import input_groups
@@ -52,15 +52,15 @@ from compress.work.mixed_bits import settle_bits
 
 
 def apply_gptq(
-    knobs: Gptq, model: GraphState | StreamedModel, context: PassContext
+    config: Gptq, model: GraphState | StreamedModel, context: PassContext
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
-        return _round_graph(knobs, model, context)
-    return _round_blocks(knobs, model, context)
+        return _round_graph(config, model, context)
+    return _round_blocks(config, model, context)
 
 
-def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
-    taken, kept = knobs.graph_layers(state)
+def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
+    taken, kept = config.graph_layers(state)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
     groups = input_groups([layer for layer in find_layers(working) if layer.name in facts])
@@ -68,34 +68,34 @@ def _round_graph(knobs: Gptq, state: GraphState, context: PassContext) -> PassRe
     measured: dict[str, dict[str, float]] = {}
     notes: list[Note] = []
     for tensor in context.progress(list(groups), "gptq: rounding"):
-        source = working if knobs.sequential else state.model
+        source = working if config.sequential else state.model
         with name_errors("gptq", [layer.name for layer in groups[tensor]]):
             gram, n_rows = gram_matrix(source, tensor, context.batches, torch.device(context.device))
             trouble = explain_no_gram(gram, n_rows)
-            hessian = None if trouble else invert_hessian(gram, knobs.damp_percent, knobs.actorder)
-        notes += _make_notes(knobs, groups[tensor], hessian, trouble)
+            hessian = None if trouble else invert_hessian(gram, config.damp_percent, config.actorder)
+        notes += _make_notes(config, groups[tensor], hessian, trouble)
         for layer in groups[tensor]:
-            rounded = _round(knobs, layer, facts[layer.name], hessian, context)
+            rounded = _round(config, layer, facts[layer.name], hessian, context)
             if isinstance(rounded, RoundedWeight):
                 measured[layer.name] = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
                 rounded = rounded.weight
             weights[layer.name] = rounded
             _put_back(working, layer, rounded)
     state = replace(state, weight_only=[*state.weight_only, *weights], weights={**state.weights, **weights})
-    decisions = [knobs.decision(layer, context.target) for layer in taken]
+    decisions = [config.decision(layer, context.target) for layer in taken]
     return PassResult(state, (*decisions, *kept), tuple(notes), measured)
 
 
 def _round(
-    knobs: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian | None, context: PassContext
+    config: Gptq, layer: GraphLayer, facts: LayerFacts, hessian: Hessian | None, context: PassContext
 ) -> RoundedWeight | QuantizedWeight:
     """Round a layer's weight; without a Hessian to the nearest."""
-    scheme = knobs.setting(facts, context.target)
+    scheme = config.setting(facts, context.target)
     weight = torch.from_numpy(layer.matrix().copy()).to(context.device)
     try:
         if hessian is None:
             return nearest(weight, scheme, context.target)
-        return gptq_round_weights([weight], hessian, scheme.weights, _gptq_rules(knobs, scheme, context.target))[0]
+        return gptq_round_weights([weight], hessian, scheme.weights, _gptq_rules(config, scheme, context.target))[0]
     except ValueError as problem:
         raise PassError(f"gptq: {layer.name}: {problem}") from problem
 
@@ -107,51 +107,54 @@ def _put_back(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> No
     layer.node.replace_input_with(layer.weight_input, initializer(model, f"{layer.name}/rounded", values))
 
 
-def _make_notes(knobs: Gptq, group: list[GraphLayer], hessian: Hessian | None, trouble: str) -> list[Note]:
+def _make_notes(config: Gptq, group: list[GraphLayer], hessian: Hessian | None, trouble: str) -> list[Note]:
     names = [layer.name for layer in group]
     remarks = [f"gptq: {name}: {trouble}; rounded to the nearest" for name in names if hessian is None]
     if hessian is not None:
-        remarks = _hessian_remarks(names, hessian, knobs.damp_percent)
-    if remarks and knobs.strict:
+        remarks = _hessian_remarks(names, hessian, config.damp_percent)
+    if remarks and config.strict:
         raise PassError(remarks)
     return [Note("warning", text) for text in remarks]
 
 
-def _round_blocks(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def _round_blocks(config: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Round a streamed model, with bits chosen for its layers where that is asked for. PassError naming the layer."""
-    make_rounding = partial(_make_rounding, knobs, context.target)
-    knobs, settled = settle_bits(knobs, model, context, make_rounding, _round_layers, knobs.compute)
-    return settled.add_to(_round_layers(knobs, model, context))
+    make_rounding = partial(_make_rounding, config, context.target)
+    config, settled = settle_bits(config, model, context, make_rounding, _round_layers, config.compute)
+    return settled.add_to(_round_layers(config, model, context))
 
 
-def _round_layers(knobs: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, compute=knobs.compute, tables=knobs.takes_tables)
+def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+    stream = Stream(model, context, compute=config.compute, tables=config.takes_tables)
     for block in stream:
-        rounding = _BlockRounding(knobs, block, block_layers(knobs, block, context.target), context.target)
-        if knobs.sequential and rounding.layers.schemes:
+        rounding = _BlockRounding(config, block, block_layers(config, block, context.target), context.target)
+        if config.sequential and rounding.layers.schemes:
             block.lockstep(rounding.visit, rounding.act)
         elif rounding.layers.schemes:
-            block.collect(rounding.visit, [reading for reading in block.readings if rounding.layers.of(reading.layers)])
-            for reading in block.readings:
-                rounding.act(reading)
-        round_tables(knobs, block, rounding.layers, context.target)
+            block.collect(
+                rounding.visit,
+                [input_group for input_group in block.input_groups if rounding.layers.of(input_group.layers)],
+            )
+            for input_group in block.input_groups:
+                rounding.act(input_group)
+        round_tables(config, block, rounding.layers, context.target)
         rounding.finish()
     return stream.result()
 
 
-def _make_rounding(knobs: Gptq, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
+def _make_rounding(config: Gptq, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
     """Return how rows of weights are rounded that read inputs of this Gram matrix."""
-    hessian = invert_hessian(gram, knobs.damp_percent, knobs.actorder)
+    hessian = invert_hessian(gram, config.damp_percent, config.actorder)
 
     def round_rows(rows: Tensor, scheme: Scheme) -> QuantizedWeight:
-        rules = _gptq_rules(knobs, scheme, target)
+        rules = _gptq_rules(config, scheme, target)
         return gptq_round_weights([rows], hessian, scheme.weights, rules)[0].weight
 
     return round_rows
 
 
-def _gptq_rules(knobs: Gptq, scheme: Scheme, target: Target) -> Rules:
-    return Rules(may_be_negative(scheme, target), knobs.sweeps, knobs.block_size, knobs.compute)
+def _gptq_rules(config: Gptq, scheme: Scheme, target: Target) -> GptqRules:
+    return GptqRules(may_be_negative(scheme, target), config.sweeps, config.block_size, config.compute)
 
 
 def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
@@ -168,34 +171,34 @@ def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: floa
 
 
 class _BlockRounding:
-    """One block: a Gram matrix for each reading while it is needed, and what is to be said."""
+    """One block: a Gram matrix for each input group while it is needed, and what is to be said."""
 
-    def __init__(self, knobs: Gptq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
-        self.knobs, self.block, self.layers, self.target = knobs, block, layers, target
-        self.grams: dict[Reading, Gram] = {}
+    def __init__(self, config: Gptq, block: BlockWork, layers: BlockLayers, target: Target) -> None:
+        self.config, self.block, self.layers, self.target = config, block, layers, target
+        self.grams: dict[InputGroup, Gram] = {}
         self.inputs = InputRanges.of(layers.schemes)
         self.left = dict.fromkeys(layers.schemes, "no calibration data reaches it")
 
-    def visit(self, reading: Reading, rows: Tensor) -> None:
-        names = self.layers.of(reading.layers)
+    def visit(self, input_group: InputGroup, rows: Tensor) -> None:
+        names = self.layers.of(input_group.layers)
         if names:
-            if reading not in self.grams:
-                self.grams[reading] = Gram(rows.shape[1], self.knobs.compute, rows.device)
-            self.grams[reading].add(rows)
+            if input_group not in self.grams:
+                self.grams[input_group] = Gram(rows.shape[1], self.config.compute, rows.device)
+            self.grams[input_group].add(rows)
             self.inputs.see(names, rows)
 
-    def act(self, reading: Reading) -> None:
-        """Round the reading's layers, those of one scheme together."""
-        names = self.layers.of(reading.layers)
+    def act(self, input_group: InputGroup) -> None:
+        """Round the input group's layers, those of one scheme together."""
+        names = self.layers.of(input_group.layers)
         if not names:
             return
         width = self.layers.facts[names[0]].shape[1]
-        seen = self.grams.pop(reading, None) or Gram(width, self.knobs.compute, self.block.part.device)
+        seen = self.grams.pop(input_group, None) or Gram(width, self.config.compute, self.block.part.device)
         gram, n_rows = seen.mean(sum_over_processes)
         if trouble := explain_no_gram(gram, n_rows):
             self.left |= dict.fromkeys(names, trouble)  # `finish` rounds them to the nearest
             return
-        names = leave_unscaled(self.knobs, self.block, self.layers, self.inputs, names)
+        names = leave_unscaled(self.config, self.block, self.layers, self.inputs, names)
         shared = [name for name in names if name in self.layers.sharers]
         self._round_alike([name for name in names if name not in shared], gram)
         self._round_alike(shared, weigh_both_uses(gram))
@@ -205,8 +208,8 @@ class _BlockRounding:
         if not names:
             return
         with name_errors("gptq", names):
-            hessian = invert_hessian(gram, self.knobs.damp_percent, self.knobs.actorder)
-        remark(self.knobs, self.block, _hessian_remarks(names, hessian, self.knobs.damp_percent))
+            hessian = invert_hessian(gram, self.config.damp_percent, self.config.actorder)
+        remark(self.config, self.block, _hessian_remarks(names, hessian, self.config.damp_percent))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
@@ -217,8 +220,8 @@ class _BlockRounding:
                     self._round(group, scheme, hessian)
 
     def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
-        weights = [matrix(self.knobs, self.block, name) for name in names]
-        rules = _gptq_rules(self.knobs, scheme, self.target)
+        weights = [matrix(self.config, self.block, name) for name in names]
+        rules = _gptq_rules(self.config, scheme, self.target)
         with name_errors("gptq", names):
             all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
         for name, rounded in zip(names, all_rounded, strict=True):
@@ -229,14 +232,14 @@ class _BlockRounding:
 
     def finish(self) -> None:
         """Round layers of whose inputs nothing is known (an expert that no token chose) to the nearest."""
-        knobs, block, target = self.knobs, self.block, self.target
-        left = leave_unscaled(knobs, block, self.layers, self.inputs, self.layers.of(list(self.left)))
+        config, block, target = self.config, self.block, self.target
+        left = leave_unscaled(config, block, self.layers, self.inputs, self.layers.of(list(self.left)))
         texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left]
         facts = self.layers.facts.values()
-        remark(knobs, block, [*texts, *(text for layer in facts if (text := knobs.fit_remark(layer, target)))])
-        shared = find_shared(knobs, block, {name: self.layers.schemes[name] for name in left})
+        remark(config, block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
+        shared = find_shared(config, block, {name: self.layers.schemes[name] for name in left})
         for name in left:
             scheme = self.layers.schemes[name]
-            weight = nearest(matrix(knobs, block, name), scheme, target, shared=shared.get(name))
+            weight = nearest(matrix(config, block, name), scheme, target, shared=shared.get(name))
             put_layer(block, self.layers, name, weight, self.inputs.scale(name))
-        block.say(decisions=[*(knobs.decision(layer, target) for layer in facts), *self.layers.kept])
+        block.say(decisions=[*(config.decision(layer, target) for layer in facts), *self.layers.kept])

@@ -17,23 +17,25 @@ from compress.quantize.rounding import QuantizedWeight, by_rows
 from compress.work.block_layers import block_layers, matrix, may_be_negative, put_layer, remark, round_tables
 
 
-def apply_hqq(knobs: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_hqq(config: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, data=False)
     for block in stream:
-        layers = block_layers(knobs, block, context.target)
+        layers = block_layers(config, block, context.target)
         for layer, scheme in layers.schemes.items():
             signed = may_be_negative(scheme, context.target)
             try:
-                weight = by_rows(matrix(knobs, block, layer), partial(_round, knobs, scheme, signed))
+                weight = by_rows(matrix(config, block, layer), partial(_round, config, scheme, signed))
             except ValueError as error:
                 raise PassError(f"hqq: {layer}: {error}") from error
             put_layer(block, layers, layer, weight)
-        round_tables(knobs, block, layers, context.target)
+        round_tables(config, block, layers, context.target)
         facts = layers.facts.values()
-        remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
-        block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
+        remark(
+            config, block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))]
+        )
+        block.say(decisions=[*(config.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()
 
 
-def _round(knobs: Hqq, scheme: Scheme, signed: bool, rows: Tensor) -> QuantizedWeight:
-    return hqq_round(rows, scheme.weights, signed, knobs.steps)
+def _round(config: Hqq, scheme: Scheme, signed: bool, rows: Tensor) -> QuantizedWeight:
+    return hqq_round(rows, scheme.weights, signed, config.steps)

@@ -26,22 +26,22 @@ from compress.work.block_layers import full_name
 LEVELS = {"int8": 127.0, "fp8": LARGEST_FLOAT8}
 
 
-def apply_kv_cache(knobs: KvCache, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_kv_cache(config: KvCache, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Record two scales for each attention of a streamed model. Raises PassError naming it."""
     stream = Stream(model, context)
     for block in stream:
-        readings = attentions(block.readings)
-        if not readings:
+        input_groups = attentions(block.input_groups)
+        if not input_groups:
             continue
-        peaks = {name: _Peaks() for name in readings}
+        peaks = {name: _Peaks() for name in input_groups}
         with _watch_attention(block, peaks):
-            block.collect(lambda reading, rows: None, list(readings.values()))
+            block.collect(lambda input_group, rows: None, list(input_groups.values()))
         for name, seen in peaks.items():
             keys, values = (_combine_peaks(name, seen.of[kind]) for kind in ("key", "value"))
-            block.put_kv(name, keys / LEVELS[knobs.scheme], values / LEVELS[knobs.scheme])
+            block.put_kv(name, keys / LEVELS[config.scheme], values / LEVELS[config.scheme])
             block.say(measured={name: {"key_peak": keys, "value_peak": values}})
     result = stream.result()
-    return replace(result, model=replace(result.model, kv_cache=knobs.scheme))
+    return replace(result, model=replace(result.model, kv_cache=config.scheme))
 
 
 class _Peaks:

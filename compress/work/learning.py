@@ -1,4 +1,4 @@
-"""What the passes that learn are given: lessons from a stream's block or the calibration data, parameters by name."""
+"""What the passes that learn are given: batches from a stream's block or the calibration data, parameters by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.blocks.sharing import main_process, share, wait
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
 from compress.quantize.learn import is_transposed
-from compress.quantize.lessons import BlockLesson, Together, arrange_batches, together
+from compress.quantize.learned_batches import BlockBatch, JoinedBatches, arrange_batches, together
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import Places, vectors
 from compress.store.durable import blame
@@ -28,14 +28,14 @@ ROWS = 2048
 """Of a block's inputs, that one step is taken on, unless a micro-batch has more."""
 
 
-def block_lessons(block: BlockWork, held_out: float) -> tuple[list[Together], list[Together]]:
+def block_batches(block: BlockWork, held_out: float) -> tuple[list[JoinedBatches], list[JoinedBatches]]:
     """Return a block's micro-batches, bundled, and the last of them that are kept aside (none if they are few)."""
-    lessons = [
-        BlockLesson(_bind_index(block.forward, i), _bind_index(block.float_outputs, i), call.rows, call.n_rows)
+    batches = [
+        BlockBatch(_bind_index(block.forward, i), _bind_index(block.float_outputs, i), call.rows, call.n_rows)
         for i, call in enumerate(block.calls)
     ]
-    n, how = len(lessons) - round(held_out * len(lessons)), (ROWS, 1 / share().size, not block.part.together)
-    return together(lessons[:n], *how), together(lessons[n:], *how)
+    n, how = len(batches) - round(held_out * len(batches)), (ROWS, 1 / share().size, not block.part.together)
+    return together(batches[:n], *how), together(batches[n:], *how)
 
 
 def open_saved_run(context: PassContext, name: str, what: str) -> SavedRun:

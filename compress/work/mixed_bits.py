@@ -29,7 +29,7 @@ from compress.blocks.trace import remove_hooks_on_exit
 from compress.blocks.work import AFTER, BEFORE
 from compress.context import PassContext
 from compress.errors import PassError
-from compress.facts import LayerFacts, Note, Reading
+from compress.facts import InputGroup, LayerFacts, Note
 from compress.formats.schemes import Scheme
 from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
 from compress.passes.weight_only import WeightPass
@@ -40,7 +40,7 @@ from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import ROWS, QuantizedWeight
 from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
-from compress.work.confirm_bits import BEYOND_NOISE, Comparison, RoundModel, compare_rounded
+from compress.work.confirm_bits import BEYOND_NOISE, BitsComparison, RoundModel, compare_rounded
 from compress.work.settled import Settled, keep, recall
 
 FILE, COMPARED = "costs.json", "compared.json"
@@ -196,7 +196,7 @@ def _leave_out(prices: Prices, n_choices: int) -> Prices:
     )
 
 
-def _confirm(choices: Sequence[_Choice], comparison: Comparison, unit: str) -> _Choice:
+def _confirm(choices: Sequence[_Choice], comparison: BitsComparison, unit: str) -> _Choice:
     """Return the choice that loses less with all layers rounded."""
     best, ways = choices[comparison.best], [f"with {choice.least} bits and more" for choice in choices]
     pairs = [f"{lost:.4g} {way}" for lost, way in zip(comparison.outputs, ways, strict=True)]
@@ -208,12 +208,12 @@ def _confirm(choices: Sequence[_Choice], comparison: Comparison, unit: str) -> _
     return replace(best, text=text)
 
 
-def _recall_comparison(context: PassContext, choices: Sequence[_Choice]) -> Comparison | None:
+def _recall_comparison(context: PassContext, choices: Sequence[_Choice]) -> BitsComparison | None:
     """Return what a killed run measured of the same choices; None where it did not."""
     record = recall(context, COMPARED)
     if record is None or record["bits"] != [choice.bits for choice in choices]:
         return None
-    return Comparison.from_record(record)
+    return BitsComparison.from_record(record)
 
 
 def _tell(costs: Costs, layer: str, bits: int) -> dict[str, float]:
@@ -259,12 +259,12 @@ def _measure(
     with closing(send_back(model, context, batches, drawing.draw, compute)) as blocks:
         for _ in context.progress(_list_parts(model), f"{config.kind}: cost of bits"):
             block = next(blocks)
-            seen = _Seen(block, layers, compute)
+            seen = _Measured(block, layers, compute)
             with seen.watch():
                 block.run(seen.begin)
             rows = int(sum_over_processes(torch.tensor(drawing.n_rows)))
-            for reading, names in seen.readings.items():
-                gram, n_seen = seen.grams[reading].mean(sum_over_processes)
+            for input_group, names in seen.input_groups.items():
+                gram, n_seen = seen.grams[input_group].mean(sum_over_processes)
                 with name_errors(config.kind, names):
                     rounding = make_rounding(gram) if n_seen else None
                 if rounding is None:
@@ -357,23 +357,24 @@ class _Drawing:
         return gradient.reshape(out.shape)
 
 
-class _Seen:
+class _Measured:
     """Of the layers of one part: X^T X of what they read, and the sum of g^2 of each of their outputs."""
 
     def __init__(self, block: BackwardBlock, layers: Mapping[str, LayerFacts], compute: Compute) -> None:
         self.block, self.number = block.work, 0
         known = self.block.layers
-        self.readings: dict[Reading, list[str]] = {}
-        for reading in self.block.readings:
-            if names := [name for name in reading.layers if name in layers and name in known]:
-                self.readings[reading] = names
+        self.input_groups: dict[InputGroup, list[str]] = {}
+        for input_group in self.block.input_groups:
+            if names := [name for name in input_group.layers if name in layers and name in known]:
+                self.input_groups[input_group] = names
         device = self.block.part.device
         self.grams = {
-            reading: Gram(layers[names[0]].shape[1], compute, device) for reading, names in self.readings.items()
+            input_group: Gram(layers[names[0]].shape[1], compute, device)
+            for input_group, names in self.input_groups.items()
         }
         self.squares = {
             name: torch.zeros(layers[name].shape[0], dtype=torch.float64, device=device)
-            for names in self.readings.values()
+            for names in self.input_groups.values()
             for name in names
         }
 
@@ -385,9 +386,9 @@ class _Seen:
     def watch(self) -> Iterator[None]:
         """Gather while the context is open."""
         handles: list[Any] = []
-        for reading, names in self.readings.items():
+        for input_group, names in self.input_groups.items():
             for name in names:
-                hook = self._make_hook(name, self.grams[reading] if name == names[0] else None)
+                hook = self._make_hook(name, self.grams[input_group] if name == names[0] else None)
                 handles.append(self.block.layers[name].register_forward_hook(hook, with_kwargs=True))
         with remove_hooks_on_exit(handles):
             yield

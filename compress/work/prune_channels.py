@@ -54,59 +54,59 @@ NEAR = 0.02
 
 
 def foresee_prune_channels(
-    knobs: PruneChannels, loaded: TorchModel, facts: ModelFacts, context: ModelContext
+    config: PruneChannels, loaded: TorchModel, facts: ModelFacts, context: ModelContext
 ) -> TorchModel:
     """Cut the module to the widths that the plan expects, in place: which units stay matters nothing to speed."""
-    units = knobs.plan_units(facts)
-    sample = pruning_batches(knobs.kind, loaded, context)[0].first
+    units = config.plan_units(facts)
+    sample = pruning_batches(config.kind, loaded, context)[0].first
     dimensions = [dimension for dimension in find_coupling(loaded.module, sample).dimensions if dimension.name in units]
     remove_all(loaded.module, dimensions, [np.arange(units[dimension.name]) for dimension in dimensions], remove)
     return loaded
 
 
-def apply_prune_channels(knobs: PruneChannels, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
+def apply_prune_channels(config: PruneChannels, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` smaller in place. PassError names the dimension, or the best that is within reach."""
     module = loaded.module
     built = shapes_of(module)
-    batches = [batch.feeds for batch in pruning_batches(knobs.kind, loaded, context)]
+    batches = [batch.feeds for batch in pruning_batches(config.kind, loaded, context)]
     sample = {name: tensor[:1] for name, tensor in batches[0].items()}
     coupling = find_coupling(module, sample, compute=True)
     types = {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
     pairs = zip(coupling.dimensions, coupling.facts, strict=True)
-    dimensions = [dimension for dimension, facts in pairs if knobs.takes(facts, types)]
-    _check(knobs, module, dimensions, sample)
+    dimensions = [dimension for dimension, facts in pairs if config.takes(facts, types)]
+    _check(config, module, dimensions, sample)
     drawn = find_torch_task(loaded.task).loss in ONE_OF_CLASSES
     loss = draw_label_loss(context.seed) if drawn else random_projection_loss(context.seed)
     curves = find_curves(
-        module, dimensions, batches, knobs.importance, loss=loss, seed=context.seed, progress=context.progress
+        module, dimensions, batches, config.importance, loss=loss, seed=context.seed, progress=context.progress
     )
-    choice = _decide_widths(knobs, Choosing(module, dimensions, curves, sample, context))
+    choice = _decide_widths(config, Choosing(module, dimensions, curves, sample, context))
     record = shrink(
-        module, dimensions, curves, choice.widths, batches, remove, knobs.compensate, context.seed, context.progress
+        module, dimensions, curves, choice.widths, batches, remove, config.compensate, context.seed, context.progress
     )
     follow_data(module, batches)
     loaded = replace(loaded, module=module)
-    notes = [*choice.notes, *_make_notes(knobs, record, built, module), *_follow_config(module, built)]
+    notes = [*choice.notes, *_make_notes(config, record, built, module), *_follow_config(module, built)]
     decisions = _make_decisions(module, types, coupling, record)
     return PassResult(
-        loaded, decisions, tuple(notes), _collect_measurements(record), settled=_settle_widths(knobs, record)
+        loaded, decisions, tuple(notes), _collect_measurements(record), settled=_settle_widths(config, record)
     )
 
 
-def _check(knobs: PruneChannels, module: nn.Module, dimensions: Sequence[Dimension], sample: Batch) -> None:
+def _check(config: PruneChannels, module: nn.Module, dimensions: Sequence[Dimension], sample: Batch) -> None:
     """Raise PassError where the model's own code holds a size, so that it would not run as it should once smaller."""
     if not dimensions:
-        raise PassError(f"{knobs.kind}: nothing is left to prune")
+        raise PassError(f"{config.kind}: nothing is left to prune")
     smaller, left = copy.deepcopy(module), [*dimensions]
     for number in range(len(left)):
         dimension = left[number]
         last = np.array([dimension.n_units - 1])
-        gone = {axis: dimension.indices(axis, last) for axis in dimension.members}
+        removed = {axis: dimension.indices(axis, last) for axis in dimension.members}
         difference = differs_from_masked(smaller, dimension, last, sample)
-        left[number + 1 :] = [renumber_dimension(other, gone) for other in left[number + 1 :]]
+        left[number + 1 :] = [renumber_dimension(other, removed) for other in left[number + 1 :]]
         if math.isinf(difference) or (dimension.kind == "heads" and difference > EXACT):
             raise PassError(
-                f"{knobs.kind}: {dimension.name}: the model's code fixes how many {dimension.kind} there are, so "
+                f"{config.kind}: {dimension.name}: the model's code fixes how many {dimension.kind} there are, so "
                 "that it does not run with fewer; take that size from the weight's shape there, or ignore this layer"
             )
 
@@ -129,9 +129,9 @@ def _make_decisions(
     )
 
 
-def _settle_widths(knobs: PruneChannels, record: ShrinkResult) -> dict[str, Any]:
+def _settle_widths(config: PruneChannels, record: ShrinkResult) -> dict[str, Any]:
     """Return the widths that measured times chose, which make the same model anywhere; {} where none were measured."""
-    if knobs.speedup is None:
+    if config.speedup is None:
         return {}
     cut = {d.name: len(d.kept) for d in record.dimensions if len(d.kept) < d.n_units}
     return {"widths": cut, "timed_in": "float32"} | dict.fromkeys(("speedup", "max_params"))
@@ -149,11 +149,11 @@ def _collect_measurements(record: ShrinkResult) -> dict[str, dict[str, float]]:
     return measurements
 
 
-def _make_notes(knobs: PruneChannels, record: ShrinkResult, built: Shapes, module: nn.Module) -> list[Note]:
+def _make_notes(config: PruneChannels, record: ShrinkResult, built: Shapes, module: nn.Module) -> list[Note]:
     n_before = sum(math.prod(shape) for shape in built.tensors.values())
     n_after = sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
-    text = f"{knobs.kind}: {n_after / n_before:.1%} of the weights stay; outputs differ by {record.error_without:.3f}"
-    if knobs.compensate:
+    text = f"{config.kind}: {n_after / n_before:.1%} of the weights stay; outputs differ by {record.error_without:.3f}"
+    if config.compensate:
         text += f" without compensation, by {record.error_with:.3f} with it"
     return [Note("info", f"{text} (squared error over the outputs' variance, on calibration data)")]
 
@@ -185,52 +185,54 @@ class Choosing:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WidthChoice:
     """A width for each dimension, and what the report says of it."""
 
     widths: tuple[int, ...]
     notes: tuple[Note, ...] = ()
 
 
-def _decide_widths(knobs: PruneChannels, given: Choosing) -> Choice:
+def _decide_widths(config: PruneChannels, given: Choosing) -> WidthChoice:
     """Choose a width for each dimension. PassError for a budget out of reach, with the best that is within it."""
-    if knobs.ratio is not None:
-        ratio = knobs.ratio
-        return Choice(
+    if config.ratio is not None:
+        ratio = config.ratio
+        return WidthChoice(
             tuple(
-                count_kept_units(dimension.n_units, dimension.kind, ratio, knobs.round_to)
+                count_kept_units(dimension.n_units, dimension.kind, ratio, config.round_to)
                 for dimension in given.dimensions
             )
         )
-    if knobs.widths is not None:
-        return Choice(tuple(knobs.widths.get(dimension.name, dimension.n_units) for dimension in given.dimensions))
-    groups = _group_dimensions(knobs, given)
-    options = _make_options(knobs, given, groups)
-    if knobs.speedup is not None:
-        return _choose_fast_enough(knobs, given, groups, options)
+    if config.widths is not None:
+        return WidthChoice(
+            tuple(config.widths.get(dimension.name, dimension.n_units) for dimension in given.dimensions)
+        )
+    groups = _group_dimensions(config, given)
+    options = _make_options(config, given, groups)
+    if config.speedup is not None:
+        return _choose_fast_enough(config, given, groups, options)
     full = [dimension.n_units for dimension in given.dimensions]
-    limits = _limit_params(knobs, given, groups)
-    if knobs.max_flops is not None:
+    limits = _limit_params(config, given, groups)
+    if config.max_flops is not None:
         cost = macs_cost(given.module, given.dimensions, given.sample)
-        limits.append(Limit(_merge_cost(cost, groups), knobs.max_flops * cost.at(full)))
-    return Choice(_spread(choose_widths(options, limits), groups))
+        limits.append(Limit(_merge_cost(cost, groups), config.max_flops * cost.at(full)))
+    return WidthChoice(_spread(choose_widths(options, limits), groups))
 
 
-def _limit_params(knobs: PruneChannels, given: Choosing, groups: Groups) -> list[Limit]:
-    if knobs.max_params is None:
+def _limit_params(config: PruneChannels, given: Choosing, groups: Groups) -> list[Limit]:
+    if config.max_params is None:
         return []
     cost = parameters_cost(given.module, given.dimensions)
     whole = cost.at([dimension.n_units for dimension in given.dimensions])
-    return [Limit(_merge_cost(cost, groups), knobs.max_params * whole)]
+    return [Limit(_merge_cost(cost, groups), config.max_params * whole)]
 
 
 Groups = list[list[int]]
 """Dimensions, by number, that get one width."""
 
 
-def _group_dimensions(knobs: PruneChannels, given: Choosing) -> Groups:
+def _group_dimensions(config: PruneChannels, given: Choosing) -> Groups:
     """Group dimensions: each for itself; where `alike` holds, those of one kind and size together."""
-    if knobs.alike is False or (knobs.alike == "auto" and transformers_config(given.module) is None):
+    if config.alike is False or (config.alike == "auto" and transformers_config(given.module) is None):
         return [[d] for d in range(len(given.dimensions))]
     groups: dict[tuple[str, int], list[int]] = {}
     for d, dimension in enumerate(given.dimensions):
@@ -243,11 +245,11 @@ def _spread(widths: Sequence[int], groups: Groups) -> tuple[int, ...]:
     return tuple(by_dimension[d] for d in sorted(by_dimension))
 
 
-def _make_options(knobs: PruneChannels, given: Choosing, groups: Groups) -> list[Options]:
+def _make_options(config: PruneChannels, given: Choosing, groups: Groups) -> list[Options]:
     options = []
     for group in groups:
         first = given.dimensions[group[0]]
-        step = 1 if first.kind == "heads" else min(knobs.round_to, first.n_units)
+        step = 1 if first.kind == "heads" else min(config.round_to, first.n_units)
         widths = list_widths(first.name, first.n_units, step, min(step, first.n_units))
         damage = sum(np.array([given.curves[d].error_at(int(width), first.n_units) for width in widths]) for d in group)
         options.append(Options(widths, np.asarray(damage, np.float64)))
@@ -268,23 +270,23 @@ def _merge_cost(cost: Cost, groups: Groups) -> Cost:
     return Cost(cost.unit, tuple(cost.n_units[group[0]] for group in groups), terms)
 
 
-def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, options: list[Options]) -> Choice:
+def _choose_fast_enough(config: PruneChannels, given: Choosing, groups: Groups, options: list[Options]) -> WidthChoice:
     """Choose widths whose model, exported and timed beside the whole one, is as fast as is asked for.
 
     What a measurement teaches of the table's errors goes into the next choice.
     """
-    timing, wanted_speedup = given.context.timing, knobs.speedup
+    timing, wanted_speedup = given.context.timing, config.speedup
     assert wanted_speedup is not None
     if timing is None:
-        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use max_flops or max_params")
+        raise PassError(f"{config.kind}: speedup needs a target that runs here; use max_flops or max_params")
     full = [dimension.n_units for dimension in given.dimensions]
     layers = find_wanted_layers(given.module, given.dimensions, _spread_widths(options, groups), given.sample)
-    form = timing.in_int8 if knobs.timed_in == "int8" else keep_form
-    given.context.log(f"measuring {len(layers)} layers at several widths, in {knobs.timed_in}")
-    tables = measure(layers, timing.clock, form, knobs.timed_in)
+    form = timing.in_int8 if config.timed_in == "int8" else keep_form
+    given.context.log(f"measuring {len(layers)} layers at several widths, in {config.timed_in}")
+    tables = measure(layers, timing.clock, form, config.timed_in)
     whole = form(timing.export(given.module))
     (whole_ms,) = timing.time([whole])
-    others = _limit_params(knobs, given, groups)
+    others = _limit_params(config, given, groups)
     scale, goal = 1.0, wanted_speedup
     best: tuple[float, float, tuple[int, ...]] | None = None
     for _ in range(TRIES):
@@ -293,7 +295,7 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
         widths = _spread(choose_widths(options, [limit, *others]), groups)
         before_ms, after_ms = timing.time([whole, form(timing.export(_cut_copy(given, widths)))])
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
-        given.context.log(f"{knobs.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
+        given.context.log(f"{config.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
         if reached >= wanted_speedup and (best is None or reached < best[0]):
             best = reached, predicted, widths
         if wanted_speedup <= reached <= wanted_speedup * (1 + NEAR):
@@ -303,12 +305,12 @@ def _choose_fast_enough(knobs: PruneChannels, given: Choosing, groups: Groups, o
         goal = wanted_speedup * (1 + NEAR / 2)
     if best is None:
         raise PassError(
-            f"{knobs.kind}: speedup {wanted_speedup:g} was not reached: the last of {TRIES} choices of widths is "
+            f"{config.kind}: speedup {wanted_speedup:g} was not reached: the last of {TRIES} choices of widths is "
             f"{reached:.2f} times as fast; ask for less, or allow more dimensions"
         )
-    where = f"{given.context.target.name} in {knobs.timed_in}"
-    text = f"{knobs.kind}: {best[0]:.2f} times as fast as before, measured on {where}"
-    return Choice(best[2], (Note("info", f"{text}; the layers' times foretold {best[1]:.2f}"),))
+    where = f"{given.context.target.name} in {config.timed_in}"
+    text = f"{config.kind}: {best[0]:.2f} times as fast as before, measured on {where}"
+    return WidthChoice(best[2], (Note("info", f"{text}; the layers' times foretold {best[1]:.2f}"),))
 
 
 def _spread_widths(options: Sequence[Options], groups: Groups) -> list[Sequence[int]]:

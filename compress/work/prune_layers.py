@@ -20,7 +20,7 @@ from compress.models.load import TorchModel
 from compress.passes.depth import evenly_spaced, rename_blocks
 from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
-from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
+from compress.prune.depth import BlockOutputs, Skipping, angular_distances, least_error, shorten
 from compress.prune.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
@@ -36,34 +36,34 @@ UNCONFIGURED = (
 
 
 @dataclass(frozen=True)
-class Ranking:
+class BlockRanking:
     """Blocks in the order in which they go, and what is told of each: its name in the report -> number."""
 
     order: tuple[str, ...]
     measured: Mapping[str, dict[str, float]]
 
 
-def apply_prune_layers(knobs: PruneLayers, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
+def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` shallower in place. PassError: nothing to remove, a speed-up out of reach."""
     module = loaded.module
-    batches = pruning_batches(knobs.kind, loaded, context)
+    batches = pruning_batches(config.kind, loaded, context)
     sample = batches[0].first
     blocks = removable_blocks(module, sample)
     if len(blocks) < 2:
-        raise PassError(f"{knobs.kind}: {len(blocks)} blocks were found that could go; it needs two")
+        raise PassError(f"{config.kind}: {len(blocks)} blocks were found that could go; it needs two")
     skipping = Skipping(module, [block.name for block in blocks], sample)
     n_before, types = _n_weights(module), _types(module)
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
-    ranking = _rank_blocks(knobs, skipping, batches, few, context)
-    n_gone, notes = _count_gone(knobs, skipping, ranking, sample, context)
-    gone = ranking.order[:n_gone]
-    errors, left = _fit_without(knobs, skipping, gone, batches, few, context)
-    configured = shorten(skipping, gone, sample)
+    ranking = _rank_blocks(config, skipping, batches, few, context)
+    n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
+    removed = ranking.order[:n_gone]
+    errors, left = _fit_without(config, skipping, removed, batches, few, context)
+    configured = shorten(skipping, removed, sample)
     follow_data(module, [batch.feeds for batch in batches])
-    notes += [_make_note(knobs, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
+    notes += [_make_note(config, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
     notes += [] if configured else [Note("warning", UNCONFIGURED)]
     loaded = replace(loaded, module=module)
-    return PassResult(loaded, decisions(types, blocks, gone, left), tuple(notes), dict(ranking.measured))
+    return PassResult(loaded, decisions(types, blocks, removed, left), tuple(notes), dict(ranking.measured))
 
 
 def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
@@ -73,15 +73,15 @@ def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[R
 
 
 def decisions(
-    types: Mapping[str, str], blocks: Sequence[Removable], gone: Sequence[str], left: Mapping[str, str]
+    types: Mapping[str, str], blocks: Sequence[Removable], removed: Sequence[str], left: Mapping[str, str]
 ) -> tuple[LayerDecision, ...]:
     """Return decisions on the blocks, under their old names, then on the layers that are left, under their new names.
 
     `types`: layer -> its type, before. `left`: layer -> why it was not fitted.
     """
-    taken = [LayerDecision(block.name, "block", "pruned" if block.name in gone else "kept", "") for block in blocks]
-    moved = rename_blocks(blocks, gone)
-    lost = {layer for removable in blocks if removable.name in gone for layer in removable.layers}
+    taken = [LayerDecision(block.name, "block", "pruned" if block.name in removed else "kept", "") for block in blocks]
+    moved = rename_blocks(blocks, removed)
+    lost = {layer for removable in blocks if removable.name in removed for layer in removable.layers}
     block_of = {layer: removable.name for removable in blocks for layer in removable.layers}
     layers = []
     for name, kind in ((name, kind) for name, kind in types.items() if name not in lost):
@@ -94,37 +94,39 @@ def decisions(
 
 
 def foresee_prune_layers(
-    knobs: PruneLayers, loaded: TorchModel, facts: ModelFacts, context: ModelContext
+    config: PruneLayers, loaded: TorchModel, facts: ModelFacts, context: ModelContext
 ) -> TorchModel:
     """Take as many blocks out of the module, in place, as the plan expects: which ones matters little to speed."""
-    sample = pruning_batches(knobs.kind, loaded, context)[0].first
+    sample = pruning_batches(config.kind, loaded, context)[0].first
     blocks = [block.name for block in removable_blocks(loaded.module, sample)]
-    stay = knobs.expected(facts)
+    stay = config.expected(facts)
     shorten(Skipping(loaded.module, blocks, sample), [name for k, name in enumerate(blocks) if k not in stay], sample)
     return loaded
 
 
 def _rank_blocks(
-    knobs: PruneLayers,
+    config: PruneLayers,
     skipping: Skipping,
     batches: Sequence[MicroBatch],
     few: Sequence[MicroBatch],
     context: ModelContext,
-) -> Ranking:
+) -> BlockRanking:
     """Rank every block that may go, the first to go first. `few`: what they are tried on one by one."""
     names, n = skipping.blocks, len(skipping.blocks)
-    if knobs.layers is not None:
-        return Ranking(tuple(name for k, name in enumerate(names) if k not in knobs.layers), {})
-    if knobs.choose == "uniform":
-        return Ranking(_order_uniformly(names) if knobs.speedup else _drop_evenly(names, knobs.n_kept(n)), {})
-    if knobs.choose == "angular":
+    if config.layers is not None:
+        return BlockRanking(tuple(name for k, name in enumerate(names) if k not in config.layers), {})
+    if config.choose == "uniform":
+        return BlockRanking(_order_uniformly(names) if config.speedup else _drop_evenly(names, config.n_kept(n)), {})
+    if config.choose == "angular":
         distances = angular_distances(skipping.module, names, batches)
         order = sorted(names, key=distances.__getitem__)
-        return Ranking(tuple(order), {name: {"angular_distance": distance} for name, distance in distances.items()})
-    n_gone = n - 1 if knobs.speedup is not None else n - knobs.n_kept(n)
+        return BlockRanking(
+            tuple(order), {name: {"angular_distance": distance} for name, distance in distances.items()}
+        )
+    n_gone = n - 1 if config.speedup is not None else n - config.n_kept(n)
     removal = least_error(skipping, n_gone, few, context.progress)
     pairs = zip(removal.names, removal.errors, strict=True)
-    return Ranking(removal.names, {name: {"output_error": error} for name, error in pairs})
+    return BlockRanking(removal.names, {name: {"output_error": error} for name, error in pairs})
 
 
 def _drop_evenly(names: Sequence[str], n_kept: int) -> tuple[str, ...]:
@@ -136,8 +138,8 @@ def _order_uniformly(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names, the middle one first, then the middle ones of what is left."""
     order: list[str] = []
     for n_kept in range(len(names) - 1, 0, -1):
-        gone = _drop_evenly(names, n_kept)
-        order.append(next(name for name in gone if name not in order))
+        removed = _drop_evenly(names, n_kept)
+        order.append(next(name for name in removed if name not in order))
     return tuple(order)
 
 
@@ -153,40 +155,42 @@ def _take_rows(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
 
 
 def _count_gone(
-    knobs: PruneLayers, skipping: Skipping, ranking: Ranking, sample: Mapping[str, Tensor], context: ModelContext
+    config: PruneLayers, skipping: Skipping, ranking: BlockRanking, sample: Mapping[str, Tensor], context: ModelContext
 ) -> tuple[int, list[Note]]:
     """Return how many of the ranking go: as few as the speed-up takes, where one is asked for, found by halving."""
-    if knobs.speedup is None:
+    if config.speedup is None:
         n = len(skipping.blocks)
-        return (len(ranking.order) if knobs.layers is not None else n - knobs.n_kept(n)), []
+        return (len(ranking.order) if config.layers is not None else n - config.n_kept(n)), []
     timing = context.timing
     if timing is None:
-        raise PassError(f"{knobs.kind}: speedup needs a target that runs here; use keep or drop")
+        raise PassError(f"{config.kind}: speedup needs a target that runs here; use keep or drop")
     whole = timing.export(skipping.module)
 
     def measure_speed(n_gone: int) -> float:
         smaller = copy.deepcopy(skipping.module)
         shorten(Skipping(smaller, skipping.blocks, sample), ranking.order[:n_gone], sample)
         before_ms, after_ms = timing.time([whole, timing.export(smaller)])
-        context.log(f"{knobs.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
+        context.log(f"{config.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
         return before_ms / after_ms
 
-    n_gone, reached = _find_fewest_gone(knobs, len(ranking.order), measure_speed)
-    text = f"{knobs.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
+    n_gone, reached = _find_fewest_gone(config, len(ranking.order), measure_speed)
+    text = f"{config.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
     return n_gone, [Note("info", text)]
 
 
-def _find_fewest_gone(knobs: PruneLayers, most: int, measure_speed: Callable[[int], float]) -> tuple[int, float]:
+def _find_fewest_gone(config: PruneLayers, most: int, measure_speed: Callable[[int], float]) -> tuple[int, float]:
     """Return the fewest blocks without which the speed-up is reached, by halving, and the speed-up without them."""
-    assert knobs.speedup is not None
+    assert config.speedup is not None
     low, high = 1, most
     reached = measure_speed(high)
-    if reached < knobs.speedup:
-        raise PassError(f"{knobs.kind}: speedup {knobs.speedup:g} is out of reach: without {high} it is {reached:.2f}")
+    if reached < config.speedup:
+        raise PassError(
+            f"{config.kind}: speedup {config.speedup:g} is out of reach: without {high} it is {reached:.2f}"
+        )
     while low < high:
         middle = (low + high) // 2
         speed = measure_speed(middle)
-        if speed >= knobs.speedup:
+        if speed >= config.speedup:
             high, reached = middle, speed
         else:
             low = middle + 1
@@ -194,9 +198,9 @@ def _find_fewest_gone(knobs: PruneLayers, most: int, measure_speed: Callable[[in
 
 
 def _fit_without(
-    knobs: PruneLayers,
+    config: PruneLayers,
     skipping: Skipping,
-    gone: Sequence[str],
+    removed: Sequence[str],
     batches: Sequence[MicroBatch],
     few: Sequence[MicroBatch],
     context: ModelContext,
@@ -206,8 +210,8 @@ def _fit_without(
     Returns the errors of the outputs without them, before and after, and layer -> why it was not fitted.
     """
     module = skipping.module
-    whole, teacher = Outputs(module, few), copy.deepcopy(module) if knobs.compensate else None
-    with skipping.without(gone):
+    whole, teacher = BlockOutputs(module, few), copy.deepcopy(module) if config.compensate else None
+    with skipping.without(removed):
         before = whole.error_of(module)
         if teacher is None:
             return (before, before), {}
@@ -226,10 +230,10 @@ def _n_weights(module: nn.Module) -> int:
     return sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
 
 
-def _make_note(knobs: PruneLayers, errors: tuple[float, float], share: float, n: int, n_gone: int) -> Note:
+def _make_note(config: PruneLayers, errors: tuple[float, float], share: float, n: int, n_gone: int) -> Note:
     text = (
-        f"{knobs.kind}: {n - n_gone} of {n} blocks stay, {share:.1%} of the weights; outputs differ by {errors[0]:.3f}"
+        f"{config.kind}: {n - n_gone} of {n} blocks stay, {share:.1%} of the weights; outputs differ by {errors[0]:.3f}"
     )
-    if knobs.compensate:
+    if config.compensate:
         text += f" without compensation, by {errors[1]:.3f} with it"
     return Note("info", f"{text} (squared error over the outputs' variance, on calibration data)")

@@ -12,11 +12,11 @@ from compress.work.qat_weights import apply_qat_weights
 
 
 def apply_qat(
-    knobs: Qat, model: TorchModel | GraphState, context: ModelContext | GraphContext
+    config: Qat, model: TorchModel | GraphState, context: ModelContext | GraphContext
 ) -> PassResult[TorchModel | GraphState]:
     """Train with rounding. Weights alone: a TorchModel, trained in place; W8A8: a GraphState. Raises PassError."""
     if isinstance(model, GraphState):
         assert isinstance(context, GraphContext)
-        return apply_qat_int8(knobs, model, context)
+        return apply_qat_int8(config, model, context)
     assert isinstance(context, ModelContext)
-    return apply_qat_weights(knobs, model, context)
+    return apply_qat_weights(config, model, context)

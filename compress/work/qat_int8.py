@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.trace import name_outputs
 from compress.context import Feeds, PassResult
-from compress.distill.train import Around, train
+from compress.distill.train import TrainOptions, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.facts import LayerDecision, Note
@@ -33,12 +33,12 @@ from compress.quantize.state import GraphState
 from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
 from compress.work.settle_changes import settle_changes
-from compress.work.settle_course import settle_course
+from compress.work.settle_schedule import settle_schedule
 from compress.work.training import (
     describe_kept_steps,
     describe_training,
     gather_numbers,
-    make_lessons,
+    make_dataset,
     no_keeper,
     objective,
     training_set,
@@ -82,7 +82,7 @@ class GraphTeacher(nn.Module):
         return name_outputs(self.wrapped(**{name: feeds[name] for name in self.names}))
 
 
-def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
+def apply_qat_int8(config: Qat, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Round as `int8` would, train, decide.
 
     PassError: no training set, no torch model, an operator that cannot be trained through, a loss that breaks.
@@ -90,18 +90,18 @@ def apply_qat_int8(knobs: Qat, state: GraphState, context: GraphContext) -> Pass
     trainset, loaded = training_set(NAME, context), _load_source(context)
     feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
     check_in_torch(state, sample[0] if sample else feeds)
-    begun = apply_eight_bit(knobs.int8(), state, context)
-    simulated = SimulatedGraph(begun.model, context.target.flavour, knobs.learn_scales)
+    begun = apply_eight_bit(config.int8(), state, context)
+    simulated = SimulatedGraph(begun.model, context.target.variant, config.learn_scales)
     loaded, teacher = _feed_as_graph(loaded, feeds)
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
-    knobs, changes = settle_changes(knobs, loaded, teacher, trainset, context)
-    with objective(knobs, loaded, student, teacher if knobs.teacher else None, trainset, context) as goal:
+    config, changes = settle_changes(config, loaded, teacher, trainset, context)
+    with objective(config, loaded, student, teacher if config.teacher else None, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
-        lessons_of = partial(make_lessons, trainset=trainset, loaded=loaded, loss=goal.loss)
-        around = _make_callbacks(knobs, pupil, simulated, context)
-        knobs, lessons, settled = settle_course(knobs, changes, pupil, lessons_of, around, context)
-        log = train(pupil, lessons, knobs.course(trainset.n, context.seed), around)
-    notes = (*goal.notes, *_note_not_simulated(knobs))
+        dataset_of = partial(make_dataset, trainset=trainset, loaded=loaded, loss=goal.loss)
+        options = _make_callbacks(config, pupil, simulated, context)
+        config, dataset, settled = settle_schedule(config, changes, pupil, dataset_of, options, context)
+        log = train(pupil, dataset, config.make_schedule(trainset.n, context.seed), options)
+    notes = (*goal.notes, *_note_not_simulated(config))
     return settled.add_to(_make_result(begun, simulated.decide(), log, notes, sample, context))
 
 
@@ -145,25 +145,25 @@ def _output_names(loaded: TorchModel, teacher: GraphTeacher, feeds: Feeds) -> tu
         return tuple(teacher(**{names[name]: torch.from_numpy(array) for name, array in feeds.items()}))
 
 
-def _note_not_simulated(knobs: Qat) -> tuple[Note, ...]:
-    if knobs.precision == "float32":
+def _note_not_simulated(config: Qat) -> tuple[Note, ...]:
+    if config.precision == "float32":
         return ()
-    return (Note("info", f"{NAME}: trained with products in {knobs.precision}; the graph's are those of integers"),)
+    return (Note("info", f"{NAME}: trained with products in {config.precision}; the graph's are those of integers"),)
 
 
-def _make_callbacks(knobs: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: GraphContext) -> Around:
+def _make_callbacks(config: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: GraphContext) -> TrainOptions:
     """Return callbacks by which ranges follow for a part of the run, then stay; zeros stay throughout."""
-    keep = zero_keeper(simulated.graph) if knobs.keep_zeros else no_keeper
+    keep = zero_keeper(simulated.graph) if config.keep_zeros else no_keeper
 
     def before(step: int, done: float) -> None:
-        simulated.before_step(frozen=done >= knobs.freeze_observers)
+        simulated.before_step(frozen=done >= config.freeze_observers)
 
     def after(step: int) -> None:
         simulated.after_step(sum_over_processes)
         keep(step)
 
     rates = _compute_rates(pupil, simulated)
-    return Around(NAME, context.log, context.progress, context.work, rates, before, after, context.device)
+    return TrainOptions(NAME, context.log, context.progress, context.work, rates, before, after, context.device)
 
 
 def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, float]:
@@ -186,7 +186,7 @@ def _make_result(
 ) -> PassResult[GraphState]:
     """Return what the report says: as of `int8`, measured again, and the numbers and curves of training."""
     names = [*state.integer, *state.weight_only]
-    noise = layer_sqnr_db(state.model, write_state(state, context.target.flavour), names, sample)
+    noise = layer_sqnr_db(state.model, write_state(state, context.target.variant), names, sample)
     figures = {name: {"sqnr_db": round(value, 3)} for name, value in noise.items()} | gather_numbers(NAME, log)
     decisions = tuple(_add_training(decision, describe_kept_steps(log)) for decision in begun.decisions)
     before = tuple(replace(note, text=note.text.replace("int8:", f"{NAME}:", 1)) for note in begun.notes)

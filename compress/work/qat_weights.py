@@ -18,7 +18,7 @@ from compress.blocks.rounded import Rounded
 from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassResult
-from compress.distill.train import Around, train
+from compress.distill.train import TrainOptions, train
 from compress.distill.training_log import TrainLog
 from compress.distill.watch import module_names
 from compress.errors import PassError
@@ -33,7 +33,7 @@ from compress.work.training import (
     describe_kept_steps,
     describe_training,
     gather_numbers,
-    make_lessons,
+    make_dataset,
     no_keeper,
     objective,
     teacher_module,
@@ -56,32 +56,32 @@ class Trained:
     weights: Mapping[str, ScaledWeight]
 
 
-def apply_qat_weights(knobs: Qat, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
+def apply_qat_weights(config: Qat, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Train `loaded.module` in place; it is left with what its integers stand for.
 
     PassError: no training set, no teacher, other outputs than its, a weight that cannot be rounded, a loss that breaks.
     """
     trainset, student = training_set(NAME, context), loaded.module
-    teacher = teacher_module(NAME, context, loaded) if knobs.teacher else None
-    trained, kept = _round_layers(knobs, student, context)
-    with objective(knobs, loaded, student, teacher, trainset, context) as goal, rounding(student, trained):
+    teacher = teacher_module(NAME, context, loaded) if config.teacher else None
+    trained, kept = _round_layers(config, student, context)
+    with objective(config, loaded, student, teacher, trainset, context) as goal, rounding(student, trained):
         pupil = nn.ModuleDict(
             {"student": student, "weights": _collect_weights(trained), "projections": goal.projections}
         )
-        _let_learn(knobs, student, trained)
-        lessons = make_lessons(knobs, trainset, loaded, goal.loss)
-        course = replace(knobs.course(trainset.n, context.seed), epsilon=EPSILON)
-        log = train(pupil, lessons, course, _make_callbacks(knobs, student, trained, context))
+        _let_learn(config, student, trained)
+        dataset = make_dataset(config, trainset, loaded, goal.loss)
+        schedule = replace(config.make_schedule(trainset.n, context.seed), epsilon=EPSILON)
+        log = train(pupil, dataset, schedule, _make_callbacks(config, student, trained, context))
     student.requires_grad_(False)
-    return _make_result(knobs, loaded, trained, kept, log, goal.notes, context)
+    return _make_result(config, loaded, trained, kept, log, goal.notes, context)
 
 
-def _round_layers(knobs: Qat, student: nn.Module, context: ModelContext) -> tuple[Trained, list[LayerDecision]]:
+def _round_layers(config: Qat, student: nn.Module, context: ModelContext) -> tuple[Trained, list[LayerDecision]]:
     """Round layers to the nearest with scales searched for; return them, and a decision for each of the others."""
     modules = {name: part for name, part in module_names(student).items() if is_layer(part)}
-    facts, kept = knobs.choose_layers([layer_facts(name, part) for name, part in modules.items()])
+    facts, kept = config.choose_layers([layer_facts(name, part) for name, part in modules.items()])
     layers = {layer.name: modules[layer.name] for layer in facts}
-    schemes = {layer.name: knobs.setting(layer, context.target) for layer in facts}
+    schemes = {layer.name: config.setting(layer, context.target) for layer in facts}
     weights = {}
     for name, layer in layers.items():
         matrix = _matrix(layer).detach()
@@ -92,15 +92,15 @@ def _round_layers(knobs: Qat, student: nn.Module, context: ModelContext) -> tupl
     return Trained(layers, {layer.name: layer for layer in facts}, schemes, weights), kept
 
 
-def _let_learn(knobs: Qat, student: nn.Module, trained: Trained) -> None:
+def _let_learn(config: Qat, student: nn.Module, trained: Trained) -> None:
     """Turn on gradients for all but the float weights of the rounded layers, in whose place others are learned."""
     student.requires_grad_(True)
     for name, layer in trained.layers.items():
         _weight_of(layer).requires_grad_(False)
-        trained.weights[name].growth.requires_grad_(knobs.learn_scales)
+        trained.weights[name].growth.requires_grad_(config.learn_scales)
         zeros = _matrix(layer) == 0  # all of them, as the knob says: few of a pass that spared this layer, too
-        kept = knobs.keep_zeros and bool(zeros.any())
-        trained.weights[name].gone = zeros.reshape(trained.weights[name].levels.shape) if kept else None
+        kept = config.keep_zeros and bool(zeros.any())
+        trained.weights[name].zero_mask = zeros.reshape(trained.weights[name].quantized.shape) if kept else None
 
 
 def _collect_weights(trained: Trained) -> nn.ModuleDict:
@@ -149,25 +149,27 @@ def rounding(module: nn.Module, trained: Trained) -> Iterator[None]:
         after.remove()
 
 
-def _make_callbacks(knobs: Qat, student: nn.Module, trained: Trained, context: ModelContext) -> Around:
+def _make_callbacks(config: Qat, student: nn.Module, trained: Trained, context: ModelContext) -> TrainOptions:
     """Return callbacks that keep positions and scales in bounds and zeros zero; rates of what is no plain parameter."""
-    keep: Callable[[int], None] = zero_keeper(student) if knobs.keep_zeros else no_keeper
+    keep: Callable[[int], None] = zero_keeper(student) if config.keep_zeros else no_keeper
     rates = {}
     for name in map(_key, trained.layers):
-        rates[f"weights.{name}.position"] = knobs.rounding_rate / knobs.nominal_rate
-        rates[f"weights.{name}.growth"] = knobs.scale_rate / knobs.nominal_rate
+        rates[f"weights.{name}.position"] = config.rounding_rate / config.nominal_rate
+        rates[f"weights.{name}.growth"] = config.scale_rate / config.nominal_rate
 
     def after(step: int) -> None:
         keep(step)
         for weight in trained.weights.values():
             weight.confine()
 
-    return Around(NAME, context.log, context.progress, context.work, rates, after_step=after, device=context.device)
+    return TrainOptions(
+        NAME, context.log, context.progress, context.work, rates, after_step=after, device=context.device
+    )
 
 
 @torch.no_grad()
 def _make_result(
-    knobs: Qat,
+    config: Qat,
     loaded: TorchModel,
     trained: Trained,
     kept: list[LayerDecision],
@@ -183,7 +185,7 @@ def _make_result(
         _matrix(layer).copy_(torch.from_numpy(weight.dequantize()))
         rounded[name] = Rounded(weight, trained.schemes[name])
         changed[name] = {"changed": float((weight.values != trained.weights[name].start.values).mean())}
-        decision = knobs.decision(trained.facts[name], context.target)
+        decision = config.decision(trained.facts[name], context.target)
         decisions.append(replace(decision, reason=f"{decision.reason}, trained for {describe_kept_steps(log)}"))
     after = replace(loaded, rounded=rounded)
     return PassResult(

@@ -13,7 +13,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, Note, Reading, Residual, Structure
+from compress.facts import InputGroup, LayerDecision, Note, Residual, Structure
 from compress.passes.rotate import Rotate, values
 from compress.quantize.hadamard import Orthogonal, orthogonal
 from compress.quantize.rounding import zeros_to_keep
@@ -27,13 +27,13 @@ OUTSIDE = "/"
 """Stands for what is in no block."""
 
 
-def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_rotate(config: Rotate, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Rotate a streamed model, block by block, without data. PassError if it is quantized already, or has no stream."""
     from compress.blocks.stream import Stream
 
     if quantized := model.quantized_layers():
         raise PassError(f"rotate: {quantized[0]} is rounded already; put rotate before the pass that does it")
-    if knobs.residual and model.structure.residual is None:
+    if config.residual and model.structure.residual is None:
         why = "; ".join(model.structure.notes)
         raise PassError(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
     modules = modules_of(model.build())
@@ -42,7 +42,7 @@ def apply_rotate(knobs: Rotate, model: StreamedModel, context: PassContext) -> P
     def read(name: str) -> Tensor:
         return model.store.read(name).to(device)
 
-    edits, notes = edits_of(model.structure, modules, read, knobs.residual, knobs.heads, context.seed)
+    edits, notes = edits_of(model.structure, modules, read, config.residual, config.heads, context.seed)
     places = _group_by_block(edits, [block.name for block in model.structure.blocks])
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
@@ -84,9 +84,9 @@ def edits_of(
         turns = {r.head_size: orthogonal(r.head_size, seed + 1) for r in values(structure)}
         for size, turn in turns.items():
             notes += _note_not_hadamard(turn, f"heads of {size}")
-        for reading in values(structure):
-            columns = _n_columns(modules[reading.layers[0]])
-            _turn_heads(edits, reading, turns[reading.head_size], columns // reading.source_repeat, modules)
+        for input_group in values(structure):
+            columns = _n_columns(modules[input_group.layers[0]])
+            _turn_heads(edits, input_group, turns[input_group.head_size], columns // input_group.source_repeat, modules)
     return edits, notes
 
 
@@ -126,7 +126,7 @@ def _turn_stream(edits: Edits, residual: Residual, turn: Orthogonal, modules: Mo
             _add(edits, f"{name}.bias", turn.turn)
 
 
-def _turn_heads(edits: Edits, reading: Reading, turn: Orthogonal, n_channels: int, modules: Modules) -> None:
+def _turn_heads(edits: Edits, input_group: InputGroup, turn: Orthogonal, n_channels: int, modules: Modules) -> None:
     """Turn each head's values v -> v R; their weighted sums turn alike. The source's last outputs are values."""
 
     def rows(w: Tensor) -> Tensor:  # [out, ...]
@@ -137,10 +137,10 @@ def _turn_heads(edits: Edits, reading: Reading, turn: Orthogonal, n_channels: in
     def columns(w: Tensor) -> Tensor:
         return turn.turn(w.reshape(len(w), -1, turn.size)).reshape(w.shape)
 
-    _add(edits, f"{reading.source}.weight", rows)
-    if getattr(modules[reading.source], "bias", None) is not None:
-        _add(edits, f"{reading.source}.bias", rows)
-    for layer in reading.layers:
+    _add(edits, f"{input_group.source}.weight", rows)
+    if getattr(modules[input_group.source], "bias", None) is not None:
+        _add(edits, f"{input_group.source}.bias", rows)
+    for layer in input_group.layers:
         _add(edits, f"{layer}.weight", columns)
 
 

@@ -14,7 +14,7 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.graph.layers import find_layers
@@ -38,25 +38,25 @@ from compress.work.mixed_bits import settle_bits
 
 
 def apply_rtn(
-    knobs: Rtn, model: GraphState | StreamedModel, context: PassContext
+    config: Rtn, model: GraphState | StreamedModel, context: PassContext
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
-        return _round_graph(knobs, model, context)
-    return _round_blocks(knobs, model, context)
+        return _round_graph(config, model, context)
+    return _round_blocks(config, model, context)
 
 
-def _round_graph(knobs: Rtn, state: GraphState, context: PassContext) -> PassResult[GraphState]:
-    taken, kept = knobs.graph_layers(state)
+def _round_graph(config: Rtn, state: GraphState, context: PassContext) -> PassResult[GraphState]:
+    taken, kept = config.graph_layers(state)
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights, target = {}, context.target
     for facts in context.progress(taken, "rtn: rounding"):
         try:
             values = torch.from_numpy(layers[facts.name].matrix().copy()).to(context.device)
-            weights[facts.name] = nearest(values, knobs.setting(facts, target), target)
+            weights[facts.name] = nearest(values, config.setting(facts, target), target)
         except ValueError as error:
             raise PassError(f"rtn: {facts.name}: {error}") from error
     state = replace(state, weight_only=[*state.weight_only, *weights], weights={**state.weights, **weights})
-    return PassResult(state, (*(knobs.decision(facts, target) for facts in taken), *kept))
+    return PassResult(state, (*(config.decision(facts, target) for facts in taken), *kept))
 
 
 class _Importance:
@@ -65,10 +65,10 @@ class _Importance:
     def __init__(self, layers: BlockLayers) -> None:
         self.layers, self.totals = layers, dict[str, Tensor]()
 
-    def see(self, reading: Reading, rows: Tensor) -> None:
+    def see(self, input_group: InputGroup, rows: Tensor) -> None:
         """Add rows [n, in] that layers of the block read."""
         squares = rows.double().square().sum(0)
-        for layer in self.layers.of(reading.layers):
+        for layer in self.layers.of(input_group.layers):
             self.totals[layer] = self.totals[layer] + squares if layer in self.totals else squares
 
     def of(self, layer: str) -> Tensor | None:
@@ -84,41 +84,47 @@ def _weigh_inputs(squares: Tensor) -> Tensor | None:
     return (squares / mean + SMALL).float() if 0 < mean < torch.inf else None
 
 
-def _round_blocks(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    knobs, settled = settle_bits(knobs, model, context, partial(_make_rounding, knobs, context.target), _round_layers)
-    return settled.add_to(_round_layers(knobs, model, context))
+def _round_blocks(config: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+    config, settled = settle_bits(
+        config, model, context, partial(_make_rounding, config, context.target), _round_layers
+    )
+    return settled.add_to(_round_layers(config, model, context))
 
 
-def _round_layers(knobs: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, data=knobs.needs_calibration, tables=knobs.takes_tables)
+def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+    stream = Stream(model, context, data=config.needs_calibration, tables=config.takes_tables)
     for block in stream:
-        layers = block_layers(knobs, block, context.target)
+        layers = block_layers(config, block, context.target)
         inputs = InputRanges.of(layers.schemes)
-        seen = _Importance(layers) if knobs.importance else None
+        seen = _Importance(layers) if config.importance else None
         try:
             if inputs.schemes:
-                block.collect(lambda reading, rows, inputs=inputs: inputs.see(reading.layers, rows))  # type: ignore[misc]
+                block.collect(lambda input_group, rows, inputs=inputs: inputs.see(input_group.layers, rows))  # type: ignore[misc]
             if seen is not None:
-                block.collect(seen.see, [reading for reading in block.readings if layers.of(reading.layers)])
-            leave_unscaled(knobs, block, layers, inputs, list(layers.schemes))
-            shared = find_shared(knobs, block, layers.schemes)
+                block.collect(
+                    seen.see, [input_group for input_group in block.input_groups if layers.of(input_group.layers)]
+                )
+            leave_unscaled(config, block, layers, inputs, list(layers.schemes))
+            shared = find_shared(config, block, layers.schemes)
             for layer, scheme in layers.schemes.items():
-                values, weighting = matrix(knobs, block, layer), None if seen is None else seen.of(layer)
+                values, weighting = matrix(config, block, layer), None if seen is None else seen.of(layer)
                 if seen is not None and weighting is None:
                     why = "no finite calibration data other than zeros reaches it"
-                    remark(knobs, block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
+                    remark(config, block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error
-        round_tables(knobs, block, layers, context.target)
+        round_tables(config, block, layers, context.target)
         facts = layers.facts.values()
-        remark(knobs, block, [text for layer_facts in facts if (text := knobs.fit_remark(layer_facts, context.target))])
-        block.say(decisions=[*(knobs.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
+        remark(
+            config, block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))]
+        )
+        block.say(decisions=[*(config.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()
 
 
-def _make_rounding(knobs: Rtn, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
+def _make_rounding(config: Rtn, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
     """Return how rows of weights are rounded that read inputs of this Gram matrix."""
-    importance = _weigh_inputs(gram.diagonal()) if knobs.importance else None
+    importance = _weigh_inputs(gram.diagonal()) if config.importance else None
     return lambda rows, scheme: nearest(rows, scheme, target, importance)

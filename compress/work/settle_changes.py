@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.context import PassContext, TrainSet
-from compress.distill.lessons import is_channels_first, shift_images
+from compress.distill.datasets import is_channels_first, shift_images
 from compress.facts import Note
 from compress.models.load import TorchModel
 from compress.passes.training import Augmentation, TrainingPass
@@ -39,23 +39,23 @@ Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
 def settle_changes(
-    knobs: Pass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, context: PassContext
+    config: Pass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, context: PassContext
 ) -> tuple[Pass, Settled]:
     """Return the pass with the changes of images and the precision that were left to it; else as it is.
 
-    Images that can be blended are to be, until the course's length is known (`settle_course`).
+    Images that can be blended are to be, until the schedule's length is known (`settle_schedule`).
     """
     found: dict[str, Any] = {}
-    if knobs.augment == "auto":
+    if config.augment == "auto":
         found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
-    if knobs.precision == "auto":
+    if config.precision == "auto":
         found["precision"] = "bfloat16" if computes_bfloat16(context.device) else "float32"
     if not found:
-        return knobs, Settled()
-    note = Note("info", f"{knobs.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
+        return config, Settled()
+    note = Note("info", f"{config.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
     context.log(note.text)
     fields = {key: v.model_dump() if isinstance(v, Augmentation) else v for key, v in found.items()}
-    return knobs.settle(0.0, **found), Settled(fields, (note,))
+    return config.settle(0.0, **found), Settled(fields, (note,))
 
 
 def computes_bfloat16(device: str) -> bool:
@@ -69,7 +69,7 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Augmentation):
         return str(value)
     parts = [*(["flip"] if value.flip else []), *([f"crop {value.crop}"] if value.crop else [])]
-    return " ".join(parts) or "none"  # whether images are blended, the course's length decides
+    return " ".join(parts) or "none"  # whether images are blended, the schedule's length decides
 
 
 def _find_changes(loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, seed: int) -> Augmentation:

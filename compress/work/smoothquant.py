@@ -19,7 +19,7 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Reading
+from compress.facts import InputGroup, LayerDecision, LayerFacts, ModelFacts
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
@@ -40,16 +40,16 @@ from compress.work.block_layers import block_facts, fold_into
 
 
 def apply_smoothquant(
-    knobs: SmoothQuant, model: GraphState | StreamedModel, context: PassContext
+    config: SmoothQuant, model: GraphState | StreamedModel, context: PassContext
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
-        return _smooth_graph(knobs, model, context)
-    return _smooth_blocks(knobs, model, context)
+        return _smooth_graph(config, model, context)
+    return _smooth_blocks(config, model, context)
 
 
-def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -> PassResult[GraphState]:
+def _smooth_graph(config: SmoothQuant, state: GraphState, context: PassContext) -> PassResult[GraphState]:
     model = clone(state.model)
-    taken, kept = choose_layers(state.facts(), (), knobs.ignore, knobs.unfit)
+    taken, kept = choose_layers(state.facts(), (), config.ignore, config.unfit)
     wanted = {layer.name for layer in taken}
     all_groups = input_groups(find_layers(model))
     groups = {name: group for name, group in all_groups.items() if all(layer.name in wanted for layer in group)}
@@ -70,14 +70,14 @@ def _smooth_graph(knobs: SmoothQuant, state: GraphState, context: PassContext) -
         for name, group in unseen.items()
         for layer in group
     ]
-    rows = collect_rows(model, groups, context.batches, knobs.rows, context.seed)
-    alphas = ALPHAS if knobs.alpha is None else (knobs.alpha,)
+    rows = collect_rows(model, groups, context.batches, config.rows, context.seed)
+    alphas = ALPHAS if config.alpha is None else (config.alpha,)
     decisions, measured = [], {}
     for name in context.progress(list(groups), "smoothquant: searching"):
         group, peak = groups[name], seen[name].channel_peak
         assert peak is not None
         _check_weights(group)
-        gain = float("inf") if knobs.alpha is not None else FREE if foldable_norm(group) is not None else COSTLY
+        gain = float("inf") if config.alpha is not None else FREE if foldable_norm(group) is not None else COSTLY
         smoothing = search_smoothing(rows[name], peak, [layer.matrix() for layer in group], alphas, gain)
         how = "left alone: no strength lowers the error enough"
         if smoothing.scales is not None:
@@ -110,16 +110,16 @@ def _check_weights(group: list[GraphLayer]) -> None:
             raise PassError(f"smoothquant: {layer.name}: the weight holds NaN or Inf")
 
 
-def _smooth_blocks(knobs: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def _smooth_blocks(config: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Smooth a streamed model. Raises PassError naming the layers."""
     stream = Stream(model, context)
     for block in stream:
-        _BlockSmoothing(knobs, block, context).run()
+        _BlockSmoothing(config, block, context).run()
     return stream.result()
 
 
 class _Sample:
-    """Of what one reading reads: some rows of each micro-batch, and each channel's largest magnitude."""
+    """Of what one input group reads: some rows of each micro-batch, and each channel's largest magnitude."""
 
     def __init__(self) -> None:
         self.rows: list[Tensor] = []
@@ -135,44 +135,44 @@ class _Sample:
 class _BlockSmoothing:
     """One block."""
 
-    def __init__(self, knobs: SmoothQuant, block: BlockWork, context: PassContext) -> None:
-        self.knobs, self.block = knobs, block
-        taken, self.kept = choose_layers(block_facts(block), (), knobs.ignore, knobs.unfit)
+    def __init__(self, config: SmoothQuant, block: BlockWork, context: PassContext) -> None:
+        self.config, self.block = config, block
+        taken, self.kept = choose_layers(block_facts(block), (), config.ignore, config.unfit)
         self.facts = {layer.name: layer for layer in taken}
-        self.samples: dict[Reading, _Sample] = {}
-        self.n_each = max(1, knobs.rows // max(1, len(context.batches)))
+        self.samples: dict[InputGroup, _Sample] = {}
+        self.n_each = max(1, config.rows // max(1, len(context.batches)))
 
     def run(self) -> None:
-        able = [reading for reading in self.block.readings if self._find_obstacle(reading) is None]
+        able = [input_group for input_group in self.block.input_groups if self._find_obstacle(input_group) is None]
         if able:
             self.block.collect(self._visit, able)
-        for reading in self.block.readings:
-            names = [name for name in reading.layers if name in self.facts]
-            smoothed, how = self._smooth(reading)
+        for input_group in self.block.input_groups:
+            names = [name for name in input_group.layers if name in self.facts]
+            smoothed, how = self._smooth(input_group)
             self._report([self.facts.pop(name) for name in names], "smoothed" if smoothed else "kept", how)
         self._report(list(self.facts.values()), "kept", "nothing reads it in a forward pass")
         self.block.say(decisions=self.kept)
 
-    def _visit(self, reading: Reading, rows: Tensor) -> None:
-        self.samples.setdefault(reading, _Sample()).add(rows, self.n_each)
+    def _visit(self, input_group: InputGroup, rows: Tensor) -> None:
+        self.samples.setdefault(input_group, _Sample()).add(rows, self.n_each)
 
-    def _find_obstacle(self, reading: Reading) -> str | None:
+    def _find_obstacle(self, input_group: InputGroup) -> str | None:
         """Return why this reading cannot be smoothed, or None."""
-        if not reading.source:
+        if not input_group.source:
             return "left alone: no module before it can take a scale exactly"
-        if other := [name for name in reading.layers if name not in self.facts]:
+        if other := [name for name in input_group.layers if name not in self.facts]:
             return f"left alone: it reads a tensor with {other[0]}, which is kept"
-        if reading.source in self.block.quantized:
-            return f"left alone: {reading.source} is rounded already"
+        if input_group.source in self.block.quantized:
+            return f"left alone: {input_group.source} is rounded already"
         return None
 
-    def _smooth(self, reading: Reading) -> tuple[bool, str]:
-        """Smooth a reading; return whether it was done, and how or why not."""
-        if obstacle := self._find_obstacle(reading):
+    def _smooth(self, input_group: InputGroup) -> tuple[bool, str]:
+        """Smooth an input group; return whether it was done, and how or why not."""
+        if obstacle := self._find_obstacle(input_group):
             return False, obstacle
         samples = [
             sample
-            for sample in gather_from_processes(self.samples.pop(reading, None))
+            for sample in gather_from_processes(self.samples.pop(input_group, None))
             if sample is not None and sample.rows
         ]
         if not samples:
@@ -181,23 +181,23 @@ class _BlockSmoothing:
         peak = torch.stack([sample.peak for sample in samples]).amax(0).numpy()
         if not np.isfinite(peak).all():
             return False, "left alone: NaN or Inf among its inputs on the calibration data"
-        smoothing = self._search(reading, rows, peak)
+        smoothing = self._search(input_group, rows, peak)
         errors = {"error_before": smoothing.error_before, "error_after": smoothing.error_after}
-        self.block.say(measured=dict.fromkeys(reading.layers, errors))
+        self.block.say(measured=dict.fromkeys(input_group.layers, errors))
         if smoothing.scales is None:
             return False, "left alone: no strength lowers the error enough"
-        fold_into(self.block, reading, torch.from_numpy(smoothing.scales))
-        return True, f"alpha {smoothing.alpha:g}, folded into {reading.source.rpartition('.')[2]}"
+        fold_into(self.block, input_group, torch.from_numpy(smoothing.scales))
+        return True, f"alpha {smoothing.alpha:g}, folded into {input_group.source.rpartition('.')[2]}"
 
-    def _search(self, reading: Reading, rows: np.ndarray, peak: np.ndarray) -> Smoothing:
-        knobs = self.knobs
-        alphas, gain = (ALPHAS, FREE) if knobs.alpha is None else ((knobs.alpha,), float("inf"))
-        weights = [self.block.matrix(name).cpu().numpy() for name in reading.layers]
-        return search_smoothing(rows, peak, weights, alphas, gain, partial(_tie, reading), by_row=True)
+    def _search(self, input_group: InputGroup, rows: np.ndarray, peak: np.ndarray) -> Smoothing:
+        config = self.config
+        alphas, gain = (ALPHAS, FREE) if config.alpha is None else ((config.alpha,), float("inf"))
+        weights = [self.block.matrix(name).cpu().numpy() for name in input_group.layers]
+        return search_smoothing(rows, peak, weights, alphas, gain, partial(_tie, input_group), by_row=True)
 
     def _report(self, layers: list[LayerFacts], action: str, how: str) -> None:
         self.block.say(decisions=[LayerDecision(layer.name, layer.type, action, how) for layer in layers])
 
 
-def _tie(reading: Reading, scales: np.ndarray) -> np.ndarray:
-    return tie_scales(reading, torch.from_numpy(scales)).numpy()
+def _tie(input_group: InputGroup, scales: np.ndarray) -> np.ndarray:
+    return tie_scales(input_group, torch.from_numpy(scales)).numpy()

@@ -1,4 +1,5 @@
-"""The work of the `sparsify` pass: each block's forward stops before each reading while its layers become sparse."""
+"""The work of the `sparsify` pass: each block's forward stops before each input group while its layers become
+sparse."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from compress.blocks.trace import is_hf_conv1d, weight_shape
 from compress.blocks.work import layers_of
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import LayerFacts, Note, Reading
+from compress.facts import InputGroup, LayerFacts, Note
 from compress.passes.sparsify import CONVOLUTIONS, Sparsify
 from compress.prune.masks import Scope, choose_zeros, global_counts, refit, wanda_scores
 from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_inputs
@@ -34,16 +35,16 @@ JUDGED_ROWS = 128
 T = TypeVar("T")
 
 
-def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_sparsify(config: Sparsify, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Make a streamed model sparse. Raises PassError naming the layer."""
-    amounts = _compute_global_amounts(knobs, model) if knobs.scope == "global" else {}
-    stream = Stream(model, context, data=knobs.needs_calibration)
+    amounts = _compute_global_amounts(config, model) if config.scope == "global" else {}
+    stream = Stream(model, context, data=config.needs_calibration)
     for block in stream:
-        taken, kept = knobs.choose_layers(block_facts(block), model.structure)
-        block.say(decisions=[*map(knobs.decision, taken), *kept])
-        wanted = {layer.name: amounts.get(layer.name, knobs.setting(layer)) for layer in taken}
-        sparsifying = _BlockSparsifying(knobs, block, taken, wanted)
-        if taken and knobs.needs_calibration:
+        taken, kept = config.choose_layers(block_facts(block), model.structure)
+        block.say(decisions=[*map(config.decision, taken), *kept])
+        wanted = {layer.name: amounts.get(layer.name, config.setting(layer)) for layer in taken}
+        sparsifying = _BlockSparsifying(config, block, taken, wanted)
+        if taken and config.needs_calibration:
             visit_inputs(
                 block, [layer.name for layer in taken if layer.type in CONVOLUTIONS], sparsifying.visit, sparsifying.act
             )
@@ -51,16 +52,16 @@ def apply_sparsify(knobs: Sparsify, model: StreamedModel, context: PassContext) 
     return stream.result()
 
 
-def _compute_global_amounts(knobs: Sparsify, model: StreamedModel) -> dict[str, Sparsity]:
+def _compute_global_amounts(config: Sparsify, model: StreamedModel) -> dict[str, Sparsity]:
     """Return what each layer without an override gets, from the weights of all."""
     layers = [
         layer_facts(name, layer)
         for name, layer in layers_of(model.build()).items()
         if not model.store.is_quantized(name)
     ]
-    taken, _ = knobs.choose_layers(layers, model.structure)
-    sizes = {layer.name: layer.n_weights for layer in taken if knobs.override(layer) is None}
-    counts = global_counts(lambda name: model.store.read(f"{name}.weight"), sizes, knobs.base.share)
+    taken, _ = config.choose_layers(layers, model.structure)
+    sizes = {layer.name: layer.n_weights for layer in taken if config.override(layer) is None}
+    counts = global_counts(lambda name: model.store.read(f"{name}.weight"), sizes, config.base.share)
     for name, count in counts.items():
         if count == sizes[name]:
             raise PassError(
@@ -70,43 +71,46 @@ def _compute_global_amounts(knobs: Sparsify, model: StreamedModel) -> dict[str, 
 
 
 class _BlockSparsifying:
-    """Zeros for the layers of one block: Gram matrices of what each reading's groups read, while they are needed."""
+    """Zeros for the layers of one block: Gram matrices of what each input group's groups read, while they are
+    needed."""
 
     def __init__(
-        self, knobs: Sparsify, block: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
+        self, config: Sparsify, block: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
     ) -> None:
-        self.knobs, self.block, self.amounts = knobs, block, amounts
-        self.scope: Scope = "row" if knobs.within == "row" else "layer"
+        self.config, self.block, self.amounts = config, block, amounts
+        self.scope: Scope = "row" if config.within == "row" else "layer"
         self.facts = {layer.name: layer for layer in taken}
-        self.grams: dict[Reading, list[Gram]] = {}
+        self.grams: dict[InputGroup, list[Gram]] = {}
         self.left = dict.fromkeys(self.facts, "no calibration data reaches it")
 
-    def visit(self, reading: Reading, rows: Tensor) -> None:
-        """Add `rows` [groups, n, in] to the reading's Gram matrices."""
-        if any(name in self.facts for name in reading.layers):
-            if reading not in self.grams:
-                self.grams[reading] = [Gram(rows.shape[2], device=rows.device) for _ in rows]
-            for gram, part in zip(self.grams[reading], rows, strict=True):
+    def visit(self, input_group: InputGroup, rows: Tensor) -> None:
+        """Add `rows` [groups, n, in] to the input group's Gram matrices."""
+        if any(name in self.facts for name in input_group.layers):
+            if input_group not in self.grams:
+                self.grams[input_group] = [Gram(rows.shape[2], device=rows.device) for _ in rows]
+            for gram, part in zip(self.grams[input_group], rows, strict=True):
                 gram.add(part)
 
-    def act(self, reading: Reading) -> None:
-        """Make the reading's layers sparse."""
-        names = [name for name in reading.layers if name in self.facts]
+    def act(self, input_group: InputGroup) -> None:
+        """Make the input group's layers sparse."""
+        names = [name for name in input_group.layers if name in self.facts]
         if not names:
             return
-        means = [gram.mean(sum_over_processes) for gram in self.grams.pop(reading, None) or self._make_grams(names[0])]
+        means = [
+            gram.mean(sum_over_processes) for gram in self.grams.pop(input_group, None) or self._make_grams(names[0])
+        ]
         grams = torch.stack([gram for gram, _ in means])  # [groups, in, in]
         if trouble := explain_no_gram(grams, means[0][1]):
             self.left |= dict.fromkeys(names, trouble)  # `finish` takes them by magnitude
             return
-        hessians = self._invert_grams(names, grams) if self.knobs.method == "sparsegpt" else []
+        hessians = self._invert_grams(names, grams) if self.config.method == "sparsegpt" else []
         for name in names:
             self._sparsify(name, grams, hessians)
             del self.left[name]
 
     def finish(self) -> None:
         """Prune by magnitude: all layers with that method, else those of whose inputs nothing is known."""
-        if self.knobs.needs_calibration:
+        if self.config.needs_calibration:
             self._remark([f"{name}: {why}; by magnitude" for name, why in self.left.items()])
         for name in self.left:
             weight = self._matrices(name)
@@ -118,7 +122,7 @@ class _BlockSparsifying:
         return [Gram(width, device=self.block.part.device) for _ in range(groups_of(self.block.layers[name]))]
 
     def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
-        wanted = self.knobs.damp_percent
+        wanted = self.config.damp_percent
         hessians = [self._name_errors(names, partial(invert_hessian, gram, wanted, act_order=False)) for gram in grams]
         most = max(hessian.damp_percent for hessian in hessians)
         if most > wanted:
@@ -128,9 +132,9 @@ class _BlockSparsifying:
     def _sparsify(self, name: str, grams: Tensor, hessians: Sequence[Hessian]) -> None:
         weight, amount = self._matrices(name), self.amounts[name]
         if hessians:
-            sparse = sparsegpt(weight, hessians, amount, self.scope, self.knobs.block_size)
+            sparse = sparsegpt(weight, hessians, amount, self.scope, self.config.block_size)
             damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
-            sparse = refit(weight, sparse, damped, self.knobs.refit)
+            sparse = refit(weight, sparse, damped, self.config.refit)
         else:
             sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, self.scope), 0.0)
         self._replace(name, sparse)
@@ -160,7 +164,7 @@ class _BlockSparsifying:
     def _remark(self, texts: Sequence[str]) -> None:
         """Add notes of level warning; with `strict` raise a PassError."""
         remarks = [f"sparsify: {text}" for text in texts]
-        if remarks and self.knobs.strict:
+        if remarks and self.config.strict:
             raise PassError(remarks)
         self.block.say(notes=[Note("warning", text) for text in remarks])
 

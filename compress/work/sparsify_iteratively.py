@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_layer
 from compress.context import PassResult
-from compress.distill.course import Course
 from compress.distill.rewind import Rewind
-from compress.distill.train import Around, Lessons, train
+from compress.distill.schedule import TrainingSchedule
+from compress.distill.train import Dataset, TrainOptions, train
 from compress.distill.training_log import TrainLog, numbers
 from compress.distill.watch import module_names
 from compress.errors import PassError
@@ -26,7 +26,7 @@ from compress.work.contexts import ModelContext
 from compress.work.training import (
     describe_training,
     gather_numbers,
-    make_lessons,
+    make_dataset,
     objective,
     teacher_module,
     training_set,
@@ -45,7 +45,7 @@ class Round:
 
 
 def apply_sparsify_iteratively(
-    knobs: SparsifyIteratively, loaded: TorchModel, context: ModelContext
+    config: SparsifyIteratively, loaded: TorchModel, context: ModelContext
 ) -> PassResult[TorchModel]:
     """Train `loaded.module` in place, in rounds.
 
@@ -53,19 +53,19 @@ def apply_sparsify_iteratively(
     that ends before the point to go back to, a broken loss.
     """
     trainset, student = training_set(NAME, context), loaded.module
-    teacher = teacher_module(NAME, context, loaded) if knobs.needs_teacher(loaded.task) else None
+    teacher = teacher_module(NAME, context, loaded) if config.needs_teacher(loaded.task) else None
     modules: dict[str, Any] = {name: part for name, part in module_names(student).items() if is_layer(part)}
-    taken, kept = knobs.choose_layers([layer_facts(name, part) for name, part in modules.items()])
+    taken, kept = config.choose_layers([layer_facts(name, part) for name, part in modules.items()])
     weights: dict[str, Tensor] = {layer.name: modules[layer.name].weight for layer in taken}
-    course = knobs.course(trainset.n, context.seed)
-    with objective(knobs, loaded, student, teacher, trainset, context) as goal:
+    schedule = config.make_schedule(trainset.n, context.seed)
+    with objective(config, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
-        lessons = make_lessons(knobs, trainset, loaded, goal.loss)
-        rounds = _IterativePruning(knobs, pupil, _drop_repeated(weights), lessons, course, context).run()
+        dataset = make_dataset(config, trainset, loaded, goal.loss)
+        rounds = _IterativePruning(config, pupil, _drop_repeated(weights), dataset, schedule, context).run()
     student.requires_grad_(False)
-    decisions, figures = _count_zeros(knobs, taken, weights)
+    decisions, figures = _count_zeros(config, taken, weights)
     figures |= {f"{NAME}: with {training.share:.1%} zeros": numbers(training.log) for training in rounds}
-    notes = (*goal.notes, *_make_notes(knobs, _drop_repeated(weights), rounds))
+    notes = (*goal.notes, *_make_notes(config, _drop_repeated(weights), rounds))
     return PassResult(replace(loaded), (*decisions, *kept), notes, figures | gather_numbers(NAME, rounds[-1].log))
 
 
@@ -81,36 +81,36 @@ def _drop_repeated(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class _IterativePruning:
     """What all trainings share. `pupil`: what is trained, the student in it; `weights`: those that become sparse."""
 
-    knobs: SparsifyIteratively
+    config: SparsifyIteratively
     pupil: nn.ModuleDict
     weights: Mapping[str, Tensor]
-    lessons: Lessons
-    course: Course
+    dataset: Dataset
+    schedule: TrainingSchedule
     context: ModelContext
 
     def run(self) -> list[Round]:
         """Run all trainings, in order; those that a killed run has finished are read from its work."""
         rounds, rewind = [], None
-        if self.knobs.rewind != "never":
-            rewind = Rewind(self.pupil, round(self.knobs.rewind * self.course.steps), self.context.work)
+        if self.config.rewind != "never":
+            rewind = Rewind(self.pupil, round(self.config.rewind * self.schedule.steps), self.context.work)
             rounds.append(Round(0.0, self._train(0, rewind.after_step)))
-        for number, share in enumerate(round_shares(self.knobs.sparsity, self.knobs.rounds), start=1):
+        for number, share in enumerate(round_shares(self.config.sparsity, self.config.rounds), start=1):
             self._prune(number, share, rewind)
             rounds.append(Round(share, self._train(number)))
         return rounds
 
     def _prune(self, number: int, share: float, rewind: Rewind | None) -> None:
         """Set the smallest of the trained weights to zero, and bring the others back."""
-        masks = smallest(self.weights, share, self.knobs.scope)
+        masks = smallest(self.weights, share, self.config.scope)
         emptied = [name for name, mask in masks.items() if bool(mask.all())]
         if emptied:
             raise PassError(
-                f"{NAME}: round {number} of {self.knobs.rounds} leaves none of the weights of {emptied[0]}; ignore it, "
-                "take a lower sparsity, or use scope: layer"
+                f"{NAME}: round {number} of {self.config.rounds} leaves none of the weights of {emptied[0]}; ignore "
+                "it, take a lower sparsity, or use scope: layer"
             )
         if rewind is not None and not rewind.restore():
             raise PassError(
-                f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.knobs.rewind} "
+                f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.config.rewind} "
                 "goes back; use a lower rewind, or leave patience and max_seconds out"
             )
         set_to_zero(self.weights, masks)
@@ -124,10 +124,10 @@ class _IterativePruning:
             if also is not None:
                 also(step)
 
-        what = f"{NAME}, round {number} of {self.knobs.rounds}" if number else f"{NAME}, before the first round"
+        what = f"{NAME}, round {number} of {self.config.rounds}" if number else f"{NAME}, before the first round"
         run, folder = self.context, self._make_folder(number)
-        around = Around(what, run.log, run.progress, folder, after_step=after, device=run.device)
-        return train(self.pupil, self.lessons, self.course, around)
+        options = TrainOptions(what, run.log, run.progress, folder, after_step=after, device=run.device)
+        return train(self.pupil, self.dataset, self.schedule, options)
 
     def _make_folder(self, number: int) -> Path | None:
         """Make the folder where a training keeps its state; None where none is kept."""
@@ -139,11 +139,11 @@ class _IterativePruning:
 
 
 def _count_zeros(
-    knobs: SparsifyIteratively, taken: Sequence[LayerFacts], weights: Mapping[str, Tensor]
+    config: SparsifyIteratively, taken: Sequence[LayerFacts], weights: Mapping[str, Tensor]
 ) -> tuple[list[LayerDecision], dict[str, dict[str, float]]]:
     """Return each layer's share of zeros: as decisions, and as numbers."""
     decisions, figures = [], {}
-    for decision in map(knobs.decision, taken):
+    for decision in map(config.decision, taken):
         weight = weights[decision.layer]
         share = int((weight == 0).sum()) / weight.numel()
         decisions.append(replace(decision, reason=f"{share:.3g} of its weights: {decision.reason}"))
@@ -151,7 +151,7 @@ def _count_zeros(
     return decisions, figures
 
 
-def _make_notes(knobs: SparsifyIteratively, weights: Mapping[str, Tensor], rounds: Sequence[Round]) -> list[Note]:
+def _make_notes(config: SparsifyIteratively, weights: Mapping[str, Tensor], rounds: Sequence[Round]) -> list[Note]:
     """Say how much is zero, what each training reached, how the last one went; and where one of the others broke."""
     n = sum(weight.numel() for weight in weights.values())
     zero = sum(int((weight == 0).sum()) for weight in weights.values())
@@ -161,6 +161,6 @@ def _make_notes(knobs: SparsifyIteratively, weights: Mapping[str, Tensor], round
         if training.log.best_loss is not None
     ]
     reached = f"; loss held out {', '.join(losses)}" if losses else ""
-    text = f"{NAME}: {zero / n:.1%} of {n} weights are zero, after {knobs.rounds} round(s){reached}"
+    text = f"{NAME}: {zero / n:.1%} of {n} weights are zero, after {config.rounds} round(s){reached}"
     broken = [describe_training(NAME, training.log) for training in rounds[:-1] if training.log.end == "diverged"]
     return [Note("info", text), *broken, describe_training(NAME, rounds[-1].log)]

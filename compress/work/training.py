@@ -20,7 +20,7 @@ from compress.blocks.trace import name_outputs
 from compress.context import TrainSet
 from compress.distill.attention import use_fused_attention
 from compress.distill.batch import Batch
-from compress.distill.lessons import Augment, BatchOf, batch_maker
+from compress.distill.datasets import Augment, BatchOf, batch_maker
 from compress.distill.losses import Distance, Pooling
 from compress.distill.objective import (
     LEARNED,
@@ -40,7 +40,7 @@ from compress.distill.objective import (
 )
 from compress.distill.student import rename_inputs
 from compress.distill.teacher import Answer, keep_outputs
-from compress.distill.train import Lessons
+from compress.distill.train import Dataset
 from compress.distill.training_log import TrainLog, numbers, summary
 from compress.distill.watch import Seen, Watched, attention_modules, module_names
 from compress.errors import PassError
@@ -62,7 +62,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedOutputs:
     """What of both models is looked at. `projections` are learned with the student."""
 
     hidden: Pairs
@@ -71,7 +71,7 @@ class Compared:
     notes: tuple[Note, ...] = ()
 
 
-NOTHING = Compared((), (), nn.ModuleDict())
+NOTHING = ComparedOutputs((), (), nn.ModuleDict())
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,23 @@ def teacher_module(kind: str, context: TrainingContext, student: TorchModel) -> 
     return rename_inputs(module, given.parameters, student.parameters)
 
 
-def batches_of(knobs: LearningPass, trainset: TrainSet, loaded: TorchModel) -> BatchOf:
+def batches_of(config: LearningPass, trainset: TrainSet, loaded: TorchModel) -> BatchOf:
     """Return a function that makes batches: samples as the model reads them, images changed at random."""
-    changes = knobs.changes
+    changes = config.changes
     augment = Augment(changes.flip, changes.crop, changes.mixup)
     return batch_maker(trainset, loaded.parameters, augment, find_torch_task(loaded.task).task.generates)
 
 
-def make_lessons(
-    knobs: LearningPass, trainset: TrainSet, loaded: TorchModel, loss: Callable[[Batch], Tensor]
-) -> Lessons:
+def make_dataset(
+    config: LearningPass, trainset: TrainSet, loaded: TorchModel, loss: Callable[[Batch], Tensor]
+) -> Dataset:
     """Return what the pass learns from: the training set as `batches_of` makes it, and the loss."""
-    return Lessons(trainset.n, batches_of(knobs, trainset, loaded), loss)
+    return Dataset(trainset.n, batches_of(config, trainset, loaded), loss)
 
 
 @contextmanager
 def objective(
-    knobs: LearningPass,
+    config: LearningPass,
     loaded: TorchModel,
     student: nn.Module,
     teacher: nn.Module | None,
@@ -132,29 +132,29 @@ def objective(
     `student` takes `loaded`'s inputs. Modules are watched while the context is open. PassError: other outputs than
     the teacher's, modules that cannot be compared.
     """
-    terms, batch_of = knobs.terms(loaded.task), batches_of(knobs, trainset, loaded)
+    terms, batch_of = config.terms(loaded.task), batches_of(config, trainset, loaded)
     if teacher is None:
-        with use_fused_attention(student), Watched(knobs.kind, student) as watched:
+        with use_fused_attention(student), Watched(config.kind, student) as watched:
             yield Objective(
                 _make_loss(_weigh_terms(terms, NOTHING, loaded), watched, _no_answer, "none"), nn.ModuleDict()
             )
         return
     pair = Pair(student, teacher, batch_of(np.arange(min(2, trainset.n)), None))
-    _check_outputs(pair, knobs.kind)
-    compared = _pair_modules(terms, pair, knobs, knobs.course(trainset.n, context.seed).seed)
+    _check_outputs(pair, config.kind)
+    compared = _pair_modules(terms, pair, config, config.make_schedule(trainset.n, context.seed).seed)
     pooling = terms.pooling(loaded.task)
     with ExitStack() as stack:
         if terms.attention is None:
             stack.enter_context(use_fused_attention(student, teacher))
         hidden, maps = compared.hidden, compared.maps
         watched = stack.enter_context(
-            Watched(knobs.kind, student, [own for own, _ in hidden], [own for own, _ in maps])
+            Watched(config.kind, student, [own for own, _ in hidden], [own for own, _ in maps])
         )
         answering = stack.enter_context(
-            Watched(knobs.kind, teacher, [other for _, other in hidden], [other for _, other in maps])
+            Watched(config.kind, teacher, [other for _, other in hidden], [other for _, other in maps])
         )
         answer = _make_answer(answering, teacher, pooling)
-        if context.work is not None and knobs.cache_bytes(loaded, trainset.n):
+        if context.work is not None and config.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
         weighted = _weigh_terms(terms, compared, loaded)
         yield Objective(_make_loss(weighted, watched, answer, pooling), compared.projections, compared.notes)
@@ -176,19 +176,19 @@ def _format_shapes(shapes: dict[str, list[int]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def _pair_modules(terms: Terms, pair: Pair, knobs: LearningPass, seed: int) -> Compared:
+def _pair_modules(terms: Terms, pair: Pair, config: LearningPass, seed: int) -> ComparedOutputs:
     """Pair the modules that are watched. By default a model without blocks goes without their hidden states."""
     blocks = (_find_blocks(pair.student, pair), _find_blocks(pair.teacher, pair)) if _needs_blocks(terms) else ((), ())
     names = [list(module_names(module)) for module in (pair.student, pair.teacher)]
     hidden: Pairs = ()
     notes: tuple[Note, ...] = ()
-    if terms.hidden is not None and knobs.by_default and not all(blocks):
-        text = f"{knobs.kind}: no chain of blocks was found; hidden states are left out of the loss"
+    if terms.hidden is not None and config.by_default and not all(blocks):
+        text = f"{config.kind}: no chain of blocks was found; hidden states are left out of the loss"
         notes = (Note("info", text),)
     elif terms.hidden is not None:
-        hidden = pair_modules(knobs.kind, terms.hidden.layers, names[0], names[1], blocks)
-    maps = _pair_map_modules(knobs.kind, terms, pair, names, blocks)
-    return Compared(hidden, maps, _make_projections(knobs.kind, pair, hidden, seed), notes)
+        hidden = pair_modules(config.kind, terms.hidden.layers, names[0], names[1], blocks)
+    maps = _pair_map_modules(config.kind, terms, pair, names, blocks)
+    return ComparedOutputs(hidden, maps, _make_projections(config.kind, pair, hidden, seed), notes)
 
 
 def _needs_blocks(terms: Terms) -> bool:
@@ -261,7 +261,7 @@ def _no_answer(batch: Batch) -> Seen:
     return Seen({})
 
 
-def _weigh_terms(terms: Terms, compared: Compared, loaded: TorchModel) -> list[Weighted]:
+def _weigh_terms(terms: Terms, compared: ComparedOutputs, loaded: TorchModel) -> list[Weighted]:
     """Return the terms of the loss that are asked for."""
     by_logits, by_labels = LEARNED.get(find_torch_task(loaded.task).loss, LEARNED["classes"])
     by_output: Callable[[Distance], Term] = outputs_term
@@ -316,7 +316,7 @@ def gather_numbers(kind: str, log: TrainLog) -> dict[str, dict[str, float]]:
     return {
         kind: numbers(log) | {"seconds": round(log.seconds, 1)},
         f"{kind}: training loss": {str(step): loss for step, loss in log.curve},
-        f"{kind}: loss held out": {str(step): loss for step, loss in log.looks},
+        f"{kind}: loss held out": {str(step): loss for step, loss in log.evaluations},
     }
 
 

@@ -21,14 +21,14 @@ from compress.facts import LayerDecision, Note
 from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune, is_selected
 from compress.passes.weight_only import WeightPass
-from compress.quantize.learn import RoundingCourse, TuneLog, learn
-from compress.quantize.lessons import Loss, length, mark_next_tokens
+from compress.quantize.learn import RoundingSchedule, TuneLog, learn
+from compress.quantize.learned_batches import Loss, length, mark_next_tokens
 from compress.quantize.outputs import gives_logits
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of, tune_module, vectors
 from compress.work import apply_pass
 from compress.work.learning import (
-    block_lessons,
+    block_batches,
     float_matrix,
     float_module,
     full_names,
@@ -57,47 +57,47 @@ class Learned:
     """What `gptq` did, where it came first."""
 
 
-def apply_tune(knobs: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
+def apply_tune(config: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
     if not len(context.batches):
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
     masks = context.loss_masks
-    if knobs.text_share and masks is not None and not any(mask[1:].any() for mask in masks):
+    if config.text_share and masks is not None and not any(mask[1:].any() for mask in masks):
         raise PassError(
             "tune: text_share: the assistant says nothing in the calibration conversations as they were cut; give "
             "others, a larger preprocess.max_length or chat.loss_on: all, or leave text_share out"
         )
-    rounded, learned = _round_first(knobs, model, context)
-    chosen = _choose_layers(knobs, rounded)
+    rounded, learned = _round_first(config, model, context)
+    chosen = _choose_layers(config, rounded)
     start = {layer: integers(rounded, layer) for layer in chosen}
-    how = knobs.how(*_count_weights(rounded, start))
+    how = config.how(*_count_weights(rounded, start))
     learned.notes.append(Note("info", f"tune: {SAID[how]}"))
-    if how == "blocks" and knobs.text_share:
+    if how == "blocks" and config.text_share:
         learned.notes.append(Note("warning", "tune: text_share: blocks see no tokens; the texts' own were not learned"))
     current = rounded
     if how != "whole":
-        current = _learn_blocks(knobs, rounded, chosen, context, learned, how)
+        current = _learn_blocks(config, rounded, chosen, context, learned, how)
     if how != "blocks":
-        _learn_whole(knobs, rounded, current, chosen, context, learned, how)
-    _judge_strictly(knobs, learned)
+        _learn_whole(config, rounded, current, chosen, context, learned, how)
+    _judge_strictly(config, learned)
     return _write_learned(model, rounded, start, learned, context)
 
 
-def _list_samples(knobs: Tune, model: StreamedModel, context: PassContext) -> list[dict[str, Tensor]]:
+def _list_samples(config: Tune, model: StreamedModel, context: PassContext) -> list[dict[str, Tensor]]:
     """Return the calibration data sample by sample; with `text_share` beside each the tokens that are learned."""
     all_samples = samples(context.batches, model.parameters)
-    if not knobs.text_share:
+    if not config.text_share:
         return all_samples
     masks = [None] * len(all_samples) if context.loss_masks is None else context.loss_masks
     ids = model.parameters[IDS]
     return [mark_next_tokens(sample, ids, mask) for sample, mask in zip(all_samples, masks, strict=True)]
 
 
-def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tuple[StreamedModel, Learned]:
+def _round_first(config: Tune, model: StreamedModel, context: PassContext) -> tuple[StreamedModel, Learned]:
     """Return the model with integers in it: those of earlier passes, or those that `gptq` gives now."""
     if model.quantized_layers():
         return model, Learned()
-    shared = {name: getattr(knobs, name) for name in WeightPass.model_fields if name != "kind"}
+    shared = {name: getattr(config, name) for name in WeightPass.model_fields if name != "kind"}
     result = apply_pass(Gptq(kind="gptq", **shared), model, _with_folder(context, "gptq"))
     first = Note("info", "tune: nothing was rounded yet: gptq did it first")
     learned = Learned(notes=[first, *result.notes], decisions=result.decisions)
@@ -105,7 +105,7 @@ def _round_first(knobs: Tune, model: StreamedModel, context: PassContext) -> tup
     return result.model, learned
 
 
-def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
+def _choose_layers(config: Tune, model: StreamedModel) -> list[str]:
     """Choose the layers to learn. PassError where there are none."""
     module = model.build()
     layers, tables = modules(module), find_tables(module, model.structure, model.tied)
@@ -113,7 +113,7 @@ def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
         layer
         for layer in model.quantized_layers()
         if not tables.holds(layer)  # learned as a product's weight it would drift from what is looked up
-        and is_selected(knobs, layer, type(layers[layer]).__name__)
+        and is_selected(config, layer, type(layers[layer]).__name__)
     ]
     if not wanted:
         raise PassError("tune: no quantized layer is left to tune; check targets and ignore")
@@ -121,12 +121,12 @@ def _choose_layers(knobs: Tune, model: StreamedModel) -> list[str]:
 
 
 def _learn_blocks(
-    knobs: Tune, model: StreamedModel, chosen: Sequence[str], context: PassContext, learned: Learned, how: How
+    config: Tune, model: StreamedModel, chosen: Sequence[str], context: PassContext, learned: Learned, how: How
 ) -> StreamedModel:
     """Learn each block against the float block; return the model with what came of it."""
-    stream = Stream(model, _with_folder(context, "blocks"), float_too=True, readings_outside=False)
+    stream = Stream(model, _with_folder(context, "blocks"), float_too=True, input_groups_outside=False)
     wanted = set(chosen)
-    seconds = None if knobs.max_seconds is None else knobs.max_seconds / (len(stream) + (how != "blocks"))
+    seconds = None if config.max_seconds is None else config.max_seconds / (len(stream) + (how != "blocks"))
     for block in stream:
         names = [layer for layer in block.layers if layer in wanted]
         if not names:
@@ -136,11 +136,11 @@ def _learn_blocks(
         floats = {layer: block.float_matrix(layer) for layer in names}
         schemes = {layer: model.schemes[layer].weights for layer in names}
         student = student_of(block.module, block.layers, start, floats, places, schemes=schemes)
-        lessons, kept = block_lessons(block, knobs.held_out)
-        course = _make_course(knobs, knobs.block_steps, context.seed + block.index, seconds)
+        batches, kept = block_batches(block, config.held_out)
+        schedule = _make_schedule(config, config.block_steps, context.seed + block.index, seconds)
         where = block.name or "the model"
         saved = open_saved_run(context, f"block-{block.index:05d}", f"tune: {where}")
-        log = learn(student, lessons, kept, course, context.progress, sum_over_processes, saved)
+        log = learn(student, batches, kept, schedule, context.progress, sum_over_processes, saved)
         weights, values = student.freeze()
         for layer, weight in weights.items():
             block.put(layer, weight, model.schemes[layer])
@@ -156,7 +156,7 @@ def _learn_blocks(
 
 
 def _learn_whole(
-    knobs: Tune,
+    config: Tune,
     before: StreamedModel,
     model: StreamedModel,
     chosen: Sequence[str],
@@ -173,18 +173,18 @@ def _learn_whole(
         without_cache(module)
         module.requires_grad_(False)
     layers = modules(student)
-    all_samples = _list_samples(knobs, model, context)
-    batch_size = knobs.find_batch_size(sum(map(length, all_samples)) / len(all_samples))
-    lessons, kept = split(all_samples, knobs.held_out, batch_size)
+    all_samples = _list_samples(config, model, context)
+    batch_size = config.find_batch_size(sum(map(length, all_samples)) / len(all_samples))
+    batches, kept = split(all_samples, config.held_out, batch_size)
     weights, floats, log = tune_module(
         student,
         {layer: layers[layer] for layer in chosen},
         {layer: integers(model, layer) for layer in chosen},
-        lessons,
+        batches,
         teacher,
-        _make_course(knobs, knobs.steps, context.seed, _remaining_seconds(knobs, learned, how)),
+        _make_schedule(config, config.steps, context.seed, _remaining_seconds(config, learned, how)),
         kept_aside=kept,
-        kind=_choose_loss(knobs, student),
+        kind=_choose_loss(config, student),
         floats={layer: float_matrix(model, layer, layers[layer]).to(context.device) for layer in chosen},
         places=vectors_of(student, model),
         learn_rounding=how == "whole",
@@ -194,7 +194,7 @@ def _learn_whole(
         rank=share().rank,
         size=share().size,
         rows=context.rows,
-        text_share=knobs.text_share,
+        text_share=config.text_share,
         saved=open_saved_run(context, "whole", f"tune: {END}"),
     )
     learned.weights |= weights
@@ -240,9 +240,9 @@ def _write_learned(
     return stream.result()
 
 
-def _judge_strictly(knobs: Tune, learned: Learned) -> None:
+def _judge_strictly(config: Tune, learned: Learned) -> None:
     warnings = [note.text for note in learned.notes if note.level == "warning"]
-    if knobs.strict and warnings:
+    if config.strict and warnings:
         raise PassError(warnings)
 
 
@@ -259,23 +259,23 @@ def _numbers(log: TuneLog) -> dict[str, float]:
     return {"start_loss": log.start_loss, "end_loss": log.end_loss, **counts}
 
 
-def _make_course(knobs: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingCourse:
-    rates = (knobs.rounding_rate, knobs.scale_rate, knobs.scale_rate)
-    return RoundingCourse(steps, *rates, max_seconds=max_seconds, seed=seed)
+def _make_schedule(config: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingSchedule:
+    rates = (config.rounding_rate, config.scale_rate, config.scale_rate)
+    return RoundingSchedule(steps, *rates, max_seconds=max_seconds, seed=seed)
 
 
-def _remaining_seconds(knobs: Tune, learned: Learned, how: How) -> float | None:
+def _remaining_seconds(config: Tune, learned: Learned, how: How) -> float | None:
     """Return the seconds for the whole model: all, or what one block had."""
-    if knobs.max_seconds is None or how == "whole":
-        return knobs.max_seconds
+    if config.max_seconds is None or how == "whole":
+        return config.max_seconds
     blocks = sum("best_step" in numbers for numbers in learned.measured.values())
-    return knobs.max_seconds / (blocks + 1)
+    return config.max_seconds / (blocks + 1)
 
 
-def _choose_loss(knobs: Tune, module: nn.Module) -> Loss:
+def _choose_loss(config: Tune, module: nn.Module) -> Loss:
     """Choose the loss: logits are compared as distributions; an output that nobody calls logits as it is."""
-    if knobs.loss != "auto":
-        return knobs.loss
+    if config.loss != "auto":
+        return config.loss
     return "kl" if gives_logits(module) else "hidden"
 
 

@@ -20,7 +20,7 @@ CENTRE = 1.5
 """Cells whose centre is so many strides from that of an object learn it."""
 
 
-class Block(nn.Sequential):
+class ConvBlock(nn.Sequential):
     """A 3 x 3 convolution, batch norm and ReLU."""
 
     def __init__(self, n_in: int, n_out: int, stride: int = 1) -> None:
@@ -36,13 +36,15 @@ class GridDetector(nn.Module):
     def __init__(self, n_classes: int, width: int = 16, depth: int = 2) -> None:
         super().__init__()
         w = width
-        self.stem = nn.Sequential(Block(3, w, 2), Block(w, 2 * w, 2), *(Block(2 * w, 2 * w) for _ in range(depth - 1)))
-        self.fine = nn.Sequential(Block(2 * w, 4 * w, 2), *(Block(4 * w, 4 * w) for _ in range(depth - 1)))
-        self.middle = nn.Sequential(Block(4 * w, 8 * w, 2), *(Block(8 * w, 8 * w) for _ in range(depth - 1)))
-        self.coarse = nn.Sequential(Block(8 * w, 8 * w, 2), *(Block(8 * w, 8 * w) for _ in range(depth - 1)))
-        self.down = nn.ModuleList([Block(8 * w, 8 * w), Block(8 * w, 4 * w)])
-        self.merge = nn.ModuleList([Block(16 * w, 8 * w), Block(8 * w, 4 * w)])
-        self.score_branch, self.box_branch = Block(4 * w, 4 * w), Block(4 * w, 4 * w)
+        self.stem = nn.Sequential(
+            ConvBlock(3, w, 2), ConvBlock(w, 2 * w, 2), *(ConvBlock(2 * w, 2 * w) for _ in range(depth - 1))
+        )
+        self.fine = nn.Sequential(ConvBlock(2 * w, 4 * w, 2), *(ConvBlock(4 * w, 4 * w) for _ in range(depth - 1)))
+        self.middle = nn.Sequential(ConvBlock(4 * w, 8 * w, 2), *(ConvBlock(8 * w, 8 * w) for _ in range(depth - 1)))
+        self.coarse = nn.Sequential(ConvBlock(8 * w, 8 * w, 2), *(ConvBlock(8 * w, 8 * w) for _ in range(depth - 1)))
+        self.down = nn.ModuleList([ConvBlock(8 * w, 8 * w), ConvBlock(8 * w, 4 * w)])
+        self.merge = nn.ModuleList([ConvBlock(16 * w, 8 * w), ConvBlock(8 * w, 4 * w)])
+        self.score_branch, self.box_branch = ConvBlock(4 * w, 4 * w), ConvBlock(4 * w, 4 * w)
         self.score_head, self.box_head = nn.Conv2d(4 * w, n_classes, 1), nn.Conv2d(4 * w, 4, 1)
         nn.init.constant_(self.score_head.bias, -4.0)  # type: ignore[arg-type]  # objects are rare
 
@@ -77,7 +79,7 @@ class OneToOneDetector(GridDetector):
         super().__init__(n_classes, width, depth)
         head = nn.Conv2d(4 * width, n_classes, 1)
         nn.init.constant_(head.bias, -5.0)  # type: ignore[arg-type]
-        self.once = nn.Sequential(Block(4 * width, 4 * width), Block(4 * width, 4 * width), head)
+        self.once = nn.Sequential(ConvBlock(4 * width, 4 * width), ConvBlock(4 * width, 4 * width), head)
         self.most = most
 
     def forward(self, image: Tensor) -> Any:

@@ -223,7 +223,7 @@ def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ImagePlacement:
     """Where an image lies on what a model saw of it; each pair is of heights and widths.
 
     The centre (y + 0.5) of an image's pixel lies at (y + 0.5) * scale - start on the window that the model saw.
@@ -239,12 +239,12 @@ class Placement:
     """Pixels that the model saw."""
 
 
-def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
+def place_image(height: int, width: int, spec: ImagePreprocess) -> ImagePlacement:
     """Return where an image of that size lies on what `image_pixels` makes of it."""
     if spec.letterbox is not None:
         inside, top, left = fit_letterbox(height, width, spec)
         scale = (inside[0] / height, inside[1] / width)
-        return Placement((height, width), scale, (-top, -left), spec.letterbox)
+        return ImagePlacement((height, width), scale, (-top, -left), spec.letterbox)
     resized = compute_resized(height, width, spec.resize)
     window = spec.crop or resized
     start = [
@@ -252,7 +252,7 @@ def place_image(height: int, width: int, spec: ImagePreprocess) -> Placement:
         for have, want in zip(resized, window, strict=True)
     ]
     scale = (resized[0] / height, resized[1] / width)
-    return Placement((height, width), scale, (start[0], start[1]), (window[0], window[1]))
+    return ImagePlacement((height, width), scale, (start[0], start[1]), (window[0], window[1]))
 
 
 def normalize_pixels(pixels: Array, spec: ImagePreprocess) -> Array:

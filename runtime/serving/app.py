@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.serving.limits import ServingLimits
-from runtime.serving.protocol import EXTENSIONS, Answer, ServedModel
+from runtime.serving.protocol import EXTENSIONS, HttpAnswer, ServedModel
 
-Call = Callable[[bytearray, int | None], Answer]
+Call = Callable[[bytearray, int | None], HttpAnswer]
 HEADER_LENGTH = "Inference-Header-Content-Length"
 BODIES = 8
 """Times `max_body`: what all bodies together may hold."""

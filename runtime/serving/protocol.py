@@ -49,7 +49,7 @@ SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 80
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """A JSON object, and the binary tensors behind it."""
 
     header: bytes
@@ -74,7 +74,7 @@ class ServedModel:
         )
         return {"name": self.name, "versions": ["1"], "platform": "compress", "inputs": inputs, "outputs": outputs}
 
-    def infer(self, body: bytes | bytearray, header_length: int | None = None) -> Answer:
+    def infer(self, body: bytes | bytearray, header_length: int | None = None) -> HttpAnswer:
         """Run the model on a request; its first `header_length` bytes are JSON, the others binary tensors.
 
         UsageError where the request does not fit; RuntimeFailure where the model gave what JSON has no word for.
@@ -97,9 +97,9 @@ class ServedModel:
             described.append(description)
             tensors += [data] if binary else []
         answer = {"model_name": self.name, "model_version": "1", "id": request_id, "outputs": described}
-        return Answer(dump_json(answer), tuple(tensors))
+        return HttpAnswer(dump_json(answer), tuple(tensors))
 
-    def generate(self, body: bytes | bytearray, header_length: int | None = None) -> Answer:
+    def generate(self, body: bytes | bytearray, header_length: int | None = None) -> HttpAnswer:
         """Continue a request's text. UsageError for a model that generates none, or settings that there are not."""
         manifest = self.bundle.manifest
         if manifest.generates and TEXT not in find_task(manifest.task).columns:  # a text would name a file of ours
@@ -123,7 +123,7 @@ class ServedModel:
                 raise UsageError(f"generate: {SHORT.repr(name)} is {value}: give a finite number")
         prompt = read_text("text_input", prompt, LONGEST_PROMPT)
         result = self.bundle.generate(prompt, stream=False, **settings)
-        return Answer(dump_json({"model_name": self.name, "model_version": "1", "text_output": result.text}))
+        return HttpAnswer(dump_json({"model_name": self.name, "model_version": "1", "text_output": result.text}))
 
     def _read_columns(self, request: Mapping[str, Any], tail: BinaryTail) -> dict[str, Any]:
         kinds = {name: kind for name, kind, _ in self._describe_inputs()}

@@ -10,7 +10,7 @@ import numpy as np
 from runtime.boxes.decode import find_objects
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.images import ImagePreprocess, Placement, place_image
+from runtime.encode.images import ImagePlacement, ImagePreprocess, place_image
 from runtime.errors import BundleError
 from runtime.tasks.base import IMAGE_SIZE, BatchFacts, Task, Tensors, check_rows, name_class, rename
 
@@ -86,7 +86,7 @@ class ObjectDetection(Task):
         )
 
 
-def _return_to_image(boxes: Array, place: Placement) -> Array:
+def _return_to_image(boxes: Array, place: ImagePlacement) -> Array:
     """Return boxes [k, 4] in pixels of what the model saw as pixels of the image, cut at its edges."""
     (height, width), (scale_y, scale_x), (top, left) = place.size, place.scale, place.start
     corners = (boxes + np.array([left, top] * 2, np.float64)) / np.array([scale_x, scale_y] * 2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array, stack_rows
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.images import ImagePreprocess, Placement, place_image
+from runtime.encode.images import ImagePlacement, ImagePreprocess, place_image
 from runtime.errors import BundleError, UsageError
 from runtime.metrics.base import Columns, Flaws, Metric, Outputs, remember, share_of_sums
 from runtime.tasks.base import (
@@ -118,7 +118,7 @@ def add_background(logits: Array) -> Array:
     return np.concatenate([np.zeros_like(logits), logits], axis=1) if logits.shape[1] == 1 else logits
 
 
-def choose_classes(logits: Array, seen: Placement) -> Array:
+def choose_classes(logits: Array, seen: ImagePlacement) -> Array:
     """Return the class of each pixel of an image [H, W], of logits float32 [C, h, w] over what the model saw of it.
 
     Logits are resized bilinearly, as torch.nn.functional.interpolate does with align_corners=False, then the largest

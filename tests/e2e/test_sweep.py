@@ -127,7 +127,7 @@ def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path
         crash = "import os, sys; sys.stdin.readline(); print('illegal instruction', file=sys.stderr); os._exit(7)"
         patch.setattr(workers, "STARTED", crash)
         with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            answers = processes.build([workers.Order("build", "out")] * 3, None)
+            answers = processes.build([workers.TrialOrder("build", "out")] * 3, None)
     reasons = [answer.reason for answer in answers if answer is not None]
     assert reasons == ["its process ended with exit code 7; it said last: illegal instruction"] * 3
 
@@ -138,7 +138,7 @@ def test_at_the_deadline_work_in_progress_ends(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "STARTED", "import time; time.sleep(600)")
         with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            assert processes.build([workers.Order("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
+            assert processes.build([workers.TrialOrder("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from fuzzing import FULL, SEED, assert_done_or_refused
 from workshop import Workshop, bundle_files, open_workshop
 
 import runtime
-from compress.blocks.blockfiles import Changes, block_file, read_block, write_block
+from compress.blocks.blockfiles import BlockChanges, block_file, read_block, write_block
 from compress.store.cache import ResultCache
 from compress.store.training_state import read_state, write_state
 from runtime.bundle.format import is_hashed
@@ -120,7 +120,7 @@ def test_a_bundle_with_a_flipped_byte_is_not_replaced(shop: Workshop) -> None:
 def test_a_flipped_byte_of_unfinished_work_is_seen(tmp_path: Path) -> None:
     """Of finished blocks and their records, and of the state of a training."""
     torch.manual_seed(0)
-    changes = Changes(replaced={"a": torch.randn(3, 5), "b": torch.randn(4)}, measured={"a": {"mse": 0.25}})
+    changes = BlockChanges(replaced={"a": torch.randn(3, 5), "b": torch.randn(4)}, measured={"a": {"mse": 0.25}})
     write_block(tmp_path, 0, "block", changes, {"seconds": 1.5})
     tensors, record = {"w": torch.randn(4, 4), "n": torch.tensor(7)}, {"step": 3, "losses": [0.5, 0.25]}
     write_state(tmp_path / "training.safetensors", tensors, record)

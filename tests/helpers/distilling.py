@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from compress.blocks.sharing import share
 from compress.context import Feeds
 from compress.distill.batch import Batch
-from compress.distill.course import Course
-from compress.distill.train import Around, Lessons, train
+from compress.distill.schedule import TrainingSchedule
+from compress.distill.train import Around, Dataset, train
 from compress.distill.training_log import TrainLog
 
 
@@ -89,10 +89,12 @@ def noisy(net: Any, scale: float = 0.3, seed: int = 1) -> Any:
     return net
 
 
-COURSE = Course(steps=12, batch_size=8, learning_rate=0.01, held_out=0.25, evaluate_every=4, warmup=2, save_seconds=0.0)
+SCHEDULE = TrainingSchedule(
+    steps=12, batch_size=8, learning_rate=0.01, held_out=0.25, evaluate_every=4, warmup=2, save_seconds=0.0
+)
 
 
-def label_lessons(net: nn.Module, data: Arrays, noise: float = 0.1) -> Lessons:
+def label_dataset(net: nn.Module, data: Arrays, noise: float = 0.1) -> Dataset:
     """Cross-entropy on the labels; images changed by noise, which is drawn anew each time."""
 
     def batch(rows: np.ndarray, random: np.random.Generator | None) -> Batch:
@@ -106,20 +108,20 @@ def label_lessons(net: nn.Module, data: Arrays, noise: float = 0.1) -> Lessons:
         each = nn.functional.cross_entropy(net(**one.feeds).float(), one.labels, reduction="none")
         return (each * one.weights).sum() / one.weights.sum()
 
-    return Lessons(data.n, batch, loss)
+    return Dataset(data.n, batch, loss)
 
 
 def quiet(work: Path | None = None, **more: Any) -> Around:
     return replace(Around("test", lambda text: None, lambda items, text: items, work), **more)
 
 
-def taught(course: Course = COURSE, work: Path | None = None, **more: Any) -> tuple[ConvNet, TrainLog]:
+def taught(schedule: TrainingSchedule = SCHEDULE, work: Path | None = None, **more: Any) -> tuple[ConvNet, TrainLog]:
     """A net trained on labels, and what happened."""
     net = conv_net().requires_grad_(True)
-    return net, train(net, label_lessons(net, images()), course, quiet(work, **more))
+    return net, train(net, label_dataset(net, images()), schedule, quiet(work, **more))
 
 
-SHARED = replace(COURSE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
+SHARED = replace(SCHEDULE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
 
 
 def train_and_save(out: Path, steps: int, changes: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.passes import Int8
 from compress.quantize.qdq import write_state
-from compress.quantize.state import Flavour, GraphState
+from compress.quantize.state import GraphState, Variant
 from compress.work import apply_pass
 from compress.work.contexts import GraphContext
 
@@ -199,10 +199,10 @@ def sums_are_exact() -> bool:
 
 
 def written(
-    state: GraphState, batches: Sequence[Feeds], flavour: Flavour = "u8s8", optimize: bool = False
+    state: GraphState, batches: Sequence[Feeds], variant: Variant = "u8s8", optimize: bool = False
 ) -> np.ndarray:
     """All outputs of a written state, one after another."""
-    return np.concatenate(run(write_state(state, flavour), batches, optimize))
+    return np.concatenate(run(write_state(state, variant), batches, optimize))
 
 
 def facts_of(model: ir.Model) -> ModelFacts:
@@ -236,6 +236,6 @@ def makers(model: ir.Model, output: str) -> list[str]:
     return [node.op_type for node in producers if node is not None]
 
 
-def int8_state(model: ir.Model, feeds: list[Any], **knobs: Any) -> GraphState:
-    state: GraphState = apply_pass(Int8(**knobs), GraphState(model), context(feeds)).model
+def int8_state(model: ir.Model, feeds: list[Any], **config: Any) -> GraphState:
+    state: GraphState = apply_pass(Int8(**config), GraphState(model), context(feeds)).model
     return state

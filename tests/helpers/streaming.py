@@ -15,7 +15,7 @@ from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
-from compress.facts import Reading, Structure
+from compress.facts import InputGroup, Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.formats.targets import TARGETS
 from compress.models.checkpoint import open_store
@@ -110,10 +110,10 @@ def nearest(matrix: Tensor, scheme: Scheme = W4) -> QuantizedWeight:
 
 
 def sum_grams(model: StreamedModel, batches: Any, lockstep: bool) -> dict[str, Tensor]:
-    """The first layer of each reading -> X^T X of all rows that it reads."""
+    """The first layer of each input group -> X^T X of all rows that it reads."""
     grams: dict[str, Tensor] = {}
 
-    def visit(reading: Reading, x: Tensor) -> None:
+    def visit(reading: InputGroup, x: Tensor) -> None:
         grams[reading.layers[0]] = grams.get(reading.layers[0], 0) + x.T @ x
 
     for block in Stream(model, context(batches)):

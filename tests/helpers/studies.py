@@ -15,7 +15,7 @@ import yaml
 from compress.recipe.load import load_recipe
 from compress.recipe.points import SearchSpace, open_space
 from compress.recipe.schema import Recipe
-from compress.search.workers import Answer, Order
+from compress.search.workers import TrialAnswer, TrialOrder
 
 SEARCHED: dict[str, Any] = {
     "version": 1,
@@ -94,24 +94,24 @@ class PretendedWorkers:
         self.done: list[tuple[str, str, float]] = []
         self.waves: list[tuple[str, int]] = []
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         self.waves.append((orders[0].do, len(orders)))
         return [self._build(order) for order in orders]
 
-    def _build(self, order: Order) -> Answer:
+    def _build(self, order: TrialOrder) -> TrialAnswer:
         if order.do == "start":
-            return Answer("done")
+            return TrialAnswer("done")
         self._count("build", order.out, order.share)
         found = self.make(yaml.safe_load(Path(order.recipe).read_text()), order.share)
-        if isinstance(found, Answer):
+        if isinstance(found, TrialAnswer):
             return found
         Path(order.out).mkdir()
         (Path(order.out) / "report").write_text(json.dumps(found))
-        return Answer("done", seconds=1.0, host="nowhere")
+        return TrialAnswer("done", seconds=1.0, host="nowhere")
 
-    def judge(self, order: Order, deadline: float | None) -> Answer:
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer:
         self._count("judge", order.out, 0)
-        return Answer("done", report=json.loads((Path(order.out) / "report").read_text()))
+        return TrialAnswer("done", report=json.loads((Path(order.out) / "report").read_text()))
 
     def _count(self, what: str, out: str, share: float) -> None:
         if len(self.done) >= self.after:

@@ -142,7 +142,7 @@ def test_a_backend_from_outside_is_a_target_as_the_one_it_names(install: Install
     install(BACKEND_GROUP, "mine = mine:GOOD", BACKEND)
     assert PluginTable(BACKEND_GROUP, BACKENDS.own, partial(check_entry, kind=Backend))["mine"].planned_as == "openvino"
     target = PluginTable(BACKEND_GROUP, {}, accept_target)["mine"]
-    assert (target.name, target.flavour, target.reads) == ("mine", "u8s8", "onnx")
+    assert (target.name, target.variant, target.reads) == ("mine", "u8s8", "onnx")
 
 
 def test_a_backend_that_says_no_target_is_none(install: Install) -> None:

@@ -17,7 +17,7 @@ from compress.facts import BlockFacts, Structure
 
 def whole(model: Structure) -> Structure:
     """The same layers as one block."""
-    return Structure((BlockFacts("", model.readings),))
+    return Structure((BlockFacts("", model.input_groups),))
 
 
 def pull(number: int, out: Tensor, rows: Tensor | None) -> Tensor:
@@ -70,7 +70,7 @@ def test_they_are_those_of_autograd(
     for feeds in texts():
         out = module(**together([feeds]))
         (out * pull(0, out.detach(), torch.from_numpy(feeds["attention_mask"]))).sum().backward()
-    layers = {name for reading in model.structure.readings for name in reading.layers}
+    layers = {name for input_group in model.structure.input_groups for name in input_group.layers}
     assert layers <= squares.keys()
     for name in layers:
         torch.testing.assert_close(squares[name], expected[name], rtol=1e-3, atol=1e-7)

@@ -17,7 +17,7 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.streamed import StreamedModel
 from compress.export.checkpoint import write_checkpoint
 from compress.export.checkpoint_rules import scoring_gaps
-from compress.facts import BlockFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, Structure
 from compress.formats.schemes import ActivationScheme
 from compress.quantize.activations import round_cached, round_inputs
 from compress.recipe.exports import CheckpointExport
@@ -121,14 +121,14 @@ def test_a_model_whose_weights_alone_are_rounded_is_left_as_it_is() -> None:
 
 def test_what_cannot_be_scored_is_named() -> None:
     """A cache of latents in vLLM, and attention that is the block itself."""
-    latent = Reading(("l.attn.kv_b",), "l.attn.kv_norm", "norm")
-    value = Reading(("l.attn.o",), "l.attn.kv_b", "value")
+    latent = InputGroup(("l.attn.kv_b",), "l.attn.kv_norm", "norm")
+    value = InputGroup(("l.attn.o",), "l.attn.kv_b", "value")
     mla = Structure((BlockFacts("l", (latent, value)),))
     assert scoring_gaps(mla, "fp8", "transformers") == [] == scoring_gaps(mla, None, "vllm")
     assert scoring_gaps(mla, "fp8", "vllm") == [
         "l.attn: vllm keeps the latent in fp8 of which keys and values are projected"
     ]
-    flat = Structure((BlockFacts("l", (Reading(("l.o",), "l.v", "value"),)),))
+    flat = Structure((BlockFacts("l", (InputGroup(("l.o",), "l.v", "value"),)),))
     assert scoring_gaps(flat, "int8", "transformers") == [
         "l: attention has no module of its own, in which its int8 cache could be scored"
     ]

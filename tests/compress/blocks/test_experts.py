@@ -16,7 +16,7 @@ from compress.blocks.experts import (
     unstack_experts,
 )
 from compress.blocks.folding import fold_scales
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.structure.find import find_structure
 from compress.structure.sources import n_inputs
 
@@ -58,13 +58,13 @@ def test_every_expert_is_read_and_folds(name: str) -> None:
         (f"{one}.gate_proj", f"{one}.up_proj", f"{one}.down_proj") for one in experts
     )
     for one in experts:
-        assert Reading((f"{one}.gate_proj", f"{one}.up_proj")) in found.blocks[1].readings
+        assert InputGroup((f"{one}.gate_proj", f"{one}.up_proj")) in found.blocks[1].input_groups
         source = () if name == "gpt_oss" else (f"{one}.up_proj", "linear")
-        assert Reading((f"{one}.down_proj",), *source) in found.blocks[1].readings
-    for reading in found.readings:
-        if reading.source and reading.how != "value":
-            scales = torch.rand(n_inputs(module.get_submodule(reading.layers[0]))).double() + 0.3
-            fold_scales(reading, scales, module.get_submodule)
+        assert InputGroup((f"{one}.down_proj",), *source) in found.blocks[1].input_groups
+    for input_group in found.input_groups:
+        if input_group.source and input_group.how != "value":
+            scales = torch.rand(n_inputs(module.get_submodule(input_group.layers[0]))).double() + 0.3
+            fold_scales(input_group, scales, module.get_submodule)
     torch.testing.assert_close(architectures.run(module, name), before, rtol=1e-12, atol=1e-12)
 
 
@@ -128,5 +128,7 @@ def test_an_expert_without_tokens_is_listed() -> None:
     found = find_structure(Routed(), {"x": torch.randn(8, 4)}, compute=True)
     (block,) = found.blocks
     assert block.experts == tuple((f"experts.{e}.0", f"experts.{e}.2") for e in range(3))
-    assert [reading.layers for reading in block.readings] == [(f"experts.{e}.{k}",) for e in range(3) for k in (0, 2)]
-    assert block.readings[5] == Reading(("experts.2.2",), "experts.2.0", "linear")
+    assert [input_group.layers for input_group in block.input_groups] == [
+        (f"experts.{e}.{k}",) for e in range(3) for k in (0, 2)
+    ]
+    assert block.input_groups[5] == InputGroup(("experts.2.2",), "experts.2.0", "linear")

@@ -25,7 +25,7 @@ from compress.blocks.sharing import (
     wait,
 )
 from compress.blocks.stream import Stream
-from compress.facts import Reading
+from compress.facts import InputGroup
 
 
 def stream_and_sum(work: Path) -> dict[str, Any]:
@@ -45,23 +45,23 @@ def stream_and_sum(work: Path) -> dict[str, Any]:
 
 
 def round_block(block: BlockWork, calls: list[int], traces: list[float]) -> None:
-    grams: dict[Reading, Tensor] = {}
+    grams: dict[InputGroup, Tensor] = {}
     calls.append(len(block.calls))
 
-    def visit(reading: Reading, x: Tensor) -> None:
-        grams[reading] = grams.get(reading, torch.zeros(())) + (x.double().T @ x.double())
+    def visit(input_group: InputGroup, x: Tensor) -> None:
+        grams[input_group] = grams.get(input_group, torch.zeros(())) + (x.double().T @ x.double())
 
-    def act(reading: Reading) -> None:
-        width = block.layers[reading.layers[0]].in_features
-        gram = sum_over_processes(grams.get(reading, torch.zeros(width, width, dtype=torch.float64)))
+    def act(input_group: InputGroup) -> None:
+        width = block.layers[input_group.layers[0]].in_features
+        gram = sum_over_processes(grams.get(input_group, torch.zeros(width, width, dtype=torch.float64)))
         traces.append(float(gram.trace()))
-        for layer in reading.layers:
+        for layer in input_group.layers:
             block.put(layer, nearest(block.matrix(layer)), W4, float(gram.diagonal().mean()))
 
     if block.index % 2:
         block.collect(visit)
-        for reading in block.readings:
-            act(reading)
+        for input_group in block.input_groups:
+            act(input_group)
     else:
         block.lockstep(visit, act)
 

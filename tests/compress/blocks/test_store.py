@@ -22,7 +22,7 @@ from compress.blocks.store import Packed, WeightStore
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
-from compress.facts import BlockFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, Structure
 from compress.formats.schemes import PRESETS
 from compress.models.open_streamed import open_streamed_model
 from compress.quantize.rounding import QuantizedWeight
@@ -131,11 +131,11 @@ def test_experts_are_worked_on_one_by_one(tmp_path: Path) -> None:
     model = StreamedModel(model.build, model.store, find_structure(model.build().to("meta"), probe), model.parameters)
     rows: dict[str, int] = {}
 
-    def visit(reading: Reading, x: torch.Tensor) -> None:
-        rows[reading.layers[0]] = rows.get(reading.layers[0], 0) + len(x)
+    def visit(input_group: InputGroup, x: torch.Tensor) -> None:
+        rows[input_group.layers[0]] = rows.get(input_group.layers[0], 0) + len(x)
 
     for block in (stream := Stream(model, context(batches), float_too=True)):
-        block.lockstep(visit, lambda reading: None)
+        block.lockstep(visit, lambda input_group: None)
         assert all(torch.equal(a, block.float_outputs(i)) for i, a in enumerate(block.outputs()))
     experts = [n for layer, n in rows.items() if "layers.1.mlp.experts" in layer and layer.endswith("gate_proj")]
     assert sum(experts) == 2 * (5 * 12 - 4)  # two experts for each token, none for padding
@@ -189,7 +189,7 @@ def looks():
         ("make", "w.safetensors", None),
         ("make", "w.pt", "w.pt is no safetensors file"),
         ("make", None, "the factory itself gives the trained model"),
-        ("looks", "w.safetensors", "the factory cannot build without weights"),
+        ("evaluations", "w.safetensors", "the factory cannot build without weights"),
         ("computes", None, "the factory itself gives"),
     ],
 )

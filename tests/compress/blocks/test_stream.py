@@ -20,7 +20,7 @@ from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
-from compress.facts import BlockFacts, LayerDecision, Note, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, LayerDecision, Note, Structure
 from compress.models.open_streamed import open_streamed_model
 from compress.specs import ModelSpec
 
@@ -45,9 +45,9 @@ def rows_read(net: nn.Module, layer: str, batches: list[dict[str, np.ndarray]]) 
     return found[0].reshape(-1, found[0].shape[-1])[together(batches)["attention_mask"].bool().reshape(-1)]
 
 
-def round_all(block: BlockWork) -> Callable[[Reading], None]:
-    def act(reading: Reading) -> None:
-        for layer in reading.layers:
+def round_all(block: BlockWork) -> Callable[[InputGroup], None]:
+    def act(input_group: InputGroup) -> None:
+        for layer in input_group.layers:
             block.put(layer, nearest(block.matrix(layer)), W4)
 
     return act
@@ -100,14 +100,14 @@ def test_visits_see_what_each_layer_reads(lockstep: bool, rows: int, monkeypatch
     for block in stream:
         assert len(block.calls) == {4096: 1, 24: 3, 12: 5}[rows]
 
-        def visit(reading: Reading, x: Tensor) -> None:
-            seen.setdefault(reading.layers[0], []).append(x)
+        def visit(input_group: InputGroup, x: Tensor) -> None:
+            seen.setdefault(input_group.layers[0], []).append(x)
 
         if lockstep:
             block.lockstep(visit, nothing)
         else:
             block.collect(visit)
-    assert list(seen) == [reading.layers[0] for reading in model.structure.readings]
+    assert list(seen) == [input_group.layers[0] for input_group in model.structure.input_groups]
     for layer, found in seen.items():
         assert torch.allclose(torch.cat(found), rows_read(net, layer, batches), atol=1e-6), layer
 
@@ -121,15 +121,17 @@ def test_lockstep_goes_on_through_what_was_put(make: Callable[[], nn.Module]) ->
     for block in stream:
         rounding = round_all(block)
 
-        def act(reading: Reading, rounding: Callable[[Reading], None] = rounding, block: BlockWork = block) -> None:
-            plain = rows_read(net, reading.layers[0], batches)
-            assert torch.allclose(seen[reading.layers[0]], plain, atol=1e-5)
-            rounding(reading)
-            for layer in reading.layers:  # the plain model is rounded along
+        def act(
+            input_group: InputGroup, rounding: Callable[[InputGroup], None] = rounding, block: BlockWork = block
+        ) -> None:
+            plain = rows_read(net, input_group.layers[0], batches)
+            assert torch.allclose(seen[input_group.layers[0]], plain, atol=1e-5)
+            rounding(input_group)
+            for layer in input_group.layers:  # the plain model is rounded along
                 weight = block.layers[layer].weight.detach().clone()  # type: ignore[union-attr, operator]
                 net.get_submodule(layer).weight = nn.Parameter(weight)
 
-        block.lockstep(lambda reading, x: seen.update({reading.layers[0]: x}), act)
+        block.lockstep(lambda input_group, x: seen.update({input_group.layers[0]: x}), act)
         fresh = [block.forward(i) for i in range(len(block.calls))]
         if block.name != "after":
             assert all(torch.equal(a, b) for a, b in zip(fresh, block.outputs(), strict=True))
@@ -138,19 +140,19 @@ def test_lockstep_goes_on_through_what_was_put(make: Callable[[], nn.Module]) ->
         out = result.model.materialise()(**together(batches))
     assert torch.allclose(out, plain_output(net, batches), atol=1e-5)
     assert set(result.model.quantized_layers()) == {
-        layer for reading in result.model.structure.readings for layer in reading.layers
+        layer for input_group in result.model.structure.input_groups for layer in input_group.layers
     }
 
 
 def test_collect_then_round_gives_the_next_block_what_is_left() -> None:
     net, batches = llama(), texts()
     model = streamed(net)
-    stream = Stream(model, context(batches), readings_outside=False)
+    stream = Stream(model, context(batches), input_groups_outside=False)
     for block in stream:
         assert block.name != "after"
         block.collect(nothing)
-        for reading in block.readings:
-            round_all(block)(reading)
+        for input_group in block.input_groups:
+            round_all(block)(input_group)
     after = stream.result().model
     second = Stream(after, context(batches))
     for block in second:
@@ -167,21 +169,21 @@ def test_collect_of_one_reading_stops_there() -> None:
     ran: list[str] = []
     for name, layer in block.layers.items():
         layer.register_forward_hook(lambda m, args, out, name=name: ran.append(name.rpartition(".")[2]))
-    seen: list[Reading] = []
-    block.collect(lambda reading, x: seen.append(reading), block.readings[1::-1])
-    assert ran == ["q_proj", "k_proj", "v_proj"] and seen == list(block.readings[:2])
+    seen: list[InputGroup] = []
+    block.collect(lambda input_group, x: seen.append(input_group), block.input_groups[1::-1])
+    assert ran == ["q_proj", "k_proj", "v_proj"] and seen == list(block.input_groups[:2])
 
 
 @pytest.mark.parametrize("late", [True, False])
 def test_what_changes_after_a_lockstep_costs_a_forward_and_is_seen(late: bool) -> None:
-    """Also when the lockstep itself changes a layer that has run: a norm before the reading."""
+    """Also when the lockstep itself changes a layer that has run: a norm before the input group."""
     stream = Stream(streamed(llama()), context(texts()))
     norm = "model.layers.0.input_layernorm.weight"
     blocks = iter(stream)
     block = next(blocks)
 
-    def act(reading: Reading) -> None:
-        if not late and reading is block.readings[2]:
+    def act(input_group: InputGroup) -> None:
+        if not late and input_group is block.input_groups[2]:
             block.replace(norm, torch.full((32,), 2.0))
 
     block.lockstep(nothing, act)
@@ -225,7 +227,7 @@ def plain_block_outputs(net: nn.Module, batches: list[dict[str, np.ndarray]]) ->
 def test_a_model_without_a_chain_is_one_block() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval().requires_grad_(False)
-    structure = Structure((BlockFacts("", (Reading(("0",)), Reading(("2",)))),))
+    structure = Structure((BlockFacts("", (InputGroup(("0",)), InputGroup(("2",)))),))
     batches = [{"x": np.random.default_rng(k).normal(size=(3, 8)).astype(np.float32)} for k in range(4)]
     model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "input"})
     stream = Stream(model, context(batches), float_too=True)
@@ -239,11 +241,11 @@ def test_a_model_without_a_chain_is_one_block() -> None:
     assert torch.equal(after.store.read("0.bias"), net[0].bias)
 
 
-def round_all_w8(block: BlockWork) -> Callable[[Reading], None]:
+def round_all_w8(block: BlockWork) -> Callable[[InputGroup], None]:
     from compress.formats.schemes import PRESETS
 
-    def act(reading: Reading) -> None:
-        for layer in reading.layers:
+    def act(input_group: InputGroup) -> None:
+        for layer in input_group.layers:
             block.put(layer, nearest(block.matrix(layer), PRESETS["W8A16"]), PRESETS["W8A16"], activation_scale=0.5)
 
     return act
@@ -284,7 +286,9 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
     names = [f"layers.{k}" for k in range(2)]
     structure = Structure(
         tuple(
-            BlockFacts(name, (Reading((f"{name}.router",)), *(Reading((f"{name}.experts.{e}",)) for e in range(3))))
+            BlockFacts(
+                name, (InputGroup((f"{name}.router",)), *(InputGroup((f"{name}.experts.{e}",)) for e in range(3)))
+            )
             for name in names
         )
     )
@@ -295,11 +299,11 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
         rows: dict[str, int] = {}
         acted: list[str] = []
 
-        def visit(reading: Reading, x: Tensor, rows: dict[str, int] = rows) -> None:
-            rows[reading.layers[0]] = rows.get(reading.layers[0], 0) + len(x)
+        def visit(input_group: InputGroup, x: Tensor, rows: dict[str, int] = rows) -> None:
+            rows[input_group.layers[0]] = rows.get(input_group.layers[0], 0) + len(x)
 
-        block.lockstep(visit, lambda reading, acted=acted: acted.append(reading.layers[0]))  # type: ignore[misc]
-        layers = [reading.layers[0] for reading in block.readings]
+        block.lockstep(visit, lambda input_group, acted=acted: acted.append(input_group.layers[0]))  # type: ignore[misc]
+        layers = [input_group.layers[0] for input_group in block.input_groups]
         assert acted == layers and rows[layers[0]] == 12 and layers[3] not in rows
         assert rows[layers[1]] + rows[layers[2]] == 12
         assert all(torch.equal(out, block.float_outputs(i)) for i, out in enumerate(block.outputs()))
@@ -308,7 +312,7 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
 def test_readings_in_another_order_are_refused() -> None:
     model = streamed(llama())
     block = model.structure.blocks[0]
-    turned = BlockFacts(block.name, block.readings[::-1])
+    turned = BlockFacts(block.name, block.input_groups[::-1])
     stream = Stream(streamed(llama(), structure=Structure((turned, *model.structure.blocks[1:]))), context(texts()))
     with pytest.raises(PassError, match="the first runs after the second"):
         next(iter(stream)).lockstep(nothing, nothing)
@@ -390,7 +394,7 @@ def test_one_block_at_a_time_and_no_cycles() -> None:
     """With the garbage collector off: what a block held is gone when the next one comes."""
     alive: list[weakref.ref[Any]] = []
 
-    def visit(reading: Reading, x: Tensor) -> None:
+    def visit(input_group: InputGroup, x: Tensor) -> None:
         alive.append(weakref.ref(x))
 
     gc.collect()
@@ -501,7 +505,7 @@ class Wayward(nn.Module):
 def test_chains_that_are_none(how: str, message: str) -> None:
     net = Wayward(how).eval().requires_grad_(False)
     names = [f"layers.{k}" for k in range(3)]
-    structure = Structure(tuple(BlockFacts(name, (Reading((f"{name}.0",)),)) for name in names))
+    structure = Structure(tuple(BlockFacts(name, (InputGroup((f"{name}.0",)),)) for name in names))
     model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
     batches = [{"x": np.ones((2, 4), np.float32)}]
     with pytest.raises(PassError, match=message):

@@ -42,7 +42,7 @@ def tell_and_take(folder: Path) -> tuple[int, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = read_status("VmRSS")
     for block in Stream(model, context(batches)):
-        block.lockstep(lambda reading, x: None, lambda reading: None)
+        block.lockstep(lambda input_group, x: None, lambda input_group: None)
     shapes = {name: model.store.shape(name) for name in model.store.names()}
     use = StreamUse(rounded=())
     return stream_memory(model.structure, shapes, n * t, width, use), read_status("VmHWM") - before

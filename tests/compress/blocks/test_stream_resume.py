@@ -24,7 +24,7 @@ from compress.blocks.stream import Stream, result_of
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.errors import OutputError
-from compress.facts import LayerDecision, Note, Reading
+from compress.facts import InputGroup, LayerDecision, Note
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,12 +38,12 @@ def worked(block: BlockWork, lockstep: bool) -> None:
     """Rounds every layer to what depends on its inputs, changes a norm, and says so."""
     grams: dict[str, Tensor] = {}
 
-    def visit(reading: Reading, x: Tensor) -> None:
-        grams[reading.layers[0]] = grams.get(reading.layers[0], torch.zeros(())) + x.T @ x
+    def visit(input_group: InputGroup, x: Tensor) -> None:
+        grams[input_group.layers[0]] = grams.get(input_group.layers[0], torch.zeros(())) + x.T @ x
 
-    def act(reading: Reading) -> None:
-        gram = grams[reading.layers[0]]
-        for layer in reading.layers:
+    def act(input_group: InputGroup) -> None:
+        gram = grams[input_group.layers[0]]
+        for layer in input_group.layers:
             importance = (gram.diagonal() / gram.diagonal().mean()).sqrt()
             block.put(layer, nearest(block.matrix(layer) * importance), W4, float(gram.mean()))
             block.say([LayerDecision(layer, "Linear", "W4")], measured={layer: {"trace": float(gram.trace())}})
@@ -52,10 +52,10 @@ def worked(block: BlockWork, lockstep: bool) -> None:
         block.lockstep(visit, act)
     else:
         block.collect(visit)
-        for reading in block.readings:
-            act(reading)
+        for input_group in block.input_groups:
+            act(input_group)
         norms = [name for name in block.part.holders if "norm" in name.lower()]
-        for name in [block.readings[0].layers[0] + ".weight", *norms]:
+        for name in [block.input_groups[0].layers[0] + ".weight", *norms]:
             module, key = block.part.holders[name][0]
             block.replace(name, 1.01 * getattr(module, key))
     block.say(notes=[Note("info", f"{block.name} done")])

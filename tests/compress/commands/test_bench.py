@@ -16,21 +16,21 @@ from shortcuts import quick_run, run_here
 from compress.commands import bench as benching
 from compress.commands.bench import Reach, bench_model, find_usual_length, write_page
 from compress.commands.bench_rows import BenchRow, BenchTable, list_cells, render_table, to_dict
-from compress.commands.new import Answers, make_draft
+from compress.commands.new import NewAnswers, make_draft
 from compress.errors import OutputError
 from compress.recipe.load import load_recipe
-from compress.search.workers import Answer, InThisProcess, Order
+from compress.search.workers import InThisProcess, TrialAnswer, TrialOrder
 from runtime.backends import BACKENDS
 from runtime.judge.findings import Side
 from runtime.report.report import Report
 from runtime.report.report import to_dict as report_to_dict
 
 __all__ = ["quick_run"]
-Spoil = Callable[[Order], Answer | None]
-PASS = Answer("done")
+Spoil = Callable[[TrialOrder], TrialAnswer | None]
+PASS = TrialAnswer("done")
 
 
-def name_format(order: Order) -> str:
+def name_format(order: TrialOrder) -> str:
     return load_recipe(order.recipe).name.partition("-")[2]
 
 
@@ -49,14 +49,14 @@ class Builders(InThisProcess):
     def __exit__(self, *error: object) -> None:
         pass
 
-    def build(self, orders: Sequence[Order], deadline: float | None) -> list[Answer | None]:
+    def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         (order,) = orders
         self.built.append(name_format(order))
         answer = type(self).spoil(order)
         return super().build(orders, None) if answer is PASS else [answer]
 
-    def judge(self, order: Order, deadline: float | None) -> Answer | None:
-        return Answer("done", "casts") if order.do == "explain" else super().judge(order, None)
+    def judge(self, order: TrialOrder, deadline: float | None) -> TrialAnswer | None:
+        return TrialAnswer("done", "casts") if order.do == "explain" else super().judge(order, None)
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +84,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def said(place: Path, monkeypatch: pytest.MonkeyPatch) -> Answers:
+def said(place: Path, monkeypatch: pytest.MonkeyPatch) -> NewAnswers:
     monkeypatch.chdir(place)
-    return Answers("net.py:make", "net.safetensors", None, "{kind: image, channels: L}", "test.npz")
+    return NewAnswers("net.py:make", "net.safetensors", None, "{kind: image, channels: L}", "test.npz")
 
 
-def run(said: Answers, out: Path, budget_s: float = 100.0) -> BenchTable:
+def run(said: NewAnswers, out: Path, budget_s: float = 100.0) -> BenchTable:
     return bench_model(said, out, budget_s, out.parent / "cache", lambda text: None)
 
 
@@ -102,7 +102,7 @@ DONE = {"float32": "measured", "int8-static": "measured", "float16": "not built"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_run")
-def test_a_table_its_files_and_the_same_command_again(said: Answers, tmp_path: Path) -> None:
+def test_a_table_its_files_and_the_same_command_again(said: NewAnswers, tmp_path: Path) -> None:
     out = tmp_path / "out"
     table = run(said, out)
     assert states(table) == DONE
@@ -129,15 +129,15 @@ def test_a_table_its_files_and_the_same_command_again(said: Answers, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_run")
 def test_what_fails_or_is_late_is_a_row_and_late_ones_are_tried_again(
-    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: NewAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
 
-    def spoil(order: Order) -> Answer | None:
+    def spoil(order: TrialOrder) -> TrialAnswer | None:
         return (
             None
             if load_recipe(order.recipe).name.endswith("int8-static")
-            else Answer("failed", "the disk is full\nfurther lines")
+            else TrialAnswer("failed", "the disk is full\nfurther lines")
         )
 
     monkeypatch.setattr(Builders, "spoil", staticmethod(spoil))
@@ -151,9 +151,9 @@ def test_what_fails_or_is_late_is_a_row_and_late_ones_are_tried_again(
 
 
 def test_an_interrupted_row_is_not_counted_as_a_crash(
-    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: NewAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(order: Order) -> Answer | None:
+    def interrupt(order: TrialOrder) -> TrialAnswer | None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Builders, "spoil", staticmethod(interrupt))
@@ -162,7 +162,7 @@ def test_an_interrupted_row_is_not_counted_as_a_crash(
     assert json.loads((tmp_path / "out/bench.json").read_text())["rows"] == []
 
 
-def fake(latency_ms: float, speedup: float) -> Answer:
+def fake(latency_ms: float, speedup: float) -> TrialAnswer:
     """The answer of a process that built and measured a row."""
     report = Report(
         "unjudged",
@@ -174,14 +174,14 @@ def fake(latency_ms: float, speedup: float) -> Answer:
         ratio_intervals={"latency_p50": (speedup, float("inf"))},
     )
     stages = {"plan": 1.0, "build": 2.0, "quality": 3.0, "timing": 4.0}
-    return Answer("done", report=report_to_dict(report), stages=stages)
+    return TrialAnswer("done", report=report_to_dict(report), stages=stages)
 
 
 @pytest.mark.parametrize(("searched_ms", "placement"), [(2.0, "searched"), (9.0, "usual")])
 def test_int8_that_gains_little_is_built_once_more_where_its_layers_gain(
-    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched_ms: float, placement: str
+    said: NewAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched_ms: float, placement: str
 ) -> None:
-    def spoil(order: Order) -> Answer:
+    def spoil(order: TrialOrder) -> TrialAnswer:
         recipe = load_recipe(order.recipe)
         (Path(order.out)).mkdir()
         if name_format(order) == "float32":
@@ -201,9 +201,9 @@ def test_int8_that_gains_little_is_built_once_more_where_its_layers_gain(
 
 
 def test_the_fastest_of_all_backends_are_timed_together_and_their_times_stay(
-    said: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: NewAnswers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoil(order: Order) -> Answer:
+    def spoil(order: TrialOrder) -> TrialAnswer:
         Path(order.out).mkdir()
         return fake(4.0, 1.0) if name_format(order) == "float32" else fake(2.0, 2.0)
 
@@ -229,14 +229,14 @@ def test_calls_are_timed_at_the_usual_length_of_the_texts(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     text_folder(tmp_path / "classifier", "classifier")
     write_texts(tmp_path / "texts.jsonl", 50)
-    length = find_usual_length(make_draft(Answers("classifier", data="texts.jsonl"), Path()))
+    length = find_usual_length(make_draft(NewAnswers("classifier", data="texts.jsonl"), Path()))
     assert length is not None and length > 2
 
 
 @pytest.mark.slow
 def test_without_data_times_alone_are_known(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    table = run(Answers("onnx/model.onnx"), tmp_path / "out")
+    table = run(NewAnswers("onnx/model.onnx"), tmp_path / "out")
     assert table.synthetic and states(table) == DONE
     int8 = table.rows[1]
     assert int8.latency_ms and int8.quality == {} and int8.keeps is None
@@ -245,7 +245,7 @@ def test_without_data_times_alone_are_known(place: Path, tmp_path: Path, monkeyp
     assert recipe.data.evaluation is None and recipe.data.calibration is None
 
 
-def test_a_folder_of_somebody_else_is_left_alone(said: Answers, tmp_path: Path) -> None:
+def test_a_folder_of_somebody_else_is_left_alone(said: NewAnswers, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"holds notes.txt, which is not of a bench"):
         run(said, tmp_path)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from compress.cli import app
 from compress.commands import quantize as quantizing
-from compress.commands.new import Answers, write_recipe
+from compress.commands.new import NewAnswers, write_recipe
 from compress.commands.quantize import quantize_model
 from compress.errors import CompressError
 from compress.planning.draft import Draft, draft_recipe
@@ -92,12 +92,12 @@ def test_without_data_the_recipe_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_templates_are_still_written_and_flags_of_a_model_need_one(tmp_path: Path) -> None:
-    lines = write_recipe(tmp_path / "r.yaml", Answers(task="object-detection"), "onnx:a.onnx")
+    lines = write_recipe(tmp_path / "r.yaml", NewAnswers(task="object-detection"), "onnx:a.onnx")
     assert len(lines) == 1 and load_recipe(tmp_path / "r.yaml").model.source == "onnx:a.onnx"
     with pytest.raises(CompressError, match="--data is of a model that is there: give --model"):
-        write_recipe(tmp_path / "s.yaml", Answers(data="texts.jsonl"))
+        write_recipe(tmp_path / "s.yaml", NewAnswers(data="texts.jsonl"))
     with pytest.raises(CompressError, match="--source is put into a template"):
-        write_recipe(tmp_path / "s.yaml", Answers(model="classifier"), "dir:x")
+        write_recipe(tmp_path / "s.yaml", NewAnswers(model="classifier"), "dir:x")
 
 
 def asker(*answers: str) -> tuple[Callable[[str, str], str], list[tuple[str, str]]]:
@@ -114,12 +114,12 @@ def asker(*answers: str) -> tuple[Callable[[str, str], str], list[tuple[str, str
 
 def test_a_terminal_is_asked_with_what_was_found_as_defaults(tmp_path: Path) -> None:
     ask, asked = asker("classifier", "texts.jsonl", "", "openvino", "")
-    write_recipe(tmp_path / "r.yaml", Answers(), ask=ask)
+    write_recipe(tmp_path / "r.yaml", NewAnswers(), ask=ask)
     found = [("Model", ""), ("Data", ""), ("Task", "text-classification"), ("Target", "onnxruntime-cpu"), ("Goal,", "")]
     assert asked == found
     assert load_recipe(tmp_path / "r.yaml").target == "openvino"
     ask, asked = asker("", "")
-    write_recipe(tmp_path / "s.yaml", Answers(), ask=ask)
+    write_recipe(tmp_path / "s.yaml", NewAnswers(), ask=ask)
     assert asked == [("Model", ""), ("Task", "image-classification")]
 
 
@@ -175,12 +175,12 @@ def test_quantize_writes_the_recipe_that_it_applies(tmp_path: Path, monkeypatch:
     applied: list[tuple[Recipe, Path]] = []
     monkeypatch.setattr(quantizing, "apply_recipe", lambda recipe, out, cache, quiet: applied.append((recipe, out)))
     out, model = tmp_path / "b", os.path.abspath("classifier")
-    said = Answers(model=model, data=os.path.abspath("texts.jsonl"))
+    said = NewAnswers(model=model, data=os.path.abspath("texts.jsonl"))
     quantize_model(said, "W8A16", out)
     recipe = load_recipe(tmp_path / "b.yaml")
     assert applied == [(recipe, out)] and [pass_.kind for pass_ in recipe.passes] == ["gptq"]
     assert [gate.metric for gate in recipe.validate_.gates] == ["top1"]
-    quantize_model(Answers(model=model), "W4A16", out)
+    quantize_model(NewAnswers(model=model), "W4A16", out)
     recipe = load_recipe(tmp_path / "b.yaml")
     assert applied[1:] == [(recipe, out)] and recipe.validate_.gates == ()
     text = (tmp_path / "b.yaml").read_text()

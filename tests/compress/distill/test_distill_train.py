@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from child_processes import ENVIRONMENT, run_in_process, run_in_two_processes, start_process
-from distilling import COURSE, SHARED, conv_net, images, label_lessons, quiet, taught, train_and_save
+from distilling import SCHEDULE, SHARED, conv_net, images, label_dataset, quiet, taught, train_and_save
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -27,8 +27,8 @@ from torch import nn
 
 from compress.distill import train as loop
 from compress.distill.batch import Batch, Mixed, part
-from compress.distill.course import Course
-from compress.distill.train import FILE, Lessons, train
+from compress.distill.schedule import TrainingSchedule
+from compress.distill.train import FILE, Dataset, train
 from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.store import training_state
@@ -67,20 +67,22 @@ def near(a: nn.Module, b: nn.Module, atol: float = 1e-5) -> bool:
 
 
 def test_training_lowers_the_loss_and_keeps_the_best() -> None:
-    net, log = taught(replace(COURSE, steps=40))
+    net, log = taught(replace(SCHEDULE, steps=40))
     assert log.end == "steps" and log.start_loss is not None and log.best_loss is not None
     assert log.curve[-1][1] < 0.8 * log.curve[0][1]
-    assert log.best_loss == min(loss for _, loss in log.looks) and (log.best_step, log.best_loss) in log.looks
-    assert [step for step, _ in log.looks] == list(range(0, 41, 4))
+    assert (
+        log.best_loss == min(loss for _, loss in log.evaluations) and (log.best_step, log.best_loss) in log.evaluations
+    )
+    assert [step for step, _ in log.evaluations] == list(range(0, 41, 4))
     assert not net.training
-    lessons = label_lessons(net, images())
+    dataset = label_dataset(net, images())
     held = loop.split_rows(48, 0.25, 0)[1]
     with torch.no_grad():
-        assert float(lessons.loss(lessons.batch(held, None))) == pytest.approx(log.best_loss, rel=1e-5)
+        assert float(dataset.loss(dataset.batch(held, None))) == pytest.approx(log.best_loss, rel=1e-5)
 
 
 def test_a_second_run_gives_the_same_bytes_and_another_seed_does_not() -> None:
-    first, second, other = taught()[0], taught()[0], taught(replace(COURSE, seed=1))[0]
+    first, second, other = taught()[0], taught()[0], taught(replace(SCHEDULE, seed=1))[0]
     assert same(first, second) and not same(first, other)
 
 
@@ -90,37 +92,37 @@ def test_the_global_random_state_is_left_alone() -> None:
     torch.manual_seed(5)
     net = conv_net()  # seeds 0
     torch.manual_seed(5)
-    train(net.requires_grad_(True), label_lessons(net, images()), replace(COURSE, dropout=True), quiet())
+    train(net.requires_grad_(True), label_dataset(net, images()), replace(SCHEDULE, dropout=True), quiet())
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_accumulating_is_one_larger_batch() -> None:
     """With norms frozen, whose statistics are those of a micro-batch."""
-    frozen = replace(COURSE, freeze_batchnorm=True, held_out=0.0, optimizer="sgd", learning_rate=0.1)
+    frozen = replace(SCHEDULE, freeze_batchnorm=True, held_out=0.0, optimizer="sgd", learning_rate=0.1)
     nets, curves = [], []
-    for course in (replace(frozen, batch_size=4, accumulate=3), replace(frozen, batch_size=12)):
+    for schedule in (replace(frozen, batch_size=4, accumulate=3), replace(frozen, batch_size=12)):
         nets.append(conv_net().requires_grad_(True))
-        log = train(nets[-1], label_lessons(nets[-1], images(), noise=0.0), course, quiet())
+        log = train(nets[-1], label_dataset(nets[-1], images(), noise=0.0), schedule, quiet())
         curves.append([loss for _, loss in log.curve])
     assert near(*nets) and not near(nets[0], conv_net(), atol=1e-2)
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def test_sgd_is_torch_s_step_by_step() -> None:
-    course = replace(
-        COURSE, steps=5, optimizer="sgd", momentum=0.8, weight_decay=0.1, clip=0.05, warmup=0, held_out=0.0
+    schedule = replace(
+        SCHEDULE, steps=5, optimizer="sgd", momentum=0.8, weight_decay=0.1, clip=0.05, warmup=0, held_out=0.0
     )
-    net, log = taught(replace(course, schedule="linear"))
+    net, log = taught(replace(schedule, schedule="linear"))
     slow = conv_net().requires_grad_(True)
-    lessons, rows = label_lessons(slow, images()), np.arange(48)
+    dataset, rows = label_dataset(slow, images()), np.arange(48)
     velocity = {name: torch.zeros_like(p) for name, p in slow.named_parameters()}
     for step in range(5):
         slow.eval()
         slow.bn1.train()
         slow.bn2.train()
         slow.zero_grad()
-        batch = lessons.batch(loop.step_rows(rows, course, step)[0], loop.step_random(course, step, 0))
-        lessons.loss(batch).backward()
+        batch = dataset.batch(loop.step_rows(rows, schedule, step)[0], loop.step_random(schedule, step, 0))
+        dataset.loss(batch).backward()
         norm = torch.stack([p.grad.norm() for p in slow.parameters() if p.grad is not None]).norm()
         for name, p in slow.named_parameters():
             assert p.grad is not None
@@ -131,22 +133,22 @@ def test_sgd_is_torch_s_step_by_step() -> None:
 
 
 def test_bfloat16_learns_about_the_same() -> None:
-    exact, rough = taught(replace(COURSE, steps=30)), taught(replace(COURSE, steps=30, precision="bfloat16"))
+    exact, rough = taught(replace(SCHEDULE, steps=30)), taught(replace(SCHEDULE, steps=30, precision="bfloat16"))
     assert not same(exact[0], rough[0])
     assert all(p.dtype == torch.float32 for p in rough[0].parameters())
-    assert [v for _, v in rough[1].looks] == pytest.approx([v for _, v in exact[1].looks], rel=0.1)
+    assert [v for _, v in rough[1].evaluations] == pytest.approx([v for _, v in exact[1].evaluations], rel=0.1)
 
 
 def test_running_statistics_follow_the_data_unless_frozen() -> None:
     before = conv_net().bn1
-    moved, frozen = taught()[0].bn1, taught(replace(COURSE, freeze_batchnorm=True))[0].bn1
+    moved, frozen = taught()[0].bn1, taught(replace(SCHEDULE, freeze_batchnorm=True))[0].bn1
     assert before.running_mean is not None and moved.running_mean is not None and frozen.running_mean is not None
     assert torch.equal(frozen.running_mean, before.running_mean)
     assert not torch.equal(moved.running_mean, before.running_mean)
 
 
 def test_the_average_of_the_states_is_looked_at_and_kept() -> None:
-    last = replace(COURSE, held_out=0.0, evaluate_every=100, schedule="constant")
+    last = replace(SCHEDULE, held_out=0.0, evaluate_every=100, schedule="constant")
     states: list[dict[str, torch.Tensor]] = []
     net = conv_net().requires_grad_(True)
 
@@ -154,13 +156,13 @@ def test_the_average_of_the_states_is_looked_at_and_kept() -> None:
         states.append({name: value.detach().clone() for name, value in net.state_dict().items()})
 
     expected = {name: value.clone() for name, value in net.state_dict().items()}
-    train(net, label_lessons(net, images()), replace(last, ema_decay=0.6), quiet(after_step=note))
+    train(net, label_dataset(net, images()), replace(last, ema_decay=0.6), quiet(after_step=note))
     for step, state in enumerate(states):
         decay = min(0.6, (1 + step) / (10 + step))
         for name, value in state.items():
             expected[name] = decay * expected[name] + (1 - decay) * value if value.is_floating_point() else value
     found = net.state_dict()
-    assert len(states) == COURSE.steps
+    assert len(states) == SCHEDULE.steps
     assert all(torch.allclose(found[name].float(), value.float(), atol=1e-6) for name, value in expected.items())
     assert not torch.allclose(found["conv1.weight"], states[-1]["conv1.weight"])
     plain, _ = taught(last)
@@ -176,24 +178,24 @@ def test_dropout_works_only_when_it_is_let() -> None:
     for dropout in (False, True):
         net = conv_net().requires_grad_(True)
         net.drop.register_forward_hook(lambda module, args, out: seen.append(module.training))
-        train(net, label_lessons(net, images()), replace(COURSE, steps=1, held_out=0.0, dropout=dropout), quiet())
+        train(net, label_dataset(net, images()), replace(SCHEDULE, steps=1, held_out=0.0, dropout=dropout), quiet())
     assert seen == [False, True]
 
 
 def test_rates_of_their_own_and_calls_around_steps() -> None:
     calls: list[tuple[str, float]] = []
-    around = {
+    options = {
         "rates": {"fc.weight": 0.0},
         "before_step": lambda step, done: calls.append(("before", done)),
         "after_step": lambda step: calls.append(("after", step)),
     }
-    net, _ = taught(replace(COURSE, steps=2, held_out=0.0), **around)
+    net, _ = taught(replace(SCHEDULE, steps=2, held_out=0.0), **options)
     assert torch.equal(net.fc.weight, conv_net().fc.weight) and not torch.equal(net.fc.bias, conv_net().fc.bias)
     assert calls == [("before", 0.0), ("after", 0), ("before", 0.5), ("after", 1)]
 
 
 def test_patience_ends_a_run_that_stands_still() -> None:
-    _, log = taught(replace(COURSE, steps=100, learning_rate=1e-30, patience=2, freeze_batchnorm=True))
+    _, log = taught(replace(SCHEDULE, steps=100, learning_rate=1e-30, patience=2, freeze_batchnorm=True))
     assert log.end == "patience" and log.step == 8 and log.best_step == 0
 
 
@@ -201,11 +203,11 @@ def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> No
     clock = iter(range(100_000))
     monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))
     done: list[float] = []
-    course = replace(COURSE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
-    _, log = taught(course, before_step=lambda step, part: done.append(part))
-    assert log.end == "time" and 3 < log.step < 60 and log.looks[-1][0] == log.step
-    seldom, _ = taught(replace(course, evaluate_every=5_000)), None
-    assert len(seldom[1].looks) > 8  # where few of the steps are taken the clock asks for them
+    schedule = replace(SCHEDULE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
+    _, log = taught(schedule, before_step=lambda step, part: done.append(part))
+    assert log.end == "time" and 3 < log.step < 60 and log.evaluations[-1][0] == log.step
+    seldom, _ = taught(replace(schedule, evaluate_every=5_000)), None
+    assert len(seldom[1].evaluations) > 8  # where few of the steps are taken the clock asks for them
     assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
 
 
@@ -224,7 +226,7 @@ def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(loop.time, "monotonic", tick)
     monkeypatch.setattr(training_state, "write_state", slow)
-    taught(replace(COURSE, steps=400, save_seconds=1.0), tmp_path)
+    taught(replace(SCHEDULE, steps=400, save_seconds=1.0), tmp_path)
     assert 3 < len(saves) < 20
     assert min(np.diff(saves[:-1])) > 60  # twenty times what one takes
 
@@ -233,21 +235,21 @@ def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pyt
 def test_samples_of_which_nothing_counts(weight: float) -> None:
     """A text of one token predicts nothing: in a batch of its own it teaches nothing, alone it cannot be judged by."""
     net = conv_net().requires_grad_(True)
-    lessons, course = label_lessons(net, images()), replace(COURSE, steps=3, batch_size=1)
-    held = set(loop.split_rows(lessons.n, course.held_out, course.seed)[1].tolist())
+    dataset, schedule = label_dataset(net, images()), replace(SCHEDULE, steps=3, batch_size=1)
+    held = set(loop.split_rows(dataset.n, schedule.held_out, schedule.seed)[1].tolist())
 
     def batch(rows: np.ndarray, random: Any) -> Any:
-        made = lessons.batch(rows, random)
+        made = dataset.batch(rows, random)
         return replace(made, weights=torch.tensor([weight if row in held else 0.0 for row in rows.tolist()]))
 
     def loss(one: Any) -> torch.Tensor:
-        return lessons.loss(replace(one, weights=one.weights.clamp_min(1e-9)))
+        return dataset.loss(replace(one, weights=one.weights.clamp_min(1e-9)))
 
     if weight:
-        assert train(net, replace(lessons, batch=batch, loss=loss), course, quiet()).step == 3
+        assert train(net, replace(dataset, batch=batch, loss=loss), schedule, quiet()).step == 3
     else:
         with pytest.raises(PassError, match="the 12 samples held out have nothing to be judged by"):
-            train(net, replace(lessons, batch=batch, loss=loss), course, quiet())
+            train(net, replace(dataset, batch=batch, loss=loss), schedule, quiet())
 
 
 def test_a_first_look_that_is_nan_is_no_best() -> None:
@@ -255,9 +257,9 @@ def test_a_first_look_that_is_nan_is_no_best() -> None:
     assert log.look(math.nan) and log.look(2.0) and not log.look(3.0) and log.best_loss == 2.0
 
 
-def poisoned(net: nn.Module, at: int) -> Lessons:
+def poisoned(net: nn.Module, at: int) -> Dataset:
     """Lessons whose loss is NaN from the step of that number on, while training."""
-    good, calls = label_lessons(net, images()), [0]
+    good, calls = label_dataset(net, images()), [0]
 
     def loss(batch: Batch) -> torch.Tensor:
         calls[0] += torch.is_grad_enabled()
@@ -268,40 +270,40 @@ def poisoned(net: nn.Module, at: int) -> Lessons:
 
 def test_a_broken_loss_keeps_the_best_so_far() -> None:
     net = conv_net().requires_grad_(True)
-    log = train(net, poisoned(net, 10), COURSE, quiet())
-    _, whole = taught(COURSE)
+    log = train(net, poisoned(net, 10), SCHEDULE, quiet())
+    _, whole = taught(SCHEDULE)
     assert log.end == "diverged" and log.step == 10 and log.best_step in (4, 8)
-    assert log.looks == whole.looks[:3] and not same(net, conv_net())
+    assert log.evaluations == whole.evaluations[:3] and not same(net, conv_net())
     assert all(bool(torch.isfinite(p).all()) for p in net.parameters())
 
 
 def test_a_loss_that_breaks_before_anything_is_better_is_an_error(tmp_path: Path) -> None:
     net = conv_net().requires_grad_(True)
     with pytest.raises(PassError, match=r"the loss became NaN or infinite in step 3 .*lower learning_rate \(0.01\)"):
-        train(net, poisoned(net, 2), COURSE, quiet(tmp_path))
+        train(net, poisoned(net, 2), SCHEDULE, quiet(tmp_path))
     assert same(net, conv_net())
     with pytest.raises(PassError, match="NaN or infinite"):  # and so it is for a run that comes after it
-        train(net, poisoned(net, 2), COURSE, quiet(tmp_path))
+        train(net, poisoned(net, 2), SCHEDULE, quiet(tmp_path))
 
 
 def test_too_few_samples() -> None:
     net = conv_net().requires_grad_(True)
     with pytest.raises(PassError, match="held_out 1 leaves no sample to learn from"):
-        train(net, label_lessons(net, images(4)), replace(COURSE, held_out=1.0), quiet())
+        train(net, label_dataset(net, images(4)), replace(SCHEDULE, held_out=1.0), quiet())
 
 
 def test_fewer_samples_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PassError, match="batch_size 2 is less than the 3 processes"):
-        loop.check_sizes(9, replace(COURSE, batch_size=2), 3, "test")
+        loop.check_sizes(9, replace(SCHEDULE, batch_size=2), 3, "test")
 
 
 class Interrupted(Exception):
     pass
 
 
-COURSES = st.builds(
+SCHEDULES = st.builds(
     lambda optimizer, **changes: replace(
-        COURSE, optimizer=optimizer, learning_rate={"adamw": 0.01, "sgd": 0.1}[optimizer], **changes
+        SCHEDULE, optimizer=optimizer, learning_rate={"adamw": 0.01, "sgd": 0.1}[optimizer], **changes
     ),
     st.sampled_from(["adamw", "sgd"]),
     ema_decay=st.sampled_from([0.0, 0.7]),
@@ -316,15 +318,15 @@ PLACES = st.tuples(st.sampled_from(["before_step", "after_step"]), st.integers(0
 
 
 @settings(max_examples=4)
-@given(COURSES, st.lists(PLACES, min_size=1, max_size=3))
-@example(course=replace(COURSE, ema_decay=0.7, dropout=True, accumulate=2), strikes=[("after_step", 4)])
+@given(SCHEDULES, st.lists(PLACES, min_size=1, max_size=3))
+@example(schedule=replace(SCHEDULE, ema_decay=0.7, dropout=True, accumulate=2), strikes=[("after_step", 4)])
 @pytest.mark.slow
 def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, course: Course, strikes: list[tuple[str, int]]
+    tmp_path_factory: pytest.TempPathFactory, schedule: TrainingSchedule, strikes: list[tuple[str, int]]
 ) -> None:
     """At any steps, once or again and again, whatever was saved by then."""
     work = tmp_path_factory.mktemp("run")
-    expected, whole = taught(course)
+    expected, whole = taught(schedule)
     for where, stop in strikes:
 
         def strike(step: int, *done: float, stop: int = stop) -> None:
@@ -332,11 +334,11 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
                 raise Interrupted
 
         with pytest.raises(Interrupted):
-            taught(course, work, **{where: strike})
-    net, log = taught(course, work)
+            taught(schedule, work, **{where: strike})
+    net, log = taught(schedule, work)
     assert same(net, expected)
-    assert (log.curve, log.looks, log.best_step) == (whole.curve, whole.looks, whole.best_step)
-    again, _ = taught(course, work)  # finished: read, not trained
+    assert (log.curve, log.evaluations, log.best_step) == (whole.curve, whole.evaluations, whole.best_step)
+    again, _ = taught(schedule, work)  # finished: read, not trained
     assert same(again, expected)
 
 
@@ -348,7 +350,7 @@ def test_saving_seldom_changes_nothing(tmp_path: Path) -> None:
         if step == 10:
             raise Interrupted
 
-    seldom = replace(COURSE, save_seconds=1e9)
+    seldom = replace(SCHEDULE, save_seconds=1e9)
     with pytest.raises(Interrupted):
         taught(seldom, tmp_path, after_step=strike)
     assert not (tmp_path / FILE).exists()
@@ -367,7 +369,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bytes(tmp_path: Path) -> None:
     expected, log = taught(replace(SHARED, steps=60))
     assert log.best_step > 5
     assert save(expected.state_dict()) == (tmp_path / "0.safetensors").read_bytes()
-    assert json.loads((tmp_path / "0.json").read_text())[:2] == json.loads(json.dumps([log.curve, log.looks]))
+    assert json.loads((tmp_path / "0.json").read_text())[:2] == json.loads(json.dumps([log.curve, log.evaluations]))
 
 
 def wait_for_step(file: Path, least: int, process: BaseProcess) -> int:
@@ -410,9 +412,9 @@ def check_shared_run(out: Path, changes: dict[str, Any], shares: list[int]) -> N
         assert torch.allclose(first[name].float(), value.float(), atol=1e-4), name
     found = [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert [seen for _, _, seen in found] == [8 * 2 * share for share in shares]  # two micro-batches a step
-    curve, looks, _ = found[0]
+    curve, evaluations, _ = found[0]
     assert found[0][:2] == found[1][:2]
-    assert np.allclose(curve, log.curve, rtol=1e-4) and np.allclose(looks, log.looks, rtol=1e-4)
+    assert np.allclose(curve, log.curve, rtol=1e-4) and np.allclose(evaluations, log.evaluations, rtol=1e-4)
 
 
 def test_parts_of_a_batch() -> None:

@@ -14,7 +14,7 @@ from compress.data.chat import pack_rows
 from compress.data.samples import samples_of
 from compress.data.training import EncodedSet, make_encoded_set
 from compress.distill.batch import part
-from compress.distill.lessons import Augment, batch_maker
+from compress.distill.datasets import Augment, batch_maker
 from compress.distill.objective import Weighted, next_token_logits_term, next_token_term, total_loss
 from compress.distill.watch import Seen
 from runtime.bundle.tensors import TensorSpec

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from compress.distill.course import Optimizer
+from compress.distill.schedule import Optimizer
 from compress.distill.try_rates import (
     MIDDLE,
     MOST_RISE,
     Arm,
-    Trial,
+    RateTrial,
     choose_arm,
     choose_roughly,
     count_few,
@@ -82,19 +82,21 @@ def test_the_best_rate_of_a_long_course_is_foreseen_by_how_it_grew(power: float)
 def test_a_trend_is_not_followed_far_nor_down_nor_where_there_is_none() -> None:
     arm = Arm("sgd", 0.02)
 
-    def trials(short: float, long: float) -> list[Trial]:
+    def trials(short: float, long: float) -> list[RateTrial]:
         bests = {10: short, 20: long}
         rates = (0.005, 0.01, 0.02, 0.04, 0.08)
-        return [Trial(Arm("sgd", r), n, math.log(r / best) ** 2) for n, best in bests.items() for r in rates]
+        return [RateTrial(Arm("sgd", r), n, math.log(r / best) ** 2) for n, best in bests.items() for r in rates]
 
     assert follow_trend(arm, trials(0.015, 0.03), 10**6).learning_rate == pytest.approx(0.02 * MOST_RISE)
     assert follow_trend(arm, trials(0.03, 0.015), 1000) == arm
     assert follow_trend(arm, trials(0.02, 0.02), 1000) == arm
-    flat = [Trial(Arm("sgd", r), n, 1.0) for n in (10, 20) for r in (0.01, 0.02, 0.04)]
+    flat = [RateTrial(Arm("sgd", r), n, 1.0) for n in (10, 20) for r in (0.01, 0.02, 0.04)]
     assert follow_trend(arm, flat, 1000) == arm
     at_an_end = [trial for trial in trials(0.015, 0.03) if trial.steps == 20 or trial.arm.learning_rate > 0.01]
     assert follow_trend(arm, at_an_end, 1000) == arm
-    broken = [Trial(t.arm, t.steps, math.inf if t.arm.learning_rate > 0.03 else t.loss) for t in trials(0.015, 0.02)]
+    broken = [
+        RateTrial(t.arm, t.steps, math.inf if t.arm.learning_rate > 0.03 else t.loss) for t in trials(0.015, 0.02)
+    ]
     assert follow_trend(arm, broken, 1000) == arm
 
 
@@ -105,7 +107,7 @@ def test_the_longest_trials_count_though_they_are_two() -> None:
         50: {0.01: 0.08814, 0.02: 0.08813, 0.04: 0.09053},
         100: {0.01: 0.08647, 0.02: 0.08427},
     }
-    trials = [Trial(Arm("sgd", rate), n, loss) for n, each in losses.items() for rate, loss in each.items()]
-    others = [Trial(Arm("adamw", rate), 50, 1.0) for rate in (1e-4, 2e-4)]
+    trials = [RateTrial(Arm("sgd", rate), n, loss) for n, each in losses.items() for rate, loss in each.items()]
+    others = [RateTrial(Arm("adamw", rate), 50, 1.0) for rate in (1e-4, 2e-4)]
     followed = follow_trend(Arm("sgd", 0.02), [*trials, *others], 7000)
     assert followed.learning_rate == pytest.approx(0.097, rel=0.05)

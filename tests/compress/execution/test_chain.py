@@ -16,7 +16,7 @@ import compress
 from compress.context import PassContext, PassResult
 from compress.errors import ExportError, PlanError
 from compress.execution import measurements as chain
-from compress.execution.measurements import flavour_of
+from compress.execution.measurements import variant_of
 from compress.facts import ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes import Int8, Pass, Rtn
@@ -224,7 +224,7 @@ def test_the_forecast_counts_what_lies_between(cache: Path) -> None:
 
 def test_the_form_that_is_judged_is_the_backend_s_own() -> None:
     def chosen(*sets: str) -> str:
-        name: str = flavour_of(compress.load_recipe(QUICKSTART, list(sets))).name
+        name: str = variant_of(compress.load_recipe(QUICKSTART, list(sets))).name
         return name
 
     assert chosen() == "onnxruntime-cpu"

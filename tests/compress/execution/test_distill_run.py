@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import compress
 from compress.context import PassContext, PassResult
 from compress.distill import train as loop
-from compress.distill.course import Course
+from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import FILE
 from compress.execution.passes import RunContext, block_passes_alone
 from compress.facts import ModelFacts, PassPlan
@@ -28,7 +28,7 @@ from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
 from compress.store.cache import ResultCache
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from compress.work import WORK
 
 
@@ -60,23 +60,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def _saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    course = TrainingPass.course
+    schedule = TrainingPass.make_schedule
 
-    def eager(self: TrainingPass, n: int, seed: int) -> Course:
-        return replace(course(self, n, seed), save_seconds=0.0)
+    def eager(self: TrainingPass, n: int, seed: int) -> TrainingSchedule:
+        return replace(schedule(self, n, seed), save_seconds=0.0)
 
-    monkeypatch.setattr(TrainingPass, "course", eager)
+    monkeypatch.setattr(TrainingPass, "make_schedule", eager)
 
 
-def ground(cache: Path, knobs: Distill) -> RunContext:
+def ground(cache: Path, config: Distill) -> RunContext:
     recipe: Recipe = compress.load_recipe(QUICKSTART, ["data.evaluation.samples=20"])
     assert recipe.data.calibration is not None
     train = DataSpec(source=recipe.data.calibration.source, samples=120)
-    changes = {"passes": (Shake(), knobs), "data": recipe.data.model_copy(update={"train": train})}
+    changes = {"passes": (Shake(), config), "data": recipe.data.model_copy(update={"train": train})}
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return RunContext(plan, ResultCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, ResultCache(cache), RunLog(cache / "log.txt", quiet=True), sets)
 
 
 def weights(one: RunContext) -> dict[str, torch.Tensor]:
@@ -87,16 +87,16 @@ def weights(one: RunContext) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = Distill(steps=8, batch_size=16, learning_rate=3e-3, held_out=0.2)
-    whole = ground(tmp_path / "whole", knobs)
+    config = Distill(steps=8, batch_size=16, learning_rate=3e-3, held_out=0.2)
+    whole = ground(tmp_path / "whole", config)
     block_passes_alone(whole)
-    broken = ground(tmp_path / "broken", knobs)
+    broken = ground(tmp_path / "broken", config)
     learning_rate = loop.learning_rate
 
-    def strike(course: Course, step: int, seconds: float) -> float:
+    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
         if step == 5:
             raise KeyboardInterrupt
-        return learning_rate(course, step, seconds)
+        return learning_rate(schedule, step, seconds)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "learning_rate", strike)
@@ -106,14 +106,14 @@ def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, mon
     (kept,) = left.glob("teacher-*.npy")
     assert {path.name for path in left.iterdir()} == {"label.txt", kept.name, FILE}
     block_passes_alone(broken)
-    assert "distill: goes on from step 5 of 8" in broken.journal.file.read_text()
+    assert "distill: goes on from step 5 of 8" in broken.run_log.file.read_text()
     assert not list((tmp_path / "broken").glob("partial-*"))
     assert weights(whole).keys() == weights(broken).keys()
     assert all(torch.equal(value, weights(broken)[name]) for name, value in weights(whole).items())
     cached = whole.cache.get(whole.plan.keys.passes[1])
     assert cached is not None and cached.record["measured"]["distill"]["loss_after"] < 6.0
     block_passes_alone(whole)  # cached: nothing is trained again
-    assert whole.journal.file.read_text().count("step 8 of 8") == 1
+    assert whole.run_log.file.read_text().count("step 8 of 8") == 1
 
 
 def test_the_forecast_counts_training(tmp_path: Path) -> None:

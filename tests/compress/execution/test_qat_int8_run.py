@@ -21,13 +21,13 @@ from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
 from compress.store.cache import ResultCache
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from runtime.tasks.manifest import verify
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
-def knobs(**more: Any) -> Qat:
+def config(**more: Any) -> Qat:
     return Qat(**{"scheme": "W8A8", "batch_size": 16, "held_out": 0.2} | more)
 
 
@@ -41,11 +41,11 @@ def ground(cache: Path, *passes: Pass) -> RunContext:
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
     sets = {name: load_set(plan.inputs, name, 10) for name in plan.inputs.data}
     (cache / "log.txt").unlink(missing_ok=True)
-    return RunContext(plan, ResultCache(cache), Journal(cache / "log.txt", quiet=True), sets)
+    return RunContext(plan, ResultCache(cache), RunLog(cache / "log.txt", quiet=True), sets)
 
 
 def test_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:
-    one = ground(tmp_path, knobs(steps=3))
+    one = ground(tmp_path, config(steps=3))
     report = compress.apply(one.plan.recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
     assert {row["action"] for row in report.layers if row["layer"] in ("conv1", "linear")} == {"int8"}
     assert report.candidate.metrics["top1"] > 0.9
@@ -54,21 +54,21 @@ def test_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:
 
 
 def test_a_further_process_takes_part_in_training(tmp_path: Path) -> None:
-    one = ground(tmp_path, knobs(steps=2))
+    one = ground(tmp_path, config(steps=2))
     block_passes_alone(one)
     assert one.cache.has(one.plan.keys.passes[0])
     block_passes_alone(one)  # cached
-    assert one.journal.file.read_text().count("step 2 of 2") == 1
+    assert one.run_log.file.read_text().count("step 2 of 2") == 1
 
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:
     inside = "W8A8 trains the exported graph, which has no modules inside; leave it out"
     refused: list[tuple[tuple[Pass, ...], str]] = [
-        ((knobs(hidden=HiddenTerm()),), f"qat: hidden: {inside}"),
-        ((knobs(dropout=True),), f"qat: dropout: {inside}"),
-        ((knobs(), Distill()), "passes.1: distill rewrites the whole torch model and must come before qat"),
-        ((Int8(), knobs()), "in 8 bits already, and qat rounds by itself"),
-        ((knobs(), Int8()), "int8: no convolution or matrix product is left to quantize"),
+        ((config(hidden=HiddenTerm()),), f"qat: hidden: {inside}"),
+        ((config(dropout=True),), f"qat: dropout: {inside}"),
+        ((config(), Distill()), "passes.1: distill rewrites the whole torch model and must come before qat"),
+        ((Int8(), config()), "in 8 bits already, and qat rounds by itself"),
+        ((config(), Int8()), "int8: no convolution or matrix product is left to quantize"),
     ]
     for passes, message in refused:
         with pytest.raises(PlanError) as error:

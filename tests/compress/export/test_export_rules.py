@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.recipe.exports import CheckpointExport
 
@@ -92,7 +92,7 @@ def test_fused_members_need_one_scheme_in_vllm() -> None:
 
 
 def test_layers_that_read_different_tensors_are_not_fused() -> None:
-    block = BlockFacts("model.layers.0", (Reading(QKV[:1]), Reading(QKV[1:])))
+    block = BlockFacts("model.layers.0", (InputGroup(QKV[:1]), InputGroup(QKV[1:])))
     found = facts()
     crossed = ModelFacts(**{**found.__dict__, "structure": Structure((block,))})
     assert checkpoint_problems(crossed, every(W4, q_proj=W8), CT, "vllm") == []

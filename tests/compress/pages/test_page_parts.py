@@ -18,7 +18,7 @@ from compress.pages.charts import AFTER, MOST_SPOTS, Line, clean_text, draw_char
 from compress.pages.layers import group_kept, list_measures, real_layers, worst_table
 from compress.pages.report import draw_gate, make_headlines, worst_classes
 from compress.pages.samples import ShownSample, describe, show_samples
-from compress.pages.sizes import PACKED, REST, StoredTensor, list_tensors, sum_formats, sum_layers
+from compress.pages.sizes import PACKED, REST, SizedTensor, list_tensors, sum_formats, sum_layers
 from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest
 from runtime.errors import BundleError
 from runtime.judge.changes import ChangedSample, Changes, ConfusedPair, Confusion
@@ -87,7 +87,7 @@ def test_bytes_of_a_checkpoint_are_read_from_its_header(tmp_path: Path) -> None:
 
 
 def test_a_removed_layer_keeps_its_place_with_nothing_after() -> None:
-    (gone,) = sum_layers({"conv": ""}, [StoredTensor("conv.weight", "float32", 8)], [])
+    (gone,) = sum_layers({"conv": ""}, [SizedTensor("conv.weight", "float32", 8)], [])
     assert (gone.before, gone.after, gone.number_format) == (8, 0, "")
 
 

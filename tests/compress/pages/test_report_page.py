@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from compress.cli import app
 from compress.commands.report import add_page, make_page
-from compress.pages.frontier import Frontier, Trial
+from compress.pages.frontier import Frontier, PlottedTrial
 from compress.pages.report import render_report
 from runtime.errors import UsageError
 from runtime.judge.causes import Cause
@@ -159,7 +159,7 @@ def with_everything(report: Report) -> Report:
 
 
 def draw_everything(bundle: Path) -> str:
-    trials = (Trial(HOSTILE, 1.0, 2.0, on_front=True, chosen=True, about=HOSTILE), Trial("b", 2.0, 1.0))
+    trials = (PlottedTrial(HOSTILE, 1.0, 2.0, on_front=True, chosen=True, about=HOSTILE), PlottedTrial("b", 2.0, 1.0))
     report = with_everything(read_report(bundle / "report.json"))
     return render_report(bundle, report, Frontier("size, MiB", "top1", trials, (HOSTILE,)))
 

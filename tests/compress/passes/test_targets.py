@@ -9,12 +9,12 @@ import graphs
 import pytest
 from graphs import facts_of
 
-from compress.facts import BlockFacts, PassPlan, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, PassPlan, Structure
 from compress.formats.targets import TARGETS, Format, Target, TargetName
 from compress.passes import Autocast, Fp8, Int8, Pass, Rtn
 from compress.passes.kv_cache import KvCache
 
-ONE_BLOCK = Structure((BlockFacts("", (Reading(("projection",), "value", "value", 1, 8),)),))
+ONE_BLOCK = Structure((BlockFacts("", (InputGroup(("projection",), "value", "value", 1, 8),)),))
 SMALL = ("FP8_BLOCK", "W4AFP8", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16")
 PASS_FOR: dict[str, Pass] = {
     "int8-static": Int8(),
@@ -84,6 +84,6 @@ def test_what_is_refused_or_slow_says_what_to_do_or_why(name: str) -> None:
 
 
 def test_tensorrt_gets_symmetric_integers_and_cpus_get_zero_points() -> None:
-    flavours = {name: target.flavour for name, target in TARGETS.items()}
-    assert {flavours["onnxruntime-cpu"], flavours["openvino"]} == {"u8s8"}
-    assert {flavours["tensorrt"], flavours["tensorrt-rtx"]} == {"s8s8"}
+    variants = {name: target.variant for name, target in TARGETS.items()}
+    assert {variants["onnxruntime-cpu"], variants["openvino"]} == {"u8s8"}
+    assert {variants["tensorrt"], variants["tensorrt-rtx"]} == {"s8s8"}

@@ -10,7 +10,7 @@ import pytest
 from graphs import facts_of
 from pydantic import ValidationError
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure
 from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -31,11 +31,11 @@ def decoder(ffn: int = 172, **bits: float) -> ModelFacts:
     """One block of attention and a gated feed-forward, and a head."""
     qkv = tuple(f"{ATTENTION}.{name}" for name in "qkv")
     gated = (f"{MLP}.gate", f"{MLP}.up")
-    readings = (Reading(qkv, "norm", "norm"), Reading((f"{ATTENTION}.o",), f"{ATTENTION}.v", "value", 1, 8))
-    readings += (Reading(gated, "norm2", "norm"), Reading((f"{MLP}.down",), f"{MLP}.up", "linear"))
+    input_groups = (InputGroup(qkv, "norm", "norm"), InputGroup((f"{ATTENTION}.o",), f"{ATTENTION}.v", "value", 1, 8))
+    input_groups += (InputGroup(gated, "norm2", "norm"), InputGroup((f"{MLP}.down",), f"{MLP}.up", "linear"))
     layers = [layer(name, bits=bits.get(name[-1], 32)) for name in (*qkv, f"{ATTENTION}.o")]
     layers += [*(layer(name, out=ffn) for name in gated), layer(f"{MLP}.down", ffn), layer("lm_head", out=512)]
-    structure = Structure((BlockFacts("layers.0", readings),))
+    structure = Structure((BlockFacts("layers.0", input_groups),))
     return ModelFacts("torch", "Tiny", "text-generation", (), (), tuple(layers), structure=structure)
 
 
@@ -93,8 +93,8 @@ def test_overrides_have_schemes_and_signs_of_their_own() -> None:
 
 
 def test_the_head_stays_float_unless_the_recipe_takes_it() -> None:
-    def kept(**knobs: Any) -> list[str]:
-        return [one.layer for one in Rtn(bits=4, **knobs).check(decoder(256), ANY).decisions if one.action == "kept"]
+    def kept(**config: Any) -> list[str]:
+        return [one.layer for one in Rtn(bits=4, **config).check(decoder(256), ANY).decisions if one.action == "kept"]
 
     assert kept() == ["lm_head"]
     assert kept(ignore=()) == []
@@ -228,7 +228,7 @@ def test_awq_cannot_know_the_inputs_that_it_will_leave() -> None:
 
 def test_awq_needs_a_module_that_takes_a_scale_and_may_leave_weights_float() -> None:
     facts = decoder(256)
-    bare = replace(facts, structure=Structure((BlockFacts("", (Reading(("a",)),)),)))
+    bare = replace(facts, structure=Structure((BlockFacts("", (InputGroup(("a",)),)),)))
     (problem,) = Awq(bits=4).check(bare, ANY).problems
     assert problem == "awq: no layer's inputs come from a module that can take a scale; use rtn or gptq"
     plan = Awq(bits=4, round=False).check(facts, ANY)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Removable, Structure
 from compress.passes import AutoRound, Distill, Gptq, Int8, Pass, Rtn, SmoothQuant, Tune
 from compress.passes.base import DataSize
 from compress.passes.training import BFLOAT16, TRAINED_COPIES
@@ -121,8 +121,8 @@ def test_a_student_keeps_the_activations_of_the_blocks_that_it_has() -> None:
 def test_training_takes_what_its_samples_are_long_and_its_precision_is_fast() -> None:
     samples = {**SAMPLES, "train": 1000}
 
-    def seconds(filled: float = 1.0, **knobs: Any) -> float:
-        recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **knobs),)})
+    def seconds(filled: float = 1.0, **config: Any) -> float:
+        recipe = RECIPE.model_copy(update={"passes": (Distill(epochs=10, held_out=0, **config),)})
         volumes = Volumes(samples, 32, filled=filled)
         return sum_seconds(forecast(recipe, FACTS, FACTS, volumes))
 
@@ -140,7 +140,7 @@ SHAPES = {"q": (WIDE, WIDE), "up": (INNER, WIDE), "down": (WIDE, INNER)}
 def decoder(n_blocks: int = 2) -> ModelFacts:
     """Facts of a decoder whose blocks have three layers."""
     blocks = tuple(
-        BlockFacts(f"b.{i}", tuple(Reading((f"b.{i}.{name}",), f"b.{i}.norm", "norm") for name in SHAPES))
+        BlockFacts(f"b.{i}", tuple(InputGroup((f"b.{i}.{name}",), f"b.{i}.norm", "norm") for name in SHAPES))
         for i in range(n_blocks)
     )
     layers = [
@@ -149,7 +149,7 @@ def decoder(n_blocks: int = 2) -> ModelFacts:
         for name, shape in SHAPES.items()
     ]
     head = LayerFacts("head", "Linear", "MatMul", "head.weight", (VOCABULARY, WIDE))
-    structure = Structure(blocks, after=(Reading(("head",)),))
+    structure = Structure(blocks, after=(InputGroup(("head",)),))
     return ModelFacts("torch", "Lm", "text-generation", (), (), (*layers, head), structure=structure)
 
 

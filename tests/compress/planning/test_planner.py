@@ -1,4 +1,4 @@
-"""The plan: order, flavours, limits and words, without a run."""
+"""The plan: order, variants, limits and words, without a run."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ def test_features_of_a_transposed_layer_s_inputs_are_those_that_their_units_are(
     with torch.no_grad():
         layer.weight[[0, 2]] = 0
     features = features_of(layer, inputs)
-    gone = torch.block_diag(*matrix)[:, features[0]]
-    assert torch.equal(torch.block_diag(*read_weight(layer))[:, features[0]], torch.zeros_like(gone))
+    removed = torch.block_diag(*matrix)[:, features[0]]
+    assert torch.equal(torch.block_diag(*read_weight(layer))[:, features[0]], torch.zeros_like(removed))
     assert (torch.block_diag(*read_weight(layer))[:, features[1]] != 0).sum() == 2 * 3 * 3
 
 

@@ -39,7 +39,7 @@ def correlated(rows: int, features: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, features, generator=generator, dtype=torch.float64) @ (mix + torch.eye(features)) + 0.3
 
 
-def reading(x: Tensor, weight: Tensor, k: int) -> ReadingLayer:
+def reading_layer(x: Tensor, weight: Tensor, k: int) -> ReadingLayer:
     return ReadingLayer(weight, x.T @ x / len(x), np.arange(x.shape[1]).reshape(-1, k))
 
 
@@ -137,21 +137,21 @@ def test_sampled_rows_are_few_and_the_same_each_time() -> None:
 def test_elimination_takes_the_cheapest_unit_each_time_and_its_error_is_that_of_least_squares(k: int) -> None:
     x, weight = correlated(400, 12), torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).double()
     n_units = 12 // k
-    found = eliminate([reading(x, weight, k)])
-    gone: list[int] = []
+    found = eliminate([reading_layer(x, weight, k)])
+    removed: list[int] = []
     for step, unit in enumerate(found.order):
-        left = [u for u in range(n_units) if u not in gone]
+        left = [u for u in range(n_units) if u not in removed]
         costs = {u: refitted_error(x, weight, [u2 * k + j for u2 in left if u2 != u for j in range(k)]) for u in left}
         assert min(costs, key=costs.__getitem__) == unit
         assert found.errors[step] == pytest.approx(costs[int(unit)], rel=2e-3)
-        gone.append(int(unit))
-    assert len(gone) == n_units - 1
+        removed.append(int(unit))
+    assert len(removed) == n_units - 1
 
 
 def test_errors_of_several_readers_add_up() -> None:
     x, weight = correlated(300, 8), torch.randn(4, 8, generator=torch.Generator().manual_seed(2)).double()
-    whole = eliminate([reading(x, weight, 2)])
-    parts = eliminate([reading(x, weight[:1], 2), reading(x, weight[1:], 2)])
+    whole = eliminate([reading_layer(x, weight, 2)])
+    parts = eliminate([reading_layer(x, weight[:1], 2), reading_layer(x, weight[1:], 2)])
     np.testing.assert_array_equal(whole.order, parts.order)
     np.testing.assert_allclose(whole.errors, parts.errors, rtol=1e-6)
 
@@ -159,27 +159,27 @@ def test_errors_of_several_readers_add_up() -> None:
 def test_what_can_be_made_up_for_is_free_and_goes_first() -> None:
     x, weight = correlated(300, 6), torch.randn(3, 6, generator=torch.Generator().manual_seed(9)).double()
     x[:, 4] = x[:, 1] + x[:, 2]  # one of these three is free
-    found = eliminate([reading(x, weight, 1)])
+    found = eliminate([reading_layer(x, weight, 1)])
     assert found.order[0] in (1, 2, 4)
     assert found.errors[0] < 1e-3 * found.errors[1]
     x[:, 5] = 0  # never there
-    assert eliminate([reading(x, weight, 1)]).order[0] == 5
+    assert eliminate([reading_layer(x, weight, 1)]).order[0] == 5
 
 
 def test_units_removed_together_cost_what_they_cost_together() -> None:
     x, weight = correlated(500, 40), torch.randn(4, 40, generator=torch.Generator().manual_seed(3)).double()
-    found = eliminate([reading(x, weight, 1)], n_left=10, share=0.2)
+    found = eliminate([reading_layer(x, weight, 1)], n_left=10, share=0.2)
     kept = [int(unit) for unit in found.choose_kept(10, 40)]
     assert found.errors[-1] == pytest.approx(refitted_error(x, weight, kept), rel=5e-3)
     assert np.all(np.diff(found.errors) >= 0)
-    one_by_one = eliminate([reading(x, weight, 1)], n_left=10)
+    one_by_one = eliminate([reading_layer(x, weight, 1)], n_left=10)
     assert one_by_one.errors[-1] <= found.errors[-1] * 1.05
     assert found.error_at(40, 40) == 0
 
 
 def test_the_weight_that_makes_up_for_units_is_the_least_squares_one() -> None:
     x, weight = correlated(300, 8), torch.randn(3, 8, generator=torch.Generator().manual_seed(4)).double()
-    own = reading(x, weight, 2)
+    own = reading_layer(x, weight, 2)
     found = compensate_weight(own, np.array([1, 3]))
     kept = [0, 1, 4, 5]
     expected = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution.T
@@ -189,7 +189,7 @@ def test_the_weight_that_makes_up_for_units_is_the_least_squares_one() -> None:
 
 
 def test_nothing_may_be_left_of_no_layer() -> None:
-    own = reading(correlated(50, 4), torch.ones(2, 4).double(), 1)
+    own = reading_layer(correlated(50, 4), torch.ones(2, 4).double(), 1)
     with pytest.raises(PassError, match=re.escape("0 of [4] units cannot be left")):
         eliminate([own], n_left=0)
 
@@ -304,7 +304,7 @@ def test_gradient_scores_are_those_of_gradients_taken_one_after_another() -> Non
 
 def test_damage_and_activations_of_units_are_those_of_their_columns() -> None:
     x, weight = correlated(100, 6), torch.randn(3, 6, generator=torch.Generator().manual_seed(8)).double()
-    own = reading(x, weight, 2)
+    own = reading_layer(x, weight, 2)
     for unit in range(3):
         columns = [2 * unit, 2 * unit + 1]
         lost = (x[:, columns] @ weight[:, columns].T).square().sum() / 100

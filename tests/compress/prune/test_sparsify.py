@@ -53,11 +53,11 @@ def obvious(scores: Tensor, sparsity: Sparsity, scope: str) -> np.ndarray[Any, A
     flat = scores.numpy().reshape(-1)
     width = sparsity.group or (scores.shape[-1] if scope == "row" else flat.size)
     k = width - sparsity.kept if sparsity.group else round(width * sparsity.share)
-    gone = np.zeros(flat.size, bool)
+    removed = np.zeros(flat.size, bool)
     for start in range(0, flat.size, width):
         for _, place in sorted((flat[i], i) for i in range(start, start + width))[:k]:
-            gone[place] = True
-    return gone.reshape(scores.shape)
+            removed[place] = True
+    return removed.reshape(scores.shape)
 
 
 @st.composite
@@ -149,13 +149,13 @@ def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope:
         k = width - sparsity.kept if sparsity.group else round(sparsity.share * total) - chosen
         chosen += k
         parts = scores if per_row else scores.T.reshape(1, -1)
-        gone = torch.zeros_like(parts, dtype=torch.bool).scatter_(1, parts.argsort(1)[:, :k], True)
-        gone = gone if per_row else gone.reshape(width, -1).T
+        removed = torch.zeros_like(parts, dtype=torch.bool).scatter_(1, parts.argsort(1)[:, :k], True)
+        removed = removed if per_row else removed.reshape(width, -1).T
         for column in range(start, start + width):
-            change = torch.where(gone[:, column - start], left[:, column], 0.0) / inverse[column, column]
+            change = torch.where(removed[:, column - start], left[:, column], 0.0) / inverse[column, column]
             left = left - torch.outer(change, inverse[column])
             inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-            left[gone[:, column - start], column] = 0.0
+            left[removed[:, column - start], column] = 0.0
     torch.testing.assert_close(found, left, rtol=0, atol=2e-3)
     assert torch.equal(found == 0, left.abs() < 1e-12)
 

@@ -16,8 +16,8 @@ from compress.quantize.awq import search_scales
 from compress.quantize.fake import LearnedWeight, ShiftedWeight
 from compress.quantize.gptq import gptq_round, gptq_round_together, invert_hessian, output_error
 from compress.quantize.grid import fit_grid, fit_shared, round_to_grid
-from compress.quantize.learn import RoundingCourse
-from compress.quantize.lessons import BlockLesson, together
+from compress.quantize.learn import RoundingSchedule
+from compress.quantize.learned_batches import BlockBatch, together
 from compress.quantize.numbers import E2M1, E4M3, Numbers, ScaleRule
 from compress.quantize.rounding import QuantizedWeight
 from compress.quantize.tune import student_of
@@ -192,14 +192,14 @@ def test_learning_brings_a_layer_closer(name: str) -> None:
     mix = torch.randn(8, 64)  # few directions hold all: what one weight gets wrong others can make up for
     inputs = [torch.randn(256, 8) @ mix for _ in range(4)]
     targets = [net(x) for x in inputs]
-    lessons = together(
-        [BlockLesson(lambda x=x: net(x), lambda y=y: y, None, 256) for x, y in zip(inputs, targets, strict=True)],  # type: ignore[misc]
+    batches = together(
+        [BlockBatch(lambda x=x: net(x), lambda y=y: y, None, 256) for x, y in zip(inputs, targets, strict=True)],  # type: ignore[misc]
         256,
     )
     start = {"net": round_to_grid(weight, scheme)}
-    course = RoundingCourse(100, 0.01, 0.01, method="sign")
+    schedule = RoundingSchedule(100, 0.01, 0.01, method="sign")
     weights, log = autoround_block(
-        {"net": net}, start, lessons, course, floats={"net": weight}, schemes={"net": scheme}
+        {"net": net}, start, batches, schedule, floats={"net": weight}, schemes={"net": scheme}
     )
     assert log.end_loss < 0.85 * log.start_loss
     check(weights["net"], name)
@@ -211,7 +211,7 @@ def test_a_rough_fit_is_near_the_full_one() -> None:
     for name in NAMES:
         scheme = scheme_of(name)
         errors = [
-            (fit.values(fit.levels(weight)) - weight).square().sum()
+            (fit.values(fit.quantize(weight)) - weight).square().sum()
             for fit in (fit_grid(weight, scheme), fit_grid(weight, scheme, every=3), fit_grid(weight, scheme, every=0))
         ]
         assert errors[0] <= errors[1] * (1 + 1e-6) and errors[1] <= 1.05 * errors[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compress.formats.schemes import PRESETS, SUPER_BLOCK
-from compress.quantize.gptq import Rules, invert_hessian
+from compress.quantize.gptq import GptqRules, invert_hessian
 from compress.quantize.k_quants import gptq_round_k, round_to_k
 
 BITS = (2, 3, 4, 5, 6)
@@ -29,7 +29,7 @@ def test_what_is_stored_is_what_is_dequantized(bits: int) -> None:
         by_hand -= np.repeat(m, size, 1)
         assert made.stored["offsets"].min() >= 0
     assert np.array_equal(made.dequantize(), by_hand)
-    assert scheme.levels[0] <= made.values.min() and made.values.max() <= scheme.levels[1]
+    assert scheme.quantized[0] <= made.values.min() and made.values.max() <= scheme.quantized[1]
 
 
 def test_more_bits_leave_less_error_and_importance_is_heeded() -> None:
@@ -48,11 +48,11 @@ def test_more_bits_leave_less_error_and_importance_is_heeded() -> None:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_gptq_is_the_nearest_where_inputs_are_independent_and_better_where_they_are_not(bits: int) -> None:
     weight, scheme = weights(16, 256), PRESETS[f"Q{bits}_K"].weights
-    alone = gptq_round_k(weight, invert_hessian(torch.eye(256), 0.01), scheme, Rules(sweeps=0))
+    alone = gptq_round_k(weight, invert_hessian(torch.eye(256), 0.01), scheme, GptqRules(sweeps=0))
     nearest = round_to_k(weight, scheme, torch.full((256,), 1.001))
     assert np.array_equal(alone.weight.dequantize(), nearest.dequantize())
     x = torch.randn(600, 32, generator=torch.Generator().manual_seed(1)) @ torch.randn(32, 256) + torch.randn(600, 256)
-    together = gptq_round_k(weight, invert_hessian(x.T @ x / 600, 0.01), scheme, Rules())
+    together = gptq_round_k(weight, invert_hessian(x.T @ x / 600, 0.01), scheme, GptqRules())
     assert together.error < 0.7 * together.nearest_error
 
 

@@ -41,8 +41,8 @@ CPU = TARGETS["onnxruntime-cpu"]
 FEEDS = graphs.images()
 
 
-def round_all(model: ir.Model, feeds: list[Feeds], **knobs: Any) -> GraphState:
-    found: GraphState = apply_pass(Int8(bias_correction=False, **knobs), GraphState(model), context(feeds)).model
+def round_all(model: ir.Model, feeds: list[Feeds], **config: Any) -> GraphState:
+    found: GraphState = apply_pass(Int8(bias_correction=False, **config), GraphState(model), context(feeds)).model
     return found
 
 

@@ -43,8 +43,8 @@ def heavy_tailed(n: int = 20000, seed: int = 0) -> np.ndarray:
 def rounding_error(values: np.ndarray, low: float, high: float) -> float:
     """Mean squared error of 256 levels over [low, high], computed on the values themselves."""
     scale = (high - low) / 255
-    levels = np.clip(np.round((values - low) / scale), 0, 255)
-    return float(np.mean((levels * scale + low - values) ** 2))
+    quantized = np.clip(np.round((values - low) / scale), 0, 255)
+    return float(np.mean((quantized * scale + low - values) ** 2))
 
 
 SEEDS = st.integers(0, 2**32 - 1)

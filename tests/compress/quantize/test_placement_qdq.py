@@ -29,7 +29,7 @@ from compress.quantize.measure import output_cosine
 from compress.quantize.placement import Kind, decide_kind, place
 from compress.quantize.qdq import placement_of, write_state
 from compress.quantize.rounding import round_to_nearest
-from compress.quantize.state import Flavour, GraphState, Range, restore_state
+from compress.quantize.state import GraphState, Range, Variant, restore_state
 from compress.work import apply_pass
 
 
@@ -43,19 +43,19 @@ def encoder() -> GraphState:
     return int8_state(graphs.transformer(), graphs.tokens())
 
 
-def fake_quant(values: np.ndarray, span: Range, flavour: Flavour) -> np.ndarray:
+def fake_quant(values: np.ndarray, span: Range, variant: Variant) -> np.ndarray:
     """Quantize and dequantize, in float32 as ONNX defines it."""
-    scale, zero = span.parameters(flavour)
-    low, high = (0, 255) if flavour == "u8s8" else (-128, 127)
-    levels = np.clip(np.rint(values / scale) + np.float32(zero), low, high)
-    return (levels - np.float32(zero)) * scale
+    scale, zero = span.parameters(variant)
+    low, high = (0, 255) if variant == "u8s8" else (-128, 127)
+    quantized = np.clip(np.rint(values / scale) + np.float32(zero), low, high)
+    return (quantized - np.float32(zero)) * scale
 
 
 def test_writing_nothing_changes_nothing() -> None:
     for model, feeds in ((graphs.residual_cnn(), graphs.images()), (graphs.transformer(), graphs.tokens())):
-        for flavour in ("u8s8", "s8s8"):
+        for variant in ("u8s8", "s8s8"):
             expected = np.concatenate(graphs.run(model, feeds))
-            np.testing.assert_array_equal(written(GraphState(model), feeds, flavour, optimize=True), expected)
+            np.testing.assert_array_equal(written(GraphState(model), feeds, variant, optimize=True), expected)
 
 
 def test_writing_leaves_the_state_as_it_is(cnn: GraphState) -> None:
@@ -72,18 +72,18 @@ OPS, WIDTHS, SEEDS = st.sampled_from(["MatMul", "Gemm", "Gemm transB"]), st.inte
 @settings(max_examples=15)
 @given(st.sampled_from(["u8s8", "s8s8"]), OPS, WIDTHS, WIDTHS, st.sampled_from(["minmax", "percentile", "mse"]), SEEDS)
 def test_one_layer_is_what_numpy_computes(
-    flavour: Flavour, op: str, n_in: int, n_out: int, calibration: str, seed: int
+    variant: Variant, op: str, n_in: int, n_out: int, calibration: str, seed: int
 ) -> None:
     model, feeds = graphs.one_layer(n_in, n_out, op, seed), graphs.vectors(n_in, seed=seed + 1)
     state = int8_state(model, feeds, bias_correction=False, calibration=calibration, percentile=99.0)
-    x = fake_quant(np.concatenate([f["x"] for f in feeds]), state.ranges["x"], flavour)
+    x = fake_quant(np.concatenate([f["x"] for f in feeds]), state.ranges["x"], variant)
     (layer,) = find_layers(model)
     weight = state.weights["fc"].dequantize()
     bias = constant(layer.bias)
-    if flavour == "u8s8" and op != "MatMul":  # an int32 bias
-        scale = state.ranges["x"].parameters(flavour)[0] * state.weights["fc"].scales[:, 0]
+    if variant == "u8s8" and op != "MatMul":  # an int32 bias
+        scale = state.ranges["x"].parameters(variant)[0] * state.weights["fc"].scales[:, 0]
         bias = np.round(bias / scale) * scale
-    np.testing.assert_allclose(written(state, feeds, flavour), x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(written(state, feeds, variant), x @ weight.T + bias, rtol=1e-5, atol=1e-4)
 
 
 def test_optimised_and_plain_graphs_agree(cnn: GraphState, encoder: GraphState) -> None:
@@ -453,8 +453,8 @@ def test_unpacked_weights_are_folded_to_floats_as_the_file_is_loaded(
             values = np.ascontiguousarray(matrix.T if layer.axis == 1 else matrix)
             layer.node.replace_input_with(layer.weight_input, initializer(rounded, f"{layer.name}/rounded", values))
     exact = np.concatenate(graphs.run(rounded, feeds))
-    for flavour in get_args(Flavour):
-        np.testing.assert_allclose(graphs.written(state, feeds, flavour, optimize=True), exact, rtol=1e-4, atol=1e-5)
+    for variant in get_args(Variant):
+        np.testing.assert_allclose(graphs.written(state, feeds, variant, optimize=True), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_a_convolution_whose_weights_alone_are_rounded_is_unpacked_for_no_kernel_reads_it_packed() -> None:

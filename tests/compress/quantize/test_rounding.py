@@ -32,8 +32,8 @@ def slow_group(group: np.ndarray, bits: int, symmetric: bool) -> np.ndarray:
     low, high = min(0.0, float(group.min())), max(0.0, float(group.max()))
     scale = np.float32((high - low) / top) or np.float32(1)
     zero = round(-low / scale)
-    levels = [min(max(round(float(w / scale)) + zero, 0), top) for w in group]
-    return np.array([(level - zero) * scale for level in levels], np.float32)
+    quantized = [min(max(round(float(w / scale)) + zero, 0), top) for w in group]
+    return np.array([(level - zero) * scale for level in quantized], np.float32)
 
 
 BITS, SEEDS = st.integers(2, 8), st.integers(0, 2**32 - 1)

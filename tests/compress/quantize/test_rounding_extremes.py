@@ -15,8 +15,8 @@ from compress.quantize.awq import search_scales
 from compress.quantize.gptq import gptq_round, invert_hessian
 from compress.quantize.grid import round_to_grid
 from compress.quantize.hqq import hqq_round
-from compress.quantize.learn import RoundingCourse
-from compress.quantize.lessons import BlockLesson, Loss, relative_error, together
+from compress.quantize.learn import RoundingSchedule
+from compress.quantize.learned_batches import BlockBatch, Loss, relative_error, together
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.tune import tune_module
 
@@ -46,7 +46,7 @@ def inputs_of(size: float, other: float, how: str, seed: int) -> Tensor:
 def check(weight: QuantizedWeight, scheme: WeightScheme) -> None:
     assert np.isfinite(weight.scales).all() and (weight.scales != 0).all()
     assert np.isfinite(weight.dequantize()).all()
-    low, high = scheme.levels
+    low, high = scheme.quantized
     assert low <= int(weight.values.min()) and int(weight.values.max()) <= high
 
 
@@ -81,9 +81,9 @@ def test_learned_rounding_leaves_finite_weights(layer: tuple[float, float, str, 
     start = {"": round_to_grid(weight, scheme)}
     rows = inputs_of(1.0, 1.0, "normal", 0)
     targets = net(rows)
-    lessons = together([BlockLesson(lambda: net(rows), lambda: targets, None, len(rows))], len(rows))
-    course = RoundingCourse(4, 0.01, 0.01, method="sign")
-    learned, log = autoround_block({"": net}, start, lessons, course, floats={"": weight})
+    batches = together([BlockBatch(lambda: net(rows), lambda: targets, None, len(rows))], len(rows))
+    schedule = RoundingSchedule(4, 0.01, 0.01, method="sign")
+    learned, log = autoround_block({"": net}, start, batches, schedule, floats={"": weight})
     check(learned[""], scheme)
     assert np.isfinite(log.end_loss)
 
@@ -120,7 +120,7 @@ def test_tuning_leaves_finite_weights(
         start,
         batches,
         teacher,
-        RoundingCourse(4, 0.01, 0.01, 0.01),
+        RoundingSchedule(4, 0.01, 0.01, 0.01),
         kind=kind,
         floats={"linear": weight},
     )

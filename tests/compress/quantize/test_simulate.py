@@ -22,11 +22,11 @@ from compress.passes import Int8
 from compress.quantize.qdq import write_state
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.quantize.simulated import LearnedRange, LearnedScales, SimulatedGraph, fake_bias, fake_quantize
-from compress.quantize.state import Flavour, GraphState, Range
+from compress.quantize.state import GraphState, Range, Variant
 from compress.work import apply_pass
 
-FLAVOURS: tuple[Flavour, ...] = ("u8s8", "s8s8")
-FLAVOUR, SEEDS = st.sampled_from(FLAVOURS), st.integers(0, 999)
+VARIANTS: tuple[Variant, ...] = ("u8s8", "s8s8")
+VARIANT, SEEDS = st.sampled_from(VARIANTS), st.integers(0, 999)
 CNN = graphs.residual_cnn(), graphs.images()
 
 
@@ -34,29 +34,29 @@ CNN = graphs.residual_cnn(), graphs.images()
 def small_graphs(draw: st.DrawFn) -> tuple[ir.Model, list[Feeds], dict[str, Any]]:
     """A graph, its inputs, and what an int8 pass may be told of such a graph."""
     kind, seed = draw(st.sampled_from(["layer", "layer", "cnn", "transformer"])), draw(SEEDS)
-    knobs = {"placement": draw(st.sampled_from(["auto", "inputs", "all"]))}
+    config = {"placement": draw(st.sampled_from(["auto", "inputs", "all"]))}
     if kind == "layer":
         n_in, n_out = draw(st.integers(1, 64)), draw(st.integers(1, 16))
         layer = graphs.one_layer(n_in, n_out, draw(st.sampled_from(["MatMul", "Gemm", "Gemm transB"])), seed)
         return layer, graphs.vectors(n_in, seed=seed + 1), {}
     if kind == "cnn":
         ignored = draw(st.lists(st.sampled_from(["stem", "one.conv1", "two.conv2", "fc"]), max_size=2, unique=True))
-        return graphs.residual_cnn(draw(st.booleans()), seed), graphs.images(), knobs | {"ignore": tuple(ignored)}
+        return graphs.residual_cnn(draw(st.booleans()), seed), graphs.images(), config | {"ignore": tuple(ignored)}
     if draw(st.booleans()):
-        knobs = {"placement": "inputs", "attention": True}
-    return graphs.transformer(draw(st.booleans()), seed=seed), graphs.tokens(), knobs
+        config = {"placement": "inputs", "attention": True}
+    return graphs.transformer(draw(st.booleans()), seed=seed), graphs.tokens(), config
 
 
-def int8_state(model: ir.Model, feeds: list[Feeds], **knobs: Any) -> GraphState:
-    state: GraphState = apply_pass(Int8(bias_correction=False, **knobs), GraphState(model), context(feeds)).model
+def int8_state(model: ir.Model, feeds: list[Feeds], **config: Any) -> GraphState:
+    state: GraphState = apply_pass(Int8(bias_correction=False, **config), GraphState(model), context(feeds)).model
     return state
 
 
 @torch.no_grad()
-def trained(state: GraphState, flavour: Flavour, seed: int = 0) -> SimulatedGraph:
+def trained(state: GraphState, variant: Variant, seed: int = 0) -> SimulatedGraph:
     """A simulation in which everything that can be learned has moved."""
     torch.manual_seed(seed)
-    module = SimulatedGraph(state, flavour, learn=True)
+    module = SimulatedGraph(state, variant, learn=True)
     for one in (*module.ranges, *module.scales):
         one.growth.add_(0.1 * torch.rand_like(one.growth))
     for value in module.graph.values:
@@ -72,16 +72,16 @@ def simulated(module: SimulatedGraph, batches: list[Feeds]) -> np.ndarray:
 
 
 @settings(max_examples=10)
-@given(small_graphs(), FLAVOUR)
-@example(given=(*CNN, {"ignore": ("stem", "two.conv2")}), flavour="s8s8")
-@example(given=(graphs.transformer(), graphs.tokens(), {"placement": "inputs", "attention": True}), flavour="u8s8")
+@given(small_graphs(), VARIANT)
+@example(given=(*CNN, {"ignore": ("stem", "two.conv2")}), variant="s8s8")
+@example(given=(graphs.transformer(), graphs.tokens(), {"placement": "inputs", "attention": True}), variant="u8s8")
 def test_what_is_simulated_is_what_is_written(
-    given: tuple[ir.Model, list[Feeds], dict[str, Any]], flavour: Flavour
+    given: tuple[ir.Model, list[Feeds], dict[str, Any]], variant: Variant
 ) -> None:
     """Up to float32 sums; one of them may send a value to the next level, which a few outputs then show."""
-    model, feeds, knobs = given
-    module = trained(int8_state(model, feeds, **knobs), flavour)
-    expected = graphs.written(module.decide(), feeds, flavour)
+    model, feeds, config = given
+    module = trained(int8_state(model, feeds, **config), variant)
+    expected = graphs.written(module.decide(), feeds, variant)
     error = np.abs(simulated(module, feeds) - expected) / np.abs(expected).max()
     assert np.quantile(error, 0.8) < 2e-6 and error.max() < 0.05
     assert np.abs(np.concatenate(graphs.run(model, feeds)) - expected).max() > 1e-3  # it does round
@@ -104,15 +104,15 @@ def on_a_grid(state: GraphState) -> GraphState:
     return replace(state, ranges=ranges, weights=weights)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("growth", [0.0, 1.0])
-def test_outputs_are_equal_to_the_bit_where_sums_are_exact(flavour: Flavour, growth: float) -> None:
+def test_outputs_are_equal_to_the_bit_where_sums_are_exact(variant: Variant, growth: float) -> None:
     feeds = graphs.images()
-    module = SimulatedGraph(on_a_grid(int8_state(graphs.residual_cnn(), feeds)), flavour, learn=True)
+    module = SimulatedGraph(on_a_grid(int8_state(graphs.residual_cnn(), feeds)), variant, learn=True)
     with torch.no_grad():
         for one in (*module.ranges, *module.scales):
             one.growth.fill_(growth)
-    expected = graphs.written(module.decide(), feeds, flavour)
+    expected = graphs.written(module.decide(), feeds, variant)
     np.testing.assert_array_equal(simulated(module, feeds), expected)
     assert len(np.unique(expected)) > 20
 
@@ -120,14 +120,14 @@ def test_outputs_are_equal_to_the_bit_where_sums_are_exact(flavour: Flavour, gro
 ENDS = st.floats(1e-6, 1e6)
 
 
-@given(ENDS | st.just(0.0), ENDS, st.floats(0.1, 1), st.lists(st.floats(-0.5, 2), min_size=2, max_size=2), FLAVOUR)
+@given(ENDS | st.just(0.0), ENDS, st.floats(0.1, 1), st.lists(st.floats(-0.5, 2), min_size=2, max_size=2), VARIANT)
 def test_stored_scales_and_zero_points_are_the_simulated_ones(
-    below: float, high: float, share: float, growth: list[float], flavour: Flavour
+    below: float, high: float, share: float, growth: list[float], variant: Variant
 ) -> None:
-    one = LearnedRange(Range(-below, high, max(below, high) * share), flavour, learn=True)
+    one = LearnedRange(Range(-below, high, max(below, high) * share), variant, learn=True)
     with torch.no_grad():
         one.growth.copy_(torch.tensor(growth[: len(one.growth)]))
-    scale, zero = one.decide().parameters(flavour)
+    scale, zero = one.decide().parameters(variant)
     found = one.numbers()
     assert found[0].item() == scale.item() and found[1].item() == zero.item()
 
@@ -277,8 +277,8 @@ def test_bounds_keep_ranges_and_scales_from_vanishing() -> None:
 
 
 def test_the_other_flavour_gets_ranges_stretched_alike() -> None:
-    for flavour in FLAVOURS:
-        one = LearnedRange(Range(-1.0, 4.0, 3.5), flavour, learn=True)
+    for variant in VARIANTS:
+        one = LearnedRange(Range(-1.0, 4.0, 3.5), variant, learn=True)
         with torch.no_grad():
             one.growth.fill_(0.5)
         span = one.decide()

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Prunable, Reading, Removable
-from compress.facts import Structure as Blocks
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Prunable, Removable
+from compress.facts import PrunedStructure as Blocks
 from compress.search.chains import (
     CACHED,
     DEPTHS,
     Ground,
     Needs,
-    Structure,
+    PrunedStructure,
     Yields,
     count_cut,
     design,
@@ -51,7 +51,7 @@ def test_formats_are_those_that_make_this_model_smaller_and_need_no_missing_data
 
 def test_a_decoder_may_keep_its_keys_and_values_in_the_eight_bits_that_its_target_knows() -> None:
     layers = tuple(LayerFacts(name, "Linear", "MatMul", f"{name}.weight", (64, 64), 4096) for name in ("a.v", "o"))
-    blocks = Blocks((BlockFacts("", (Reading(("o",), "a.v", "value"),)),))
+    blocks = Blocks((BlockFacts("", (InputGroup(("o",), "a.v", "value"),)),))
     facts = ModelFacts("torch", "Net", "text-generation", (), (), layers, structure=blocks)
     for target, scheme in (("onnxruntime-cpu", "int8"), ("vllm", "fp8")):
         formats = list_formats(ground_of(facts, target, ("calibration", "evaluation")))
@@ -72,9 +72,9 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
 
 
 def test_less_speed_is_asked_for_where_it_is_out_of_reach_and_none_where_there_is_little() -> None:
-    assert ease(Structure(6, 0.8, 1.5), 1.0) == Structure(6, 0.8, 1.35)
-    assert ease(Structure(6, 0.8, 1.7), 1.35) == Structure(6, 0.8, 1.595)
-    assert ease(Structure(6, 0.8), 1.0) is None and ease(Structure(6, 0.8, 1.37), 1.35) is None
+    assert ease(PrunedStructure(6, 0.8, 1.5), 1.0) == PrunedStructure(6, 0.8, 1.35)
+    assert ease(PrunedStructure(6, 0.8, 1.7), 1.35) == PrunedStructure(6, 0.8, 1.595)
+    assert ease(PrunedStructure(6, 0.8), 1.0) is None and ease(PrunedStructure(6, 0.8, 1.37), 1.35) is None
 
 
 def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:
@@ -107,7 +107,7 @@ def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
 
 
 def test_a_name_says_the_structure_and_training_leaves_the_rest_to_be_found() -> None:
-    assert Structure(18, 0.55, 1.25).name == "blocks18-params55-faster125"
+    assert PrunedStructure(18, 0.55, 1.25).name == "blocks18-params55-faster125"
     assert train(ground(), 60.0)["learning_rate"] == "auto"
 
 

@@ -8,9 +8,9 @@ import pytest
 from test_chains import ground
 
 from compress.recipe.schema import Recipe
-from compress.search.chains import Needs, Structure, Yields
+from compress.search.chains import Needs, PrunedStructure, Yields
 from compress.search.foresight import Foresight
-from compress.search.pursue import FAR, Evidence, Pursuit
+from compress.search.pursue import FAR, GoalEvidence, Pursuit
 from compress.search.trials import GateMiss, GoalValue, Run
 from runtime.bundle.format import Gate
 
@@ -26,7 +26,7 @@ class Measured(Pursuit):
         )
         self.ahead = Foresight(recipe, gates, self.ground, {}, None, print)
         structures = {"cut": {"keep": 6, "max_params": 0.8, "speedup": 1.2}}
-        self.known = Evidence(structures=structures, yields=Yields(time_by_channels=0.5))
+        self.known = GoalEvidence(structures=structures, yields=Yields(time_by_channels=0.5))
 
     def read_needs(self, name: str) -> Needs:
         return self.left[name]
@@ -44,7 +44,7 @@ def run(top1: float, half: float) -> Run:
 
 
 def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None:
-    fast = Structure(6, 0.8, 1.2)
+    fast = PrunedStructure(6, 0.8, 1.2)
     assert Measured({"cut": Needs(1.0, 1.0)}).correct("cut") == fast
     slower = Measured({"cut": Needs(1.0, 1.08)}).correct("cut")
     assert slower.speedup == pytest.approx(1.2 * 1.08**2, abs=1e-3)  # half of what channels promise is measured
@@ -90,16 +90,16 @@ def test_a_depth_is_left_where_another_gave_something_better() -> None:
 
 def test_blocks_that_give_the_speed_stay_and_channels_do_the_rest() -> None:
     pursuit, needs = Measured({}), Needs(1.7, 1.7)
-    blocks = Structure(14, 0.94)
+    blocks = PrunedStructure(14, 0.94)
     assert pursuit.may_keep_blocks(blocks, needs, Needs(1.07, 1.016))  # a hair slower than asked with room: enough
     assert not pursuit.may_keep_blocks(blocks, needs, Needs(1.0, 1.08))
     assert not pursuit.may_keep_blocks(blocks, needs, Needs(1.0, 0.9))
     assert pursuit.may_keep_blocks(blocks, Needs(1.7, 1.0), Needs(1.0, 0.5))  # chosen for size alone
-    both = Structure(16, 0.8, 1.1)
+    both = PrunedStructure(16, 0.8, 1.1)
     assert pursuit.may_keep_blocks(both, needs, Needs(0.9, 1.1)) and not pursuit.may_keep_blocks(
         both, needs, Needs(0.9, 0.9)
     )
-    assert pursuit.may_keep_blocks(Structure(None, 0.5, 1.4), needs, Needs(2.0, 2.0))
+    assert pursuit.may_keep_blocks(PrunedStructure(None, 0.5, 1.4), needs, Needs(2.0, 2.0))
 
 
 def test_a_smaller_cache_is_worth_a_look_where_speed_or_memory_alone_is_lacking() -> None:

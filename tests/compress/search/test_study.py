@@ -13,7 +13,7 @@ from studies import PretendedWorkers, make_report, pretend, searched
 from compress.errors import PlaceError
 from compress.search.study import Study, read_study
 from compress.search.sweep import Prior, sweep
-from compress.search.workers import Answer
+from compress.search.workers import TrialAnswer
 
 pytest.importorskip("optuna")
 
@@ -126,7 +126,7 @@ def test_what_times_something_is_built_alone_and_what_comes_before_it_at_once(tm
 
 
 def test_a_failed_and_a_refused_trial_are_recorded_with_their_reasons(tmp_path: Path) -> None:
-    answers = [Answer("failed", "it broke"), Answer("refused", "it cannot work")]
+    answers = [TrialAnswer("failed", "it broke"), TrialAnswer("refused", "it cannot work")]
 
     def answer(recipe: Mapping[str, Any], share: float) -> Any:
         return answers.pop() if answers else by_ratio(recipe, share)
@@ -168,7 +168,7 @@ def test_in_the_place_of_one_that_fails_in_full_the_next_best_goes_on(tmp_path: 
     def fails_once(recipe: Mapping[str, Any], share: float) -> Any:
         if share == 1 and not broken:
             broken.append(share)
-            return Answer("failed", "out of memory")
+            return TrialAnswer("failed", "out of memory")
         return by_ratio(recipe, share)
 
     with pretend(PretendedWorkers(fails_once)):
@@ -204,7 +204,7 @@ def test_a_space_that_is_used_up_ends_the_study(tmp_path: Path) -> None:
 
 
 def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path: Path) -> None:
-    with pretend(PretendedWorkers(lambda recipe, share: Answer("failed", "no such kernel"))):
+    with pretend(PretendedWorkers(lambda recipe, share: TrialAnswer("failed", "no such kernel"))):
         study = sweep(searched(tmp_path, trials=30), tmp_path / "study", quiet=True)
     assert len(study.trials) == 8
     assert "no such kernel" in study.ended

@@ -22,7 +22,7 @@ from compress.errors import OutputError, PlaceError
 from compress.store import durable, output
 from compress.store.durable import MARK, blame
 from compress.store.output import keep_log, publish, reserve_output
-from compress.store.run_log import Journal, RunPosition
+from compress.store.run_log import RunLog, RunPosition
 from runtime.bundle.format import Artifact, Judgement, Manifest
 from runtime.processes.endings import end_command
 from runtime.tasks.manifest import write_bundle
@@ -349,22 +349,22 @@ def test_what_the_file_system_says(number: int, said: str) -> None:
 
 
 def test_the_log_tells_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path / "deep/run.log", quiet=True)
-    with journal.time_stage("counting"):
+    run_log = RunLog(tmp_path / "deep/run.log", quiet=True)
+    with run_log.time_stage("counting"):
         pass
-    with pytest.raises(OutputError), journal.failures():
+    with pytest.raises(OutputError), run_log.failures():
         raise OutputError("no room")
-    lines = journal.file.read_text().splitlines()
+    lines = run_log.file.read_text().splitlines()
     assert lines[0].endswith("s  counting: 0.0 s") and lines[1].endswith("s  failed: OutputError: no room")
-    with pytest.raises(KeyboardInterrupt), journal.failures():
+    with pytest.raises(KeyboardInterrupt), run_log.failures():
         raise KeyboardInterrupt
-    assert journal.file.read_text().endswith("failed: KeyboardInterrupt: \n")
+    assert run_log.file.read_text().endswith("failed: KeyboardInterrupt: \n")
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ZeroDivisionError), journal.failures():
+    with pytest.raises(ZeroDivisionError), run_log.failures():
         raise ZeroDivisionError
 
 
@@ -377,7 +377,7 @@ def test_a_name_that_is_no_text_is_found_before_any_work(tmp_path: Path) -> None
 
 def test_a_long_step_says_where_it_is(tmp_path: Path) -> None:
     shown = io.StringIO()
-    journal = Journal(tmp_path / "run.log", console=Console(file=shown, width=200), beat_s=0.01)
+    run_log = RunLog(tmp_path / "run.log", console=Console(file=shown, width=200), beat_s=0.01)
 
     def wait_for(text: str) -> None:
         for _ in range(500):
@@ -386,8 +386,8 @@ def test_a_long_step_says_where_it_is(tmp_path: Path) -> None:
             time.sleep(0.01)
         raise AssertionError(shown.getvalue())
 
-    with journal.time_stage("prune_layers"):
-        for item in journal.progress("abc", "blocks chosen"):
+    with run_log.time_stage("prune_layers"):
+        for item in run_log.progress("abc", "blocks chosen"):
             if item == "b":
                 wait_for("prune_layers, blocks chosen 1 of 3: 0 s so far")
         wait_for("prune_layers: 0 s so far")
@@ -397,12 +397,12 @@ def test_a_long_step_says_where_it_is(tmp_path: Path) -> None:
 
 def test_a_terminal_has_one_live_line_that_counts_down(tmp_path: Path) -> None:
     shown = io.StringIO()
-    journal = Journal(tmp_path / "run.log", console=Console(file=shown, width=79, force_terminal=True))
-    journal.expected_s = {"judging": 25.0}
-    with journal.time_stage("judging", "797 samples"):
-        for _ in journal.progress("abc", "timing"):
+    run_log = RunLog(tmp_path / "run.log", console=Console(file=shown, width=79, force_terminal=True))
+    run_log.expected_s = {"judging": 25.0}
+    with run_log.time_stage("judging", "797 samples"):
+        for _ in run_log.progress("abc", "timing"):
             pass
-        journal.log("a line above it")
+        run_log.log("a line above it")
     assert "judging: 797 samples, about 25 s left" in shown.getvalue()
     assert "\nabout" not in shown.getvalue() and "a line above it" in shown.getvalue()
     assert "samples" not in (tmp_path / "run.log").read_text(), "what was live is gone"

@@ -1,4 +1,4 @@
-"""What one run shows of a model: blocks, readings, where scales fold; on real architectures and home-made ones."""
+"""What one run shows of a model: blocks, input groups, where scales fold; on real architectures and home-made ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.blocks.folding import fold_scales, norm_weight_offset, source_scales, tie_scales
-from compress.facts import Reading, Structure
+from compress.facts import InputGroup, Structure
 from compress.models.facts import model_facts
 from compress.specs import ModelSpec
 from compress.structure.find import find_structure, one_block
@@ -46,8 +46,8 @@ def test_blocks_and_sources_of_the_usual_architectures(name: str) -> None:
     found = structure_of(name, architectures.build(name))
     assert [block.name for block in found.blocks] == [f"{blocks}.0", f"{blocks}.1"]
     for block in found.blocks:
-        assert [reading.how for reading in block.readings] == sources
-        assert all(bool(reading.source) == bool(reading.how) for reading in block.readings)
+        assert [input_group.how for input_group in block.input_groups] == sources
+        assert all(bool(input_group.source) == bool(input_group.how) for input_group in block.input_groups)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_folding_random_scales_changes_nothing(name: str, attention: str) -> Non
     module = architectures.build(name, attention)
     before = architectures.run(module, name)
     generator = torch.Generator().manual_seed(2)
-    for reading in structure_of(name, module).readings:
-        if reading.source:
-            weight = module.get_submodule(reading.layers[0]).weight.clone()
-            scales = torch.rand(n_inputs(module.get_submodule(reading.layers[0])), generator=generator) * 3 + 0.2
-            fold_scales(reading, tie_scales(reading, scales.double()), module.get_submodule)
-            assert not torch.allclose(module.get_submodule(reading.layers[0]).weight, weight)
+    for input_group in structure_of(name, module).input_groups:
+        if input_group.source:
+            weight = module.get_submodule(input_group.layers[0]).weight.clone()
+            scales = torch.rand(n_inputs(module.get_submodule(input_group.layers[0])), generator=generator) * 3 + 0.2
+            fold_scales(input_group, tie_scales(input_group, scales.double()), module.get_submodule)
+            assert not torch.allclose(module.get_submodule(input_group.layers[0]).weight, weight)
     tolerance = 1e-5 if "gemma" in name else 1e-12  # Gemma's norms compute in float32
     torch.testing.assert_close(architectures.run(module, name), before, rtol=tolerance, atol=tolerance)
 
@@ -72,17 +72,17 @@ def test_llama_in_full() -> None:
     module = architectures.build("llama")
     found = structure_of("llama", module)
     attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
-    assert found.blocks[1].readings == (
-        Reading(
+    assert found.blocks[1].input_groups == (
+        InputGroup(
             (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
             "model.layers.1.input_layernorm",
             "norm",
         ),
-        Reading((f"{attention}.o_proj",), f"{attention}.v_proj", "value", 2, 8),
-        Reading((f"{mlp}.gate_proj", f"{mlp}.up_proj"), "model.layers.1.post_attention_layernorm", "norm"),
-        Reading((f"{mlp}.down_proj",), f"{mlp}.up_proj", "linear"),
+        InputGroup((f"{attention}.o_proj",), f"{attention}.v_proj", "value", 2, 8),
+        InputGroup((f"{mlp}.gate_proj", f"{mlp}.up_proj"), "model.layers.1.post_attention_layernorm", "norm"),
+        InputGroup((f"{mlp}.down_proj",), f"{mlp}.up_proj", "linear"),
     )
-    assert found.before == () and found.after == (Reading(("lm_head",), "model.norm", "norm"),)
+    assert found.before == () and found.after == (InputGroup(("lm_head",), "model.norm", "norm"),)
     assert found.notes == ()
     assert found.residual is not None
     assert found.residual.embeddings == ("model.embed_tokens",)
@@ -95,7 +95,7 @@ def test_llama_in_full() -> None:
 
 def test_a_tied_head_takes_no_scale() -> None:
     found = structure_of("llama", architectures.build("llama", tie_word_embeddings=True))
-    assert found.after == (Reading(("lm_head",)),)
+    assert found.after == (InputGroup(("lm_head",)),)
     assert found.residual is not None
 
 
@@ -172,10 +172,10 @@ def folded(module: nn.Module, feeds: dict[str, Tensor]) -> Structure:
     found = find_structure(module, feeds)
     with torch.no_grad():
         before = module(**feeds)
-    for reading in found.readings:
-        if reading.source:
-            scales = torch.rand(n_inputs(module.get_submodule(reading.layers[0]))).double() + 0.3
-            fold_scales(reading, tie_scales(reading, scales), module.get_submodule)
+    for input_group in found.input_groups:
+        if input_group.source:
+            scales = torch.rand(n_inputs(module.get_submodule(input_group.layers[0]))).double() + 0.3
+            fold_scales(input_group, tie_scales(input_group, scales), module.get_submodule)
     with torch.no_grad():
         torch.testing.assert_close(module(**feeds), before, rtol=1e-10, atol=1e-12)
     return found
@@ -184,22 +184,22 @@ def folded(module: nn.Module, feeds: dict[str, Tensor]) -> Structure:
 def test_a_home_made_model_with_blocks_of_two_classes() -> None:
     found = folded(*home(Block(nn.ReLU(inplace=True)), Wide(nn.GELU()), Block(nn.SiLU())))
     assert [block.name for block in found.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert [reading.how for reading in found.blocks[0].readings] == ["norm", "value", "norm", "linear"]
-    assert [reading.how for reading in found.blocks[1].readings] == ["norm", "value", "norm", ""]
-    assert found.before == (Reading(("stem",)),) and found.after == (Reading(("head",)),)
+    assert [input_group.how for input_group in found.blocks[0].input_groups] == ["norm", "value", "norm", "linear"]
+    assert [input_group.how for input_group in found.blocks[1].input_groups] == ["norm", "value", "norm", ""]
+    assert found.before == (InputGroup(("stem",)),) and found.after == (InputGroup(("head",)),)
 
 
 def test_a_gated_value_takes_scales_but_no_rotation() -> None:
     found = folded(*home(Block(nn.ReLU(), gated=True), Block(nn.ReLU(), gated=True)))
-    assert found.blocks[0].readings[0].layers == ("blocks.0.attn.qkv", "blocks.0.attn.gate")
-    assert found.blocks[0].readings[1].how == "linear"
+    assert found.blocks[0].input_groups[0].layers == ("blocks.0.attn.qkv", "blocks.0.attn.gate")
+    assert found.blocks[0].input_groups[1].how == "linear"
 
 
 def test_no_chain_is_one_block() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     found = find_structure(module, {"input": torch.zeros(2, 4)})
     assert [block.name for block in found.blocks] == [""]
-    assert found.blocks[0].readings == (Reading(("0",)), Reading(("2",), "0", "linear"))
+    assert found.blocks[0].input_groups == (InputGroup(("0",)), InputGroup(("2",), "0", "linear"))
     assert found.notes == ("no chain of blocks was found: the model is one block",)
 
 
@@ -238,8 +238,8 @@ class Odd(nn.Module):
 def test_what_cannot_be_folded_has_no_source() -> None:
     module = Odd()
     found = find_structure(module, {"x": torch.zeros(2, 3, 8)})
-    assert all(reading.source == "" for reading in found.readings)
-    assert [reading.layers for reading in found.readings] == [("a",), ("b",), ("c",), ("d",), ("e",)]
+    assert all(input_group.source == "" for input_group in found.input_groups)
+    assert [input_group.layers for input_group in found.input_groups] == [("a",), ("b",), ("c",), ("d",), ("e",)]
 
 
 def test_memory_written_to_is_another_tensor() -> None:
@@ -255,8 +255,8 @@ def test_memory_written_to_is_another_tensor() -> None:
             return z + self.c(y)
 
     found = find_structure(Writes(), {"x": torch.zeros(2, 4)})
-    assert [reading.layers for reading in found.readings] == [("a",), ("b",), ("c",)]
-    assert all(reading.source == "" for reading in found.readings)
+    assert [input_group.layers for input_group in found.input_groups] == [("a",), ("b",), ("c",)]
+    assert all(input_group.source == "" for input_group in found.input_groups)
 
 
 @pytest.mark.parametrize(
@@ -280,25 +280,25 @@ def test_gemmas_norms_add_one() -> None:
 
 
 def test_tied_scales_are_equal_among_the_heads_of_a_value() -> None:
-    reading = Reading(("o",), "v", "value", 2, 2)
+    input_group = InputGroup(("o",), "v", "value", 2, 2)
     scales = torch.tensor([1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0, 4.0])
-    tied = tie_scales(reading, scales)
+    tied = tie_scales(input_group, scales)
     torch.testing.assert_close(tied, torch.tensor([2.0, 4.0, 2.0, 4.0, 1.0, 2.0, 1.0, 2.0]))
-    torch.testing.assert_close(source_scales(reading, tied), torch.tensor([2.0, 4.0, 1.0, 2.0]))
+    torch.testing.assert_close(source_scales(input_group, tied), torch.tensor([2.0, 4.0, 1.0, 2.0]))
 
 
 @pytest.mark.parametrize(
     ("reading", "scales", "message"),
     [
-        (Reading(("a",)), [1.0], "reading a: no module before it can take a scale exactly; leave it as it is"),
-        (Reading(("a",), "n", "norm"), [1.0, 0.0], "reading a: scales must be positive and finite"),
-        (Reading(("a",), "v", "value", 2, 1), [1.0, 2.0], "reading a: scales differ among the query heads"),
-        (Reading(("a",), "v", "value", 2, 2), [1.0, 2.0], "2 scales do not fit 2 heads of 2"),
+        (InputGroup(("a",)), [1.0], "reading a: no module before it can take a scale exactly; leave it as it is"),
+        (InputGroup(("a",), "n", "norm"), [1.0, 0.0], "reading a: scales must be positive and finite"),
+        (InputGroup(("a",), "v", "value", 2, 1), [1.0, 2.0], "reading a: scales differ among the query heads"),
+        (InputGroup(("a",), "v", "value", 2, 2), [1.0, 2.0], "2 scales do not fit 2 heads of 2"),
     ],
 )
-def test_scales_that_cannot_be_folded_are_refused(reading: Reading, scales: list[float], message: str) -> None:
+def test_scales_that_cannot_be_folded_are_refused(input_group: InputGroup, scales: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fold_scales(reading, torch.tensor(scales), lambda name: nn.LayerNorm(2))
+        fold_scales(input_group, torch.tensor(scales), lambda name: nn.LayerNorm(2))
 
 
 FACTORY = """
@@ -329,9 +329,9 @@ def test_facts_hold_the_structure(tmp_path: Path) -> None:
     assert facts.structure is not None and facts.structure.blocks[0].layers == ("a", "b")
     network = ModelSpec(source="python:made.py:network", task="image-classification")
     facts = model_facts(network, tmp_path, {"pixel_values": ((3, 8, 8), "float32")})
-    assert facts.structure is not None and facts.structure.blocks[0].readings == (Reading(("2",)),)
+    assert facts.structure is not None and facts.structure.blocks[0].input_groups == (InputGroup(("2",)),)
 
 
 def test_one_block_for_what_cannot_be_run() -> None:
     found = one_block(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "why")
-    assert found.blocks[0].readings == (Reading(("0",)), Reading(("1",))) and found.notes == ("why",)
+    assert found.blocks[0].input_groups == (InputGroup(("0",)), InputGroup(("1",))) and found.notes == ("why",)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distilling import COURSE, taught
+from distilling import SCHEDULE, taught
 from pretend_device import OnDevice, pretend_gpu
 from streaming import context, gpt2, llama, streamed, texts
 from tiny_lm import language_recipe
@@ -173,13 +173,13 @@ class PlainAccelerator:
 
 
 def test_training_runs_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    course = replace(COURSE, steps=4, freeze_batchnorm=True, ema_decay=0.5)
-    net, log = taught(course)
+    schedule = replace(SCHEDULE, steps=4, freeze_batchnorm=True, ema_decay=0.5)
+    net, log = taught(schedule)
     monkeypatch.setattr(train, "_make_accelerator", lambda device: PlainAccelerator())
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as on a real GPU
     try:
         with pretend_gpu(monkeypatch) as gpu:
-            there, found = taught(course, device="cuda:0")
+            there, found = taught(schedule, device="cuda:0")
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert sum(gpu.operations.values()) > 100
@@ -199,11 +199,11 @@ def full_beyond(limit: int, function: Any, count: Any) -> Any:
 
 
 def test_training_takes_fewer_samples_at_once_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    course, lines = replace(COURSE, steps=3, freeze_batchnorm=True), list[str]()
-    _, log = taught(course)
+    schedule, lines = replace(SCHEDULE, steps=3, freeze_batchnorm=True), list[str]()
+    _, log = taught(schedule)
     loss = nn.functional.cross_entropy
     monkeypatch.setattr(nn.functional, "cross_entropy", full_beyond(3, loss, lambda logits, *_: len(logits)))
-    _, found = taught(course, log=lines.append)
+    _, found = taught(schedule, log=lines.append)
     assert [line for line in lines if "full" in line] == [
         f"the device's memory is full; going on with {n} samples at once" for n in (4, 2)
     ]

@@ -24,8 +24,8 @@ from compress.work import apply_pass
 GPU = TARGETS["tensorrt"]
 
 
-def apply(model: ir.Model, feeds: list[Any], **knobs: Any) -> PassResult:
-    return apply_pass(Autocast(**knobs), GraphState(model), context(feeds, "tensorrt"))
+def apply(model: ir.Model, feeds: list[Any], **config: Any) -> PassResult:
+    return apply_pass(Autocast(**config), GraphState(model), context(feeds, "tensorrt"))
 
 
 def half_graph(state: GraphState) -> ir.Model:

@@ -19,13 +19,13 @@ from compress.passes.autoround import AutoRound
 from compress.passes.rtn import Rtn
 from compress.quantize.autoround import autoround_block
 from compress.quantize.fake import MOST_STRETCH, ShiftedWeight
-from compress.quantize.learn import RoundingCourse
-from compress.quantize.lessons import BlockLesson, Together, together
+from compress.quantize.learn import RoundingSchedule
+from compress.quantize.learned_batches import BlockBatch, JoinedBatches, together
 from compress.quantize.rounding import QuantizedWeight, round_to_nearest
 from compress.work import apply_pass
 from compress.work.autoround import apply_autoround
 
-COURSE = RoundingCourse(100, 0.01, 0.01, method="sign")
+SCHEDULE = RoundingSchedule(100, 0.01, 0.01, method="sign")
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -36,7 +36,7 @@ def weight_of(rows: int = 8, inputs: int = 32, seed: int = 0) -> Tensor:
 
 def block(
     bits: int, group: int, symmetric: bool
-) -> tuple[nn.Module, dict[str, nn.Module], dict[str, QuantizedWeight], dict[str, Tensor], list[Together]]:
+) -> tuple[nn.Module, dict[str, nn.Module], dict[str, QuantizedWeight], dict[str, Tensor], list[JoinedBatches]]:
     """Two layers, their nearest integers, their float weights, and micro-batches of correlated inputs."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 8)).requires_grad_(False)
@@ -46,16 +46,16 @@ def block(
     layers = {"a": net[0], "b": net[2]}
     floats = {name: layer.weight.clone() for name, layer in layers.items()}
     start = {name: round_to_nearest(w.numpy(), bits, group, symmetric) for name, w in floats.items()}
-    pieces = [BlockLesson(lambda x=x: net(x), lambda y=y: y, None, 512) for x, y in zip(inputs, targets, strict=True)]  # type: ignore[misc]
+    pieces = [BlockBatch(lambda x=x: net(x), lambda y=y: y, None, 512) for x, y in zip(inputs, targets, strict=True)]  # type: ignore[misc]
     return net, layers, start, floats, together(pieces, 512)
 
 
 @pytest.mark.parametrize("grid", [(4, 8, True), (2, 8, False), (3, -1, True), (8, -1, False)])
 def test_without_rates_it_is_rounding_to_the_nearest(grid: tuple[int, int, bool]) -> None:
-    _, layers, start, floats, lessons = block(*grid)
-    still = replace(COURSE, rounding_rate=0.0, scale_rate=0.0)
-    for course in (still, replace(COURSE, steps=0)):
-        weights, log = autoround_block(layers, start, lessons, course, floats=floats)
+    _, layers, start, floats, batches = block(*grid)
+    still = replace(SCHEDULE, rounding_rate=0.0, scale_rate=0.0)
+    for schedule in (still, replace(SCHEDULE, steps=0)):
+        weights, log = autoround_block(layers, start, batches, schedule, floats=floats)
         assert log.best_step == 0
         for name, weight in weights.items():
             np.testing.assert_array_equal(weight.values, start[name].values)
@@ -64,8 +64,8 @@ def test_without_rates_it_is_rounding_to_the_nearest(grid: tuple[int, int, bool]
 
 @pytest.mark.parametrize("grid", [(2, 8, True), (3, 8, False), (3, -1, True), (4, 8, True)])
 def test_the_block_comes_closer(grid: tuple[int, int, bool]) -> None:
-    _, layers, start, floats, lessons = block(*grid)
-    weights, log = autoround_block(layers, start, lessons[:5], COURSE, kept_aside=lessons[5:], floats=floats)
+    _, layers, start, floats, batches = block(*grid)
+    weights, log = autoround_block(layers, start, batches[:5], SCHEDULE, kept_aside=batches[5:], floats=floats)
     assert log.end_loss < 0.9 * log.start_loss and len(log.losses) == 100
     for name, weight in weights.items():
         low, high = (
@@ -75,7 +75,7 @@ def test_the_block_comes_closer(grid: tuple[int, int, bool]) -> None:
         )
         assert low <= weight.values.min() and weight.values.max() <= high
         layers[name].weight.data = torch.from_numpy(weight.dequantize())  # type: ignore[union-attr]
-    assert lessons[5].loss().item() == pytest.approx(log.end_loss, rel=1e-5)  # what was learned with is what is stored
+    assert batches[5].loss().item() == pytest.approx(log.end_loss, rel=1e-5)  # what was learned with is what is stored
 
 
 def test_a_step_is_the_sign_of_the_gradient() -> None:
@@ -83,10 +83,10 @@ def test_a_step_is_the_sign_of_the_gradient() -> None:
     weight, upstream = weight_of(), weight_of(seed=1)
     start = round_to_nearest(weight.numpy(), 4, 16, True, search=False)
     layer = nn.Linear(32, 8, bias=False).requires_grad_(False)
-    lesson = BlockLesson(lambda: (layer.weight * upstream).sum()[None, None], lambda: torch.full((1, 1), -1e6), None, 1)
-    step = Together([lesson, lesson])
+    batch = BlockBatch(lambda: (layer.weight * upstream).sum()[None, None], lambda: torch.full((1, 1), -1e6), None, 1)
+    step = JoinedBatches([batch, batch])
     found, log = autoround_block(
-        {"a": layer}, {"a": start}, [step], RoundingCourse(1, 0.3, 0.01, method="sign"), floats={"a": weight}
+        {"a": layer}, {"a": start}, [step], RoundingSchedule(1, 0.3, 0.01, method="sign"), floats={"a": weight}
     )
     assert log.best_step == 1
     fake = ShiftedWeight(start, weight)
@@ -144,9 +144,11 @@ def test_every_block_of_any_architecture(net: Any) -> None:
 
 
 def test_no_steps_are_rtn() -> None:
-    knobs: dict[str, Any] = {"bits": 3, "group_size": 16}
-    rtn = apply_pass(Rtn(kind="rtn", **knobs), streamed(llama(layers=2)), context()).model
-    found = apply_autoround(AutoRound(kind="autoround", steps=0, **knobs), streamed(llama(layers=2)), context(texts(2)))
+    config: dict[str, Any] = {"bits": 3, "group_size": 16}
+    rtn = apply_pass(Rtn(kind="rtn", **config), streamed(llama(layers=2)), context()).model
+    found = apply_autoround(
+        AutoRound(kind="autoround", steps=0, **config), streamed(llama(layers=2)), context(texts(2))
+    )
     assert set(rtn.quantized_layers()) == set(found.model.quantized_layers())
     assert all(same(rtn, found.model, layer) for layer in rtn.quantized_layers())
 
@@ -159,8 +161,8 @@ def same(a: StreamedModel, b: StreamedModel, layer: str) -> bool:
 
 def test_it_goes_on_from_what_is_given() -> None:
     rtn = apply_pass(Rtn(kind="rtn", bits=2, group_size=16), streamed(llama(layers=2)), context()).model
-    knobs = AutoRound(kind="autoround", start="given", steps=0)
-    found = apply_autoround(knobs, rtn, context(texts(4)))
+    config = AutoRound(kind="autoround", start="given", steps=0)
+    found = apply_autoround(config, rtn, context(texts(4)))
     assert all(same(rtn, found.model, layer) for layer in rtn.quantized_layers())
     found = apply_autoround(AutoRound(kind="autoround", start="given", steps=30), rtn, context(texts(8)))
     assert all(end < start for start, end in losses(found).values()) and found.model.schemes == rtn.schemes
@@ -184,13 +186,13 @@ def test_the_plan() -> None:
     layers = (LayerFacts(UP, "Linear", "MatMul", f"{UP}.weight", (8, 32)),)
     facts = ModelFacts("torch", "Net", "text-generation", (), (), layers, structure=streamed(llama(layers=2)).structure)
     target = TARGETS["onnxruntime-cpu"]
-    knobs = AutoRound(kind="autoround", bits=4, group_size=32)
-    assert knobs.stage_on(facts) == "blocks"
-    assert [d.action for d in knobs.check(facts, target).decisions] == ["w4"]
+    config = AutoRound(kind="autoround", bits=4, group_size=32)
+    assert config.stage_on(facts) == "blocks"
+    assert [d.action for d in config.check(facts, target).decisions] == ["w4"]
     given = AutoRound(kind="autoround", start="given")
     assert given.check(facts, target).problems == (
         "autoround: no quantized layer is left to learn; put it after gptq or rtn",
     )
     assert not given.check(facts.with_bits({UP: 5.0}), target).problems
     assert given.explain_refusal(target) is None
-    assert "works on torch models" in knobs.check(replace(facts, structure=None), target).problems[0]
+    assert "works on torch models" in config.check(replace(facts, structure=None), target).problems[0]

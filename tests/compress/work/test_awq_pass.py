@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.context import PassResult
-from compress.facts import Reading
+from compress.facts import InputGroup
 from compress.formats.schemes import PRESETS, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -130,13 +130,13 @@ def test_scaled_weights_compute_what_they_did(make: Any) -> None:
 
 @pytest.mark.slow
 def test_it_is_closer_than_rtn_and_with_gptq_closer_still() -> None:
-    knobs: dict[str, Any] = {"bits": 3, "group_size": 16}
+    config: dict[str, Any] = {"bits": 3, "group_size": 16}
     exact = output(streaming.streamed(outlying(streaming.llama(layers=2))))
-    scaled = applied(Awq(**knobs, round=False))
+    scaled = applied(Awq(**config, round=False))
     models = {
-        "rtn": applied(Rtn(**knobs)).model,
-        "awq": applied(Awq(**knobs)).model,
-        "both": applied(Gptq(**knobs), model=scaled.model).model,
+        "rtn": applied(Rtn(**config)).model,
+        "awq": applied(Awq(**config)).model,
+        "both": applied(Gptq(**config), model=scaled.model).model,
     }
     errors = {name: float((output(model) - exact).square().mean()) for name, model in models.items()}
     assert errors["both"] < errors["awq"] < errors["rtn"]
@@ -156,7 +156,7 @@ def test_a_layer_without_a_source_is_left_alone_and_said_so() -> None:
     model = streaming.streamed(outlying(streaming.llama(layers=2)))
     structure = model.structure
     blocks = tuple(
-        replace(block, readings=tuple(Reading(reading.layers) for reading in block.readings))
+        replace(block, input_groups=tuple(InputGroup(input_group.layers) for input_group in block.input_groups))
         for block in structure.blocks
     )
     bare = replace(model, structure=replace(structure, blocks=blocks))

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from compress.data.samples import samples_of
 from compress.data.training import make_encoded_set, n_rows
 from compress.distill.batch import Batch
-from compress.distill.lessons import Augment, batch_maker
+from compress.distill.datasets import Augment, batch_maker
 from compress.distill.losses import label_loss
 from compress.distill.objective import (
     Weighted,
@@ -43,7 +43,7 @@ from compress.passes.qat import Qat
 from compress.passes.training import AttentionTerm, Augmentation, HiddenTerm, LabelsTerm, LogitsTerm, OutputTerm
 from compress.work import apply_pass
 from compress.work.contexts import ModelContext
-from compress.work.settle_course import BLENDED_EPOCHS
+from compress.work.settle_schedule import BLENDED_EPOCHS
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
 
@@ -102,7 +102,7 @@ def text_model(net: nn.Module) -> TorchModel:
     )
 
 
-def around(trainset: Any, teacher: Callable[[], TorchModel] | None, work: Path | None = None) -> ModelContext:
+def options(trainset: Any, teacher: Callable[[], TorchModel] | None, work: Path | None = None) -> ModelContext:
     return model_context(work=work, train=trainset, teacher=teacher)
 
 
@@ -116,8 +116,8 @@ def outputs(net: nn.Module) -> Tensor:
 
 
 def test_what_is_wrong_is_said_by_the_plan() -> None:
-    def problems(knobs: Distill, **more: Any) -> tuple[str, ...]:
-        return knobs.check(replace(FACTS, **more), TARGET).problems
+    def problems(config: Distill, **more: Any) -> tuple[str, ...]:
+        return config.check(replace(FACTS, **more), TARGET).problems
 
     deep = (TensorSpec("x", "float32", ("batch", 4, 8, 8)),)
     assert any("has neither 1 nor 3 channels" in one for one in problems(Distill(augment={"flip": True}), inputs=deep))
@@ -176,19 +176,19 @@ def test_the_loss_follows_from_the_task() -> None:
 
 
 def test_how_long_and_what_is_kept() -> None:
-    knobs = Distill(epochs=3, batch_size=10, held_out=0.1)
-    course = knobs.course(1000, seed=7)
-    assert (course.steps, course.seed, course.warmup, course.evaluate_every) == (270, 7, 14, 13)
-    assert knobs.cache_bytes(FACTS, 1000) == 4 * 1000 * 4
+    config = Distill(epochs=3, batch_size=10, held_out=0.1)
+    schedule = config.make_schedule(1000, seed=7)
+    assert (schedule.steps, schedule.seed, schedule.warmup, schedule.evaluate_every) == (270, 7, 14, 13)
+    assert config.cache_bytes(FACTS, 1000) == 4 * 1000 * 4
     assert Distill(epochs=1, held_out=0.1).cache_bytes(FACTS, 1000) == 0  # each sample is seen once
     for never in ({"teacher_cache": False}, {"augment": Augmentation(flip=True)}, {"hidden": HiddenTerm()}):
-        assert knobs.model_copy(update={**never, "logits": LogitsTerm()}).cache_bytes(FACTS, 1000) == 0
+        assert config.model_copy(update={**never, "logits": LogitsTerm()}).cache_bytes(FACTS, 1000) == 0
     texts = replace(FACTS, task="text-generation", outputs=(TensorSpec("logits", "float32", ("batch", "sequence", 9)),))
-    assert knobs.cache_bytes(texts, 1000) == 0
-    notes = [knobs.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
+    assert config.cache_bytes(texts, 1000) == 0
+    notes = [config.train_notes(facts, 1000)[0].text for facts in (FACTS, texts)]
     assert notes[0] == "distill: 270 steps of 10 samples; the teacher: its outputs are kept on disk (15.6 KiB)"
     assert notes[1].endswith("the teacher: it is run in every step")
-    assert knobs.estimate_cost(FACTS, DataSize(train=1000)).forwards == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
+    assert config.estimate_cost(FACTS, DataSize(train=1000)).forwards == pytest.approx(4 * 2700 + 2 * 270 / 13 * 100)
 
 
 def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
@@ -196,7 +196,7 @@ def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
     before = {name: value.clone() for name, value in net.state_dict().items()}
     terms = {"logits": LogitsTerm(temperature=4), "hidden": HiddenTerm(layers=(("conv1", "conv1"), ("bn2", "bn2")))}
     result = apply_pass(
-        small(**terms, freeze_batchnorm=True), image_model(net), around(images(), lambda: image_model(conv_net()))
+        small(**terms, freeze_batchnorm=True), image_model(net), options(images(), lambda: image_model(conv_net()))
     )
     assert result.measured["distill"]["loss_before"] == 0
     assert set(result.measured["distill: training loss"].values()) == {0.0}
@@ -207,7 +207,7 @@ def test_a_model_that_learns_from_itself_stays_as_it_is() -> None:
 def test_a_shaken_student_comes_back() -> None:
     student, teacher = noisy(conv_net()), conv_net()
     far = float((outputs(student) - outputs(teacher)).norm())
-    result = apply_pass(small(steps=60), image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(small(steps=60), image_model(student), options(images(), lambda: image_model(conv_net())))
     assert float((outputs(student) - outputs(teacher)).norm()) < 0.4 * far
     numbers = result.measured["distill"]
     assert numbers["loss_after"] < 0.5 * numbers["loss_before"]
@@ -220,17 +220,17 @@ def test_zeros_stay_zeros_unless_they_may_move() -> None:
         student = noisy(conv_net())
         student.conv2.weight.data[:, :3] = 0
         student.fc.bias.data[:] = 0
-        apply_pass(small(keep_zeros=keep), image_model(student), around(images(), lambda: image_model(conv_net())))
+        apply_pass(small(keep_zeros=keep), image_model(student), options(images(), lambda: image_model(conv_net())))
         assert bool((student.conv2.weight[:, :3] == 0).all()) == keep
         assert bool((student.fc.bias != 0).all())
 
 
 def test_labels_and_augmentation_are_learned_from() -> None:
-    knobs = small(
+    config = small(
         labels=LabelsTerm(), augment=Augmentation(flip=True, crop=1, mixup=0.3), optimizer="sgd", learning_rate=0.1
     )
     student = noisy(conv_net())
-    result = apply_pass(knobs, image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(config, image_model(student), options(images(), lambda: image_model(conv_net())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
@@ -238,7 +238,7 @@ def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> N
     student = conv_net(3, width=5)
     names = list(student.state_dict())
     terms = {"logits": LogitsTerm(), "hidden": HiddenTerm(layers=(("bn1", "bn1"), ("bn2", "bn2")))}
-    result = apply_pass(small(**terms), image_model(student), around(images(), lambda: image_model(conv_net())))
+    result = apply_pass(small(**terms), image_model(student), options(images(), lambda: image_model(conv_net())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
     assert list(student.state_dict()) == names
 
@@ -246,22 +246,22 @@ def test_a_narrower_student_gets_projections_and_a_fresh_one_none_of_them() -> N
 def test_refusals_when_it_is_run() -> None:
     loaded, teacher = image_model(conv_net()), lambda: image_model(conv_net())
     with pytest.raises(PassError, match=r"there is no training set; give the recipe data\.train"):
-        apply_pass(small(), loaded, around(None, teacher))
+        apply_pass(small(), loaded, options(None, teacher))
     with pytest.raises(PassError, match="there is no teacher"):
-        apply_pass(small(), loaded, around(images(), None))
+        apply_pass(small(), loaded, options(images(), None))
     other = conv_net()
     other.fc = nn.Linear(8, 7)
     with pytest.raises(PassError, match=r"the student gives output \[2, 4\], the teacher output \[2, 7\]"):
-        apply_pass(small(), loaded, around(images(), lambda: image_model(other)))
+        apply_pass(small(), loaded, options(images(), lambda: image_model(other)))
     missing = small(hidden=HiddenTerm(layers=(("bn1", "bn7"),)))
     with pytest.raises(PassError, match=r"the teacher has no module 'bn7'; did you mean"):
-        apply_pass(missing, loaded, around(images(), teacher))
+        apply_pass(missing, loaded, options(images(), teacher))
     with pytest.raises(PassError, match=r"conv1 gives \[2, 8, 8, 8\], conv2 of the teacher \[2, 8, 4, 4\]"):
-        apply_pass(small(hidden=HiddenTerm(layers=(("conv1", "conv2"),))), loaded, around(images(), teacher))
+        apply_pass(small(hidden=HiddenTerm(layers=(("conv1", "conv2"),))), loaded, options(images(), teacher))
     with pytest.raises(
         PassError, match=r"bn1 has 0 modules that give an attention map, one is needed; those of the model: none"
     ):
-        apply_pass(small(attention=AttentionTerm(layers=(("bn1", "bn1"),))), loaded, around(images(), teacher))
+        apply_pass(small(attention=AttentionTerm(layers=(("bn1", "bn1"),))), loaded, options(images(), teacher))
 
 
 def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
     assert calls[0] == before + 1  # the shape is asked for, no more
     (tmp_path / "w").mkdir()
     result = apply_pass(
-        small(), image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()), tmp_path / "w")
+        small(), image_model(noisy(conv_net())), options(images(), lambda: image_model(conv_net()), tmp_path / "w")
     )
     assert result.measured["distill"]["steps"] == 20
 
@@ -329,7 +329,7 @@ def test_a_decoder_learns_every_token_and_its_attention() -> None:
         "hidden": HiddenTerm(),
         "attention": AttentionTerm(),
     }
-    result = apply_pass(small(**terms), student, around(token_set(), lambda: teacher))
+    result = apply_pass(small(**terms), student, options(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < 0.97 * result.measured["distill"]["loss_before"]
 
 
@@ -356,23 +356,23 @@ def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
         best = teacher.module(**{k: torch.from_numpy(v) for k, v in sharp.feeds(np.array([row])).items()}).argmax(-1)
     assert sharp.ids[row, 4 : sharp.lengths[row]].tolist() == best[0, 3 : sharp.lengths[row] - 1].tolist()
     student = text_model(noisy(llama()))
-    knobs = small(labels=LabelsTerm(), sequences=Sequences(prompt_tokens=2))
-    result = apply_pass(knobs, student, around(data, lambda: text_model(llama())))
+    config = small(labels=LabelsTerm(), sequences=Sequences(prompt_tokens=2))
+    result = apply_pass(config, student, options(data, lambda: text_model(llama())))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
 def test_outputs_of_a_decoder_are_compared_token_by_token() -> None:
     student, teacher = text_model(noisy(llama())), text_model(llama())
-    knobs = small(logits=LogitsTerm(), output=OutputTerm(loss="mse"))
-    result = apply_pass(knobs, student, around(token_set(), lambda: teacher))
+    config = small(logits=LogitsTerm(), output=OutputTerm(loss="mse"))
+    result = apply_pass(config, student, options(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
 def test_a_new_student_may_begin_at_zero() -> None:
     net = conv_net()
     net.fc.weight.zero_()
-    knobs = small(student=Student(source="python:net.py:net"))
-    apply_pass(knobs, image_model(net), around(images(), lambda: image_model(conv_net())))
+    config = small(student=Student(source="python:net.py:net"))
+    apply_pass(config, image_model(net), options(images(), lambda: image_model(conv_net())))
     assert (net.fc.weight != 0).all()
 
 
@@ -386,13 +386,13 @@ def test_sequences_are_refused_where_nothing_is_written() -> None:
     assert problems == ("distill: sequences: a image-classification model writes no text; leave it out",)
     with pytest.raises(PassError, match="the teacher is no Hugging Face model that generates"):
         apply_pass(
-            small(sequences=Sequences()), image_model(conv_net()), around(images(), lambda: image_model(conv_net()))
+            small(sequences=Sequences()), image_model(conv_net()), options(images(), lambda: image_model(conv_net()))
         )
 
 
 def test_embeddings_come_back_by_default() -> None:
     student, teacher = text_model(noisy(bert(), 0.5)), text_model(bert())
-    result = apply_pass(small(), student, around(token_set(), lambda: teacher))
+    result = apply_pass(small(), student, options(token_set(), lambda: teacher))
     assert result.measured["distill"]["loss_after"] < 0.8 * result.measured["distill"]["loss_before"]
     assert len(result.notes) == 1
 
@@ -403,7 +403,7 @@ def test_a_student_of_fewer_layers_learns_from_evenly_spread_ones() -> None:
     shallow = BertModel(BertConfig(**sizes, num_hidden_layers=2), add_pooling_layer=False).eval()
     deep = BertModel(BertConfig(**sizes, num_hidden_layers=4), add_pooling_layer=False).eval()
     terms = {"output": OutputTerm(), "hidden": HiddenTerm(loss="cosine"), "attention": AttentionTerm()}
-    result = apply_pass(small(**terms), text_model(shallow), around(token_set(), lambda: text_model(deep)))
+    result = apply_pass(small(**terms), text_model(shallow), options(token_set(), lambda: text_model(deep)))
     assert result.measured["distill"]["loss_after"] < result.measured["distill"]["loss_before"]
 
 
@@ -464,28 +464,28 @@ def test_texts_that_are_read_apart_are_rows_of_their_own() -> None:
 
 
 def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.work.settle_course.LEAST_STEPS", 1)
-    monkeypatch.setattr("compress.work.settle_course.follow_trend", lambda arm, trials, steps: arm)
-    context = around(images(), lambda: image_model(conv_net()), tmp_path)
-    knobs = small(steps=300, learning_rate="auto", optimizer="auto")
-    result = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
+    monkeypatch.setattr("compress.work.settle_schedule.LEAST_STEPS", 1)
+    monkeypatch.setattr("compress.work.settle_schedule.follow_trend", lambda arm, trials, steps: arm)
+    context = options(images(), lambda: image_model(conv_net()), tmp_path)
+    config = small(steps=300, learning_rate="auto", optimizer="auto")
+    result = apply_pass(config, image_model(noisy(conv_net(), 1.0)), context)
     tried = result.measured["distill: loss after trials"]
     assert len(tried) > 8  # of both optimizers
     assert f"{result.settled['optimizer']} at {result.settled['learning_rate']:g}, 4 steps" in tried
     fixed = apply_pass(
-        small(steps=300, **result.settled), image_model(noisy(conv_net(), 1.0)), around(images(), context.teacher)
+        small(steps=300, **result.settled), image_model(noisy(conv_net(), 1.0)), options(images(), context.teacher)
     )
     curve = "distill: training loss"
     assert fixed.measured[curve] == result.measured[curve]  # trials left nothing behind
     assert result.measured["distill"]["loss_after"] < 0.5 * result.measured["distill"]["loss_before"]
 
-    monkeypatch.setattr("compress.work.settle_course.choose_arm", lambda *args: pytest.fail("tried again"))
-    again = apply_pass(knobs, image_model(noisy(conv_net(), 1.0)), context)
+    monkeypatch.setattr("compress.work.settle_schedule.choose_arm", lambda *args: pytest.fail("tried again"))
+    again = apply_pass(config, image_model(noisy(conv_net(), 1.0)), context)
     assert again.settled == result.settled
 
 
 def test_the_average_is_over_a_twentieth_of_the_steps_that_there_is_time_for() -> None:
-    context = around(images(), lambda: image_model(conv_net()))
+    context = options(images(), lambda: image_model(conv_net()))
     result = apply_pass(small(steps=80, ema_decay="auto"), image_model(noisy(conv_net())), context)
     assert result.settled == {"ema_decay": 0.75}
     timed = apply_pass(small(steps=10**6, ema_decay="auto", max_seconds=1.0), image_model(noisy(conv_net())), context)
@@ -493,9 +493,9 @@ def test_the_average_is_over_a_twentieth_of_the_steps_that_there_is_time_for() -
 
 
 def test_a_short_course_blends_no_images() -> None:
-    def train(**knobs: Any) -> Any:
-        context = around(images(), lambda: image_model(conv_net()))
-        return apply_pass(small(steps=None, augment="auto", **knobs), image_model(noisy(conv_net())), context)
+    def train(**config: Any) -> Any:
+        context = options(images(), lambda: image_model(conv_net()))
+        return apply_pass(small(steps=None, augment="auto", **config), image_model(noisy(conv_net())), context)
 
     short, long = train(epochs=2.0), train(epochs=BLENDED_EPOCHS + 1)
     assert short.settled["augment"]["mixup"] == 0 and any("no mixup" in note.text for note in short.notes)
@@ -503,14 +503,14 @@ def test_a_short_course_blends_no_images() -> None:
     given = apply_pass(
         small(augment={"mixup": 0.5}),
         image_model(noisy(conv_net())),
-        around(images(), lambda: image_model(conv_net())),
+        options(images(), lambda: image_model(conv_net())),
     )
     assert given.settled == {}  # what the recipe says stays
 
 
 def test_a_course_too_short_for_trials_says_so() -> None:
     result = apply_pass(
-        small(learning_rate="auto"), image_model(noisy(conv_net())), around(images(), lambda: image_model(conv_net()))
+        small(learning_rate="auto"), image_model(noisy(conv_net())), options(images(), lambda: image_model(conv_net()))
     )
     assert result.settled == {"optimizer": "adamw", "learning_rate": 5e-4}
     assert any("too few steps to find a learning rate" in note.text for note in result.notes)

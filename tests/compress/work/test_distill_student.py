@@ -39,7 +39,7 @@ from compress.recipe.exports import CheckpointExport
 from compress.recipe.load import Recipe
 from compress.recipe.network import needs_hub
 from compress.store.cache import ResultCache
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from compress.work import begin_pass, foresee_pass
 from runtime.bundle.tensors import TensorSpec
 
@@ -225,7 +225,7 @@ def taught(own: Recipe, folder: Path, name: str = "checkpoint") -> tuple[TorchMo
     plan = make_plan(own, folder / "cache")
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = RunContext(plan, ResultCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, ResultCache(folder / "cache"), RunLog(folder / "log", quiet=True), sets)
     loaded, results = _run_model_passes(ground, not_kept)
     write_checkpoint(folder / name, open_streamed(plan.inputs, loaded), CheckpointExport(), "")
     return loaded, results[0]
@@ -358,11 +358,11 @@ def test_a_student_that_takes_something_else_is_refused() -> None:
     loaded = TorchModel(architecture="Net", inputs=spec, outputs=spec, module=module, parameters={"x": "input"})
     other = replace(loaded, inputs=(TensorSpec("z", "float32", ("batch", 2)),))
     given = model_context(train=Arrays({"x": np.zeros((4, 2), np.float32)}), student=lambda student, seed: other)
-    knobs = Distill(student=Student(source="python:a:b"))
+    config = Distill(student=Student(source="python:a:b"))
     with pytest.raises(PassError, match="the student takes z, the teacher x"):
-        begin_pass(knobs, loaded, given)
+        begin_pass(config, loaded, given)
     with pytest.raises(PassError, match="no torch model"):
-        begin_pass(knobs, loaded, replace(given, student=None))
+        begin_pass(config, loaded, replace(given, student=None))
 
 
 class AddsToIt(nn.Module):

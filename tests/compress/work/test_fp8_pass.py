@@ -22,8 +22,8 @@ from compress.quantize.state import FLOAT8, GraphState, restore_state
 from compress.work import apply_pass
 
 
-def apply(model: ir.Model, feeds: list[Any], **knobs: Any) -> PassResult:
-    return apply_pass(Fp8(**knobs), GraphState(model), context(feeds, "tensorrt"))
+def apply(model: ir.Model, feeds: list[Any], **config: Any) -> PassResult:
+    return apply_pass(Fp8(**config), GraphState(model), context(feeds, "tensorrt"))
 
 
 @pytest.mark.parametrize("kind", ["transformer", "residual_cnn"])

@@ -19,7 +19,14 @@ from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.quantize.descent import descend
-from compress.quantize.gptq import Rules, gptq_round, gptq_round_together, invert_hessian, output_error, round_columns
+from compress.quantize.gptq import (
+    GptqRules,
+    gptq_round,
+    gptq_round_together,
+    invert_hessian,
+    output_error,
+    round_columns,
+)
 from compress.quantize.gram import Gram, gram_matrix
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.measure import output_cosine
@@ -46,7 +53,7 @@ def stands_for(weight: Any) -> Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 def test_with_independent_inputs_it_is_rounding_to_the_nearest(symmetric: bool, signed: bool) -> None:
     weight, scheme = weight_of(), WeightScheme(4, 16, symmetric)
-    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, Rules(signed, 0))
+    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, GptqRules(signed, 0))
     expected = round_to_grid(weight, scheme, signed=signed)
     np.testing.assert_array_equal(found.values, expected.values)
     assert error == nearest == pytest.approx(output_error(weight, stands_for(expected), torch.eye(48)), rel=1e-5)
@@ -82,7 +89,7 @@ def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool, symmetric: 
         left -= torch.outer(error, inverse[column])
         inverse -= torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
     torch.testing.assert_close(
-        round_columns(weight, hessian, grid, Rules(block=block)).double(), expected, rtol=0, atol=0
+        round_columns(weight, hessian, grid, GptqRules(block=block)).double(), expected, rtol=0, atol=0
     )
 
 
@@ -92,9 +99,9 @@ def test_descent_takes_the_best_level_of_each_input_in_turn(size: int, symmetric
     """The reference tries every level of every weight, row by row, then solves for each scale."""
     weight, gram = weight_of(4), correlated().float()
     grid = fit_grid(weight, WeightScheme(3, size, symmetric))
-    start = grid.levels(weight)
+    start = grid.quantize(weight)
     given = [grid.scales.clone(), start.clone()]
-    levels, found = descend(weight, gram, torch.ones(48), start, grid, 1)
+    quantized, found = descend(weight, gram, torch.ones(48), start, grid, 1)
     gram += torch.eye(48)
     assert torch.equal(given[0], grid.scales) and torch.equal(given[1], start)
     expected, scales = start.double(), grid.scales.double()
@@ -122,7 +129,7 @@ def test_descent_takes_the_best_level_of_each_input_in_turn(size: int, symmetric
                 left = weight[row].double() - values(row) + own
                 if (energy := float(gradient @ own)) > 0:
                     scales[row, group] *= float(gradient @ left) / energy
-    torch.testing.assert_close(levels.double(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(quantized.double(), expected, rtol=0, atol=0)
     torch.testing.assert_close(found.scales.double(), scales, rtol=1e-4, atol=1e-6)
 
 
@@ -134,8 +141,8 @@ def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: 
     errors = []
     for bits in range(2, 9):
         scheme = WeightScheme(bits, group_size, symmetric)
-        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, Rules(signed))
-        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, Rules(signed, 0)).error
+        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, GptqRules(signed))
+        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, GptqRules(signed, 0)).error
         plain = round_to_grid(weight, scheme, signed=signed)
         assert error == pytest.approx(output_error(weight, stands_for(found), gram), rel=1e-4)
         assert error <= published * 1.001
@@ -201,9 +208,9 @@ def test_more_damping_is_tried_and_its_end_is_an_error() -> None:
         invert_hessian(torch.full((4, 4), torch.nan), 0.01)
 
 
-def run_pass(**knobs: Any) -> PassResult:
+def run_pass(**config: Any) -> PassResult:
     return apply_pass(
-        Gptq(**{"group_size": 16, **knobs}), GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6))
+        Gptq(**{"group_size": 16, **config}), GraphState(graphs.transformer()), context(graphs.tokens(n_batches=6))
     )
 
 
@@ -259,14 +266,14 @@ def test_a_group_that_does_not_divide_is_refused_by_the_plan() -> None:
 
 
 def test_an_onnx_source_has_4_and_8_bits() -> None:
-    for knobs, name in (({"bits": 3}, "W3A16"), ({"scheme": "W8A8"}, "W8A8")):
-        problems = Gptq(**knobs).check(facts_of(graphs.one_layer()), TARGETS["openvino"]).problems  # type: ignore[arg-type]
+    for config, name in (({"bits": 3}, "W3A16"), ({"scheme": "W8A8"}, "W8A8")):
+        problems = Gptq(**config).check(facts_of(graphs.one_layer()), TARGETS["openvino"]).problems  # type: ignore[arg-type]
         text = f"gptq: {name} needs a torch model; weights of an onnx: source get 4 or 8 bits (W4A16, W8A16)"
         assert text in problems
 
 
-def on_blocks(net: Any = None, batches: Any = None, target: str = "transformers", **knobs: Any) -> PassResult:
-    one = Gptq(**{"group_size": 16, **knobs})
+def on_blocks(net: Any = None, batches: Any = None, target: str = "transformers", **config: Any) -> PassResult:
+    one = Gptq(**{"group_size": 16, **config})
     surroundings = replace(streaming.context(batches or streaming.texts()), target=TARGETS[target])
     return apply_pass(one, streaming.streamed(net or streaming.llama(layers=2)), surroundings)
 

@@ -71,14 +71,14 @@ def test_the_pass_needs_no_data_and_rounds_all_but_the_head() -> None:
 
 
 def test_a_fallback_is_noted_and_strict_refuses_it() -> None:
-    knobs = {"bits": 4, "group_size": 32, "indivisible": "fit", "targets": ("re:.*down_proj",)}
-    texts = [note.text for note in applied(Hqq(**knobs)).notes]  # type: ignore[arg-type]
+    config = {"bits": 4, "group_size": 32, "indivisible": "fit", "targets": ("re:.*down_proj",)}
+    texts = [note.text for note in applied(Hqq(**config)).notes]  # type: ignore[arg-type]
     assert (
         texts[0]
         == "hqq: model.layers.0.mlp.down_proj has 48 inputs, which group_size 32 does not divide: group_size 24"
     )
     with pytest.raises(PassError, match="down_proj has 48 inputs, which group_size 32 does not divide"):
-        applied(Hqq(**knobs, strict=True))  # type: ignore[arg-type]
+        applied(Hqq(**config, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group_size", [-1, 0])

@@ -29,8 +29,8 @@ from compress.work import apply_pass
 CPU = TARGETS["onnxruntime-cpu"]
 
 
-def apply(model: ir.Model, feeds: list[Any], log: list[str] | None = None, **knobs: Any) -> PassResult:
-    return apply_pass(Int8(**knobs), GraphState(model), context(feeds, log=log))
+def apply(model: ir.Model, feeds: list[Any], log: list[str] | None = None, **config: Any) -> PassResult:
+    return apply_pass(Int8(**config), GraphState(model), context(feeds, log=log))
 
 
 def cosine(result: PassResult, model: ir.Model, feeds: list[Any]) -> float:
@@ -71,13 +71,13 @@ def test_outliers_in_the_residual_stream_ruin_placement_all_and_not_inputs() -> 
         ({"targets": ("re:.*conv1",), "ignore": ("two.conv1",)}, {"one.conv1"}),
     ],
 )
-def test_layers_are_chosen_by_name_pattern_and_type(knobs: dict[str, Any], taken: set[str]) -> None:
-    result = apply(graphs.residual_cnn(), graphs.images(), **knobs)
+def test_layers_are_chosen_by_name_pattern_and_type(config: dict[str, Any], taken: set[str]) -> None:
+    result = apply(graphs.residual_cnn(), graphs.images(), **config)
     assert set(result.model.integer) == taken
     for decision in result.decisions:
         assert decision.action == ("int8" if decision.layer in taken else "kept")
         assert decision.action == "int8" or decision.reason
-    planned = {d.layer: d.action for d in Int8(**knobs).check(facts_of(graphs.residual_cnn()), CPU).decisions}
+    planned = {d.layer: d.action for d in Int8(**config).check(facts_of(graphs.residual_cnn()), CPU).decisions}
     assert {name for name, action in planned.items() if action == "int8"} == taken - {"shortcut/select"}
 
 
@@ -289,8 +289,8 @@ def test_a_second_pass_may_not_change_the_mode() -> None:
         ({"attention": True, "placement": "all"}, "int8: attention: true needs mode: static and placement: inputs"),
     ],
 )
-def test_check_says_what_cannot_work(knobs: dict[str, Any], problem: str) -> None:
-    problems = Int8(**knobs).check(facts_of(graphs.residual_cnn()), CPU).problems
+def test_check_says_what_cannot_work(config: dict[str, Any], problem: str) -> None:
+    problems = Int8(**config).check(facts_of(graphs.residual_cnn()), CPU).problems
     assert any(problem in text for text in problems), problems
 
 

@@ -37,9 +37,9 @@ def eager() -> nn.Module:
     return streaming.llama(attn_implementation="eager")
 
 
-def applied(net: nn.Module, **knobs: Any) -> PassResult:
+def applied(net: nn.Module, **config: Any) -> PassResult:
     surroundings = replace(streaming.context(streaming.texts(padded=False)), target=TARGETS["vllm"])
-    return apply_pass(KvCache(**knobs), streaming.streamed(net), surroundings)
+    return apply_pass(KvCache(**config), streaming.streamed(net), surroundings)
 
 
 @pytest.mark.parametrize("make", [streaming.llama, qwen3, eager, streaming.gpt2])
@@ -85,7 +85,7 @@ def test_int8_has_127_levels() -> None:
 
 def test_attentions_are_named_by_the_module_that_holds_the_values() -> None:
     structure = streaming.streamed(streaming.llama(layers=2)).structure
-    assert list(attentions(structure.readings)) == [f"model.layers.{k}.self_attn" for k in range(2)]
+    assert list(attentions(structure.input_groups)) == [f"model.layers.{k}.self_attn" for k in range(2)]
 
 
 def test_a_model_without_attention_and_a_target_without_kernels_are_refused() -> None:

@@ -28,7 +28,7 @@ STEPS, MIDDLE = 6, 3
 WHOLE = Tune(steps=STEPS, blockwise=False, rounding_rate=0.05)
 BLOCKS = Tune(steps=STEPS, block_steps=STEPS, blockwise=True)
 ROUNDED = AutoRound(steps=STEPS, scheme="W2A16", group_size=16)
-KNOBS: dict[str, Pass] = {"whole": WHOLE, "blocks": BLOCKS, "autoround": ROUNDED}
+CONFIG: dict[str, Pass] = {"whole": WHOLE, "blocks": BLOCKS, "autoround": ROUNDED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +37,9 @@ class Interrupted(Exception):
     pass
 
 
-def learned(knobs: Pass, work: Path | None = None, stop: tuple[int, int] | None = None) -> tuple[PassResult, list[str]]:
+def learned(
+    config: Pass, work: Path | None = None, stop: tuple[int, int] | None = None
+) -> tuple[PassResult, list[str]]:
     """(the result, the log's lines). `stop`: (a learning's number, its step's) before which it breaks off."""
     lines: list[str] = []
     count = iter(range(100))
@@ -50,8 +52,8 @@ def learned(knobs: Pass, work: Path | None = None, stop: tuple[int, int] | None 
             yield item
 
     model = streamed(llama(layers=2))
-    model = model if knobs is ROUNDED else in_two_bits(model)
-    return apply_pass(knobs, model, replace(context(texts(9), work, lines.append), progress=progress)), lines
+    model = model if config is ROUNDED else in_two_bits(model)
+    return apply_pass(config, model, replace(context(texts(9), work, lines.append), progress=progress)), lines
 
 
 def assert_same(model: StreamedModel, expected: StreamedModel) -> None:
@@ -74,7 +76,7 @@ def losses(result: PassResult) -> dict[str, dict[str, float]]:
 @functools.cache
 def learned_at_once(name: str) -> PassResult:
     """The result of a run that nothing breaks off; not to be changed."""
-    result, lines = learned(KNOBS[name])
+    result, lines = learned(CONFIG[name])
     assert not any("goes on from" in line for line in lines)
     return result
 
@@ -96,12 +98,12 @@ def test_learning_that_is_broken_off_ends_with_the_same_bytes(
 ) -> None:
     """Before the first step, between two, and before the last; in the first block, in later ones, and behind them."""
     monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
-    knobs, expected = KNOBS[name], learned_at_once(name)
+    config, expected = CONFIG[name], learned_at_once(name)
     for step in steps:
         work = tmp_path / str(step)
         with pytest.raises(Interrupted):
-            learned(knobs, work, (learning, step))
-        again, lines = learned(knobs, work)
+            learned(config, work, (learning, step))
+        again, lines = learned(config, work)
         told = [line.partition("goes on from ")[2] for line in lines if "goes on from" in line]
         assert told == ([f"step {step}"] if step else [])
         assert_same(again.model, expected.model)
@@ -130,11 +132,11 @@ def learn_in_two_goes(folder: Path) -> list[int]:
     """Break learning off before a step and go on; return the ranks of the processes that did, once for each way."""
     training_state.SAVE_SECONDS = 0.0
     ranks = []
-    for name, knobs, learning in (("whole", WHOLE, 0), ("blocks", BLOCKS, 1)):
-        expected, _ = learned(knobs)
+    for name, config, learning in (("whole", WHOLE, 0), ("blocks", BLOCKS, 1)):
+        expected, _ = learned(config)
         with pytest.raises(Interrupted):
-            learned(knobs, folder / name, (learning, MIDDLE))
-        again, lines = learned(knobs, folder / name)
+            learned(config, folder / name, (learning, MIDDLE))
+        again, lines = learned(config, folder / name)
         assert sum(line.endswith(f"goes on from step {MIDDLE}") for line in lines) == 1, lines
         assert_same(again.model, expected.model)
         ranks += gather_from_processes(share().rank)

@@ -49,8 +49,8 @@ def fragile_cnn() -> ir.Model:
 
 @pytest.fixture(scope="module")
 def state() -> GraphState:
-    knobs = Int8(bias_correction=False, placement="inputs")
-    found: GraphState = apply_pass(knobs, GraphState(fragile_cnn()), context(FEEDS)).model
+    config = Int8(bias_correction=False, placement="inputs")
+    found: GraphState = apply_pass(config, GraphState(fragile_cnn()), context(FEEDS)).model
     return found
 
 
@@ -268,8 +268,8 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
         return [] if cosine >= 0.99999 else [f"cosine {cosine:.6f} below 0.99999"]
 
     log: list[str] = []
-    knobs = Int8(placement="inputs", restore={"max_layers": 3})
-    result = apply_pass(knobs, GraphState(model), context(feeds, log=log, shortfalls=shortfalls))
+    config = Int8(placement="inputs", restore={"max_layers": 3})
+    result = apply_pass(config, GraphState(model), context(feeds, log=log, shortfalls=shortfalls))
     restored = [d for d in result.decisions if d.action == "float32"]
     assert restored
     assert restored[0].reason.startswith("restored: among the most sensitive")
@@ -286,11 +286,11 @@ def too_low_if_rounded(graph: ir.Model) -> list[str]:
 
 
 def test_gates_that_never_hold_are_told() -> None:
-    knobs = Int8(restore={"max_layers": 1})
-    result = apply_pass(knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
+    config = Int8(restore={"max_layers": 1})
+    result = apply_pass(config, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
     assert result.notes[-1].text == "int8: gates still short (max_layers 1 reached): top1 max_drop 0.01: too low"
-    knobs = Int8(restore={"max_layers": 0})
-    result = apply_pass(knobs, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
+    config = Int8(restore={"max_layers": 0})
+    result = apply_pass(config, GraphState(graphs.residual_cnn()), context(FEEDS, shortfalls=too_low_if_rounded))
     assert not [d for d in result.decisions if d.action == "float32"]
 
 
@@ -298,9 +298,9 @@ def test_what_was_lost_before_eight_bits_returns_no_layer() -> None:
     def lost_before(graph: ir.Model) -> list[str]:
         return ["top1 max_drop 0.01: 0.05 in all", *(f"cosine min 1: {s}" for s in too_low_if_rounded(graph))]
 
-    knobs, state = Int8(restore={"max_layers": 8}), GraphState(graphs.residual_cnn())
-    result = apply_pass(knobs, state, context(FEEDS, shortfalls=lambda graph: lost_before(graph)[:1]))
+    config, state = Int8(restore={"max_layers": 8}), GraphState(graphs.residual_cnn())
+    result = apply_pass(config, state, context(FEEDS, shortfalls=lambda graph: lost_before(graph)[:1]))
     assert not [d for d in result.decisions if d.action == "float32"]
     assert "lost before, which no layer in float mends): top1" in result.notes[-1].text
-    both = apply_pass(knobs, state, context(FEEDS, shortfalls=lost_before))
+    both = apply_pass(config, state, context(FEEDS, shortfalls=lost_before))
     assert [d for d in both.decisions if d.action == "float32"]  # for the gate that eight bits broke

@@ -21,7 +21,7 @@ from compress.context import PassContext
 from compress.errors import PassError
 from compress.export.checkpoint_rules import checkpoint_problems
 from compress.export.compressed_tensors import entries
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure, assign_roles
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure, assign_roles
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -31,7 +31,7 @@ from compress.passes.weight_only import WeightPass
 from compress.recipe.exports import CheckpointExport
 from compress.work import apply_pass, mixed_bits
 from compress.work.block_layers import list_layers
-from compress.work.confirm_bits import Comparison, measure_loss
+from compress.work.confirm_bits import BitsComparison, measure_loss
 from compress.work.contexts import BlockContext, WeightTrials
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,8 +72,8 @@ def test_the_average_is_kept_and_what_reads_one_tensor_has_equal_bits(config: We
     bits = bits_of(result.model)
     assert len(set(bits.values())) > 1 and set(bits.values()) <= {2, 3, 4}
     assert 2.8 < average(result.model) <= 3.0
-    for reading in model.structure.readings:
-        assert len({bits[name] for name in reading.layers if name in bits}) <= 1
+    for input_group in model.structure.input_groups:
+        assert len({bits[name] for name in input_group.layers if name in bits}) <= 1
     for layer, number in bits.items():
         told = result.measured[layer]
         assert told["bits"] == number and told["sensitivity"] == told[f"sensitivity_{number}_bits"] > 0
@@ -98,7 +98,9 @@ def test_what_is_predicted_is_about_the_divergence_of_the_outputs(bits: int) -> 
             return some.materialise()(**feeds)[kept].double().log_softmax(-1)
 
     floats, seen, predicted = predict(model), [], []
-    for layer in [name for reading in model.structure.readings for name in reading.layers if name != "lm_head"]:
+    for layer in [
+        name for input_group in model.structure.input_groups for name in input_group.layers if name != "lm_head"
+    ]:
         alone = apply_pass(Rtn(bits=bits, group_size=16, targets=(layer,)), model, context()).model
         seen.append(float((floats.exp() * (floats - predict(alone))).sum(-1).mean()))
         predicted.append(told[layer][f"sensitivity_{bits}_bits"])
@@ -129,15 +131,15 @@ def test_of_outputs_that_are_no_logits_the_relative_error_is_predicted() -> None
 @pytest.mark.parametrize(
     ("comparison", "least"),
     [
-        (Comparison((0.1, 0.2)), 2),
-        (Comparison((0.2, 0.1)), 3),
-        (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.005), 3),  # the texts' own tokens say it, beyond noise
-        (Comparison((0.1, 0.2), (3.02, 3.0), noise=0.02), 2),
-        (Comparison((np.nan, 0.2), (np.nan, 3.0), noise=np.nan), 3),  # outputs that broke
+        (BitsComparison((0.1, 0.2)), 2),
+        (BitsComparison((0.2, 0.1)), 3),
+        (BitsComparison((0.1, 0.2), (3.02, 3.0), noise=0.005), 3),  # the texts' own tokens say it, beyond noise
+        (BitsComparison((0.1, 0.2), (3.02, 3.0), noise=0.02), 2),
+        (BitsComparison((np.nan, 0.2), (np.nan, 3.0), noise=np.nan), 3),  # outputs that broke
     ],
 )
 def test_a_choice_below_equal_bits_is_taken_only_where_it_loses_less(
-    comparison: Comparison, least: int, monkeypatch: pytest.MonkeyPatch
+    comparison: BitsComparison, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model, data = Gptq(bits=MIX, group_size=16), streamed(uneven()), context(texts(8), target="transformers")
     monkeypatch.setattr(mixed_bits, "compare_rounded", lambda *args: comparison)
@@ -231,9 +233,9 @@ def test_tune_alone_lets_gptq_choose(tmp_path: Path) -> None:
 
 def test_experts_of_a_mixture_get_equal_bits(tmp_path: Path) -> None:
     expert = tuple((f"m.experts.{i}.up", f"m.experts.{i}.down") for i in range(2))
-    readings = (Reading(("m.q", "m.k")), *(Reading((name,)) for names in expert for name in names))
-    layers = [LayerFacts(n, "Linear", "MatMul", f"{n}.weight", (32, 32)) for r in readings for n in r.layers]
-    allocation = Gptq(bits=MIX).find_allocation(layers, Structure((BlockFacts("m", readings, expert),)))
+    input_groups = (InputGroup(("m.q", "m.k")), *(InputGroup((name,)) for names in expert for name in names))
+    layers = [LayerFacts(n, "Linear", "MatMul", f"{n}.weight", (32, 32)) for r in input_groups for n in r.layers]
+    allocation = Gptq(bits=MIX).find_allocation(layers, Structure((BlockFacts("m", input_groups, expert),)))
     assert allocation.groups == (("m.q", "m.k"), tuple(name for names in expert for name in names))
     assert allocation.sizes == (2048, 4096)
 
@@ -392,7 +394,7 @@ def time_schemes(schemes: Mapping[str, Scheme]) -> float:
 
 def test_a_speedup_is_kept_as_timed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = streamed(uneven())
-    layers = [name for reading in model.structure.readings for name in reading.layers if name != "lm_head"]
+    layers = [name for input_group in model.structure.input_groups for name in input_group.layers if name != "lm_head"]
     floats = 10.0 + 32 * len(layers)
 
     def time_layers(schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:

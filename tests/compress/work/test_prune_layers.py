@@ -29,7 +29,7 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.sizes import Shapes, fit, shapes_from, shapes_of
 from compress.errors import PassError, PlanError, SourceError
 from compress.execution.passes import RunContext, _run_model_passes, not_kept
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Removable, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Removable, Structure
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import ImageModel, TextModel
 from compress.models.load import TorchModel, load_model
@@ -37,10 +37,10 @@ from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
-from compress.prune.depth import Outputs, Skipping, angular_distances, least_error, shorten
+from compress.prune.depth import BlockOutputs, Skipping, angular_distances, least_error, shorten
 from compress.recipe.load import Recipe
 from compress.store.cache import ResultCache
-from compress.store.run_log import Journal
+from compress.store.run_log import RunLog
 from compress.timing.clock import Clock
 from compress.work.contexts import ModelContext, Timing
 from compress.work.prune_layers import apply_prune_layers, removable_blocks
@@ -94,7 +94,7 @@ def loaded_text(net: Any) -> TorchModel:
     )
 
 
-def around(batches: Any, **more: Any) -> ModelContext:
+def options(batches: Any, **more: Any) -> ModelContext:
     return model_context(batches, **more)
 
 
@@ -165,10 +165,10 @@ def test_transformers_models_lose_blocks_and_their_configuration_says_so(name: s
     blocks = removable_blocks(module, given)
     assert len(blocks) == 4 and all(one.listed for one in blocks)
     skipping = Skipping(module, [one.name for one in blocks], given)
-    gone = [blocks[2].name, blocks[1].name]
-    with skipping.without(gone):
+    removed = [blocks[2].name, blocks[1].name]
+    with skipping.without(removed):
         wanted = module(**given)
-    assert shorten(skipping, gone, given)
+    assert shorten(skipping, removed, given)
     assert torch.equal(module(**given), wanted)
     assert not torch.allclose(whole(**given), wanted)
     record = shapes_from(json.loads(json.dumps(asdict(shapes_of(module).since(before)))))
@@ -182,7 +182,7 @@ def test_transformers_models_lose_blocks_and_their_configuration_says_so(name: s
 def test_a_pruned_decoder_reloads_with_from_pretrained(tmp_path: Path) -> None:
     """And its key-value cache still counts from 0."""
     loaded = loaded_text(llama(layers=4))
-    result = apply_prune_layers(PruneLayers(keep=2, compensate=False), loaded, around(texts()))
+    result = apply_prune_layers(PruneLayers(keep=2, compensate=False), loaded, options(texts()))
     loaded.module.wrapped.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     ids = torch.arange(3, 11)[None]
@@ -234,9 +234,9 @@ def test_the_error_without_blocks_is_that_of_identities_in_their_places() -> Non
     by_hand.layer1[1] = nn.Identity()
     by_hand.layer2[2] = nn.Identity()
     with skipping.without(["layer1.1", "layer2.2"]):
-        error = Outputs(skipping.module, as_rows(net, x)).error_of(net)
+        error = BlockOutputs(skipping.module, as_rows(net, x)).error_of(net)
         assert error == 0.0  # of a model to itself
-    error = Outputs(net, as_rows(net, x)).error_of(by_hand)
+    error = BlockOutputs(net, as_rows(net, x)).error_of(by_hand)
     differing = (by_hand(torch.from_numpy(x)).double() - whole).square().sum()
     assert error == pytest.approx(float(differing / (whole - whole.mean(0)).square().sum()), rel=1e-4)
 
@@ -249,7 +249,7 @@ def test_the_first_to_go_is_the_one_that_is_missed_least() -> None:
         net.layer2[1].bn2.bias.zero_()  # relu(x + 0) of what a ReLU gave: nothing is lost without it
     blocks = [one.name for one in removable_blocks(net, {"x": torch.from_numpy(x[:1])})]
     skipping = Skipping(net, blocks, {"x": torch.from_numpy(x[:1])})
-    whole = Outputs(net, as_rows(net, x))
+    whole = BlockOutputs(net, as_rows(net, x))
     removal = least_error(skipping, 3, as_rows(net, x))
     assert removal.names[0] == "layer2.1" and removal.errors[0] == 0.0
     for k in range(3):
@@ -293,7 +293,7 @@ def test_an_idle_block_goes_and_nothing_changes() -> None:
             block.bn2.bias.zero_()
     x = torch.from_numpy(images())
     before = net(x)
-    result = apply_prune_layers(PruneLayers(keep=5, compensate=False), loaded_images(net), around(image_batches()))
+    result = apply_prune_layers(PruneLayers(keep=5, compensate=False), loaded_images(net), options(image_batches()))
     torch.testing.assert_close(net(x), before, rtol=1e-5, atol=1e-5)  # its norms are restated, which rounds
     said = {one.layer: one.action for one in result.decisions if one.type == "block"}
     assert {name for name, action in said.items() if action == "pruned"} == {"layer1.1", "layer3.2"}
@@ -305,18 +305,18 @@ def test_an_idle_block_goes_and_nothing_changes() -> None:
 def test_what_is_left_is_fitted_anew() -> None:
     nets = [conv_net(), conv_net()]
     batches = [MicroBatch({"x": torch.from_numpy(one["pixel_values"])}, None, 16) for one in image_batches(8)]
-    whole = Outputs(conv_net(), batches)
+    whole = BlockOutputs(conv_net(), batches)
     for net, fitted in zip(nets, (False, True), strict=True):
-        knobs = PruneLayers(drop=0.5, compensate=fitted)
-        apply_prune_layers(knobs, loaded_images(net), around(image_batches(8)))
+        config = PruneLayers(drop=0.5, compensate=fitted)
+        apply_prune_layers(config, loaded_images(net), options(image_batches(8)))
     plain, better = (whole.error_of(net) for net in nets)
     assert better < 0.5 * plain
 
 
 def test_the_blocks_behind_move_up_and_are_named_anew() -> None:
     loaded = loaded_text(llama(layers=4))
-    knobs = PruneLayers(layers=(0, 3), compensate=False)
-    result = apply_prune_layers(knobs, loaded, around(texts()))
+    config = PruneLayers(layers=(0, 3), compensate=False)
+    result = apply_prune_layers(config, loaded, options(texts()))
     said = {one.layer: one for one in result.decisions}
     assert said["model.layers.1.mlp.up_proj"].reason == "was model.layers.3.mlp.up_proj"
     assert said["model.layers.1"].action == "pruned" and said["model.layers.3"].action == "kept"
@@ -340,20 +340,20 @@ def test_a_speedup_takes_as_few_blocks_as_it_needs(choose: str) -> None:
     """Times that are told by the number of convolutions."""
     timing = Timing(ConvolutionCounter("onnxruntime-cpu"), count_convolutions, [])
     net = conv_net()  # 19 convolutions, two in a block
-    knobs = PruneLayers(speedup=1.4, choose=choose, compensate=False)
-    result = apply_prune_layers(knobs, loaded_images(net), around(image_batches(), timing=timing))
+    config = PruneLayers(speedup=1.4, choose=choose, compensate=False)
+    result = apply_prune_layers(config, loaded_images(net), options(image_batches(), timing=timing))
     assert sum(isinstance(part, nn.Conv2d) for part in net.modules()) == 13
     assert "1.46 times as fast" in result.notes[0].text
     net = conv_net()
     with pytest.raises(PassError, match=r"speedup 9 is out of reach"):
-        apply_prune_layers(PruneLayers(speedup=9.0), loaded_images(net), around(image_batches(), timing=timing))
+        apply_prune_layers(PruneLayers(speedup=9.0), loaded_images(net), options(image_batches(), timing=timing))
     with pytest.raises(PassError, match="speedup needs a target that runs here"):
-        apply_prune_layers(PruneLayers(speedup=1.4), loaded_images(net), around(image_batches()))
+        apply_prune_layers(PruneLayers(speedup=1.4), loaded_images(net), options(image_batches()))
 
 
 def test_no_calibration_data_is_refused() -> None:
     with pytest.raises(PassError, match="there is no calibration data"):
-        apply_prune_layers(PruneLayers(keep=2), loaded_images(conv_net()), around(()))
+        apply_prune_layers(PruneLayers(keep=2), loaded_images(conv_net()), options(()))
 
 
 # The record
@@ -397,14 +397,16 @@ def facts() -> ModelFacts:
         LayerFacts("head", "Linear", "MatMul", "emb.weight", (9, 4), 36),
     ]
     blocks = tuple(Removable(f"layers.{i}", (f"layers.{i}.a", f"layers.{i}.b"), True) for i in range(3))
-    readings = [
+    input_groups = [
         (
-            Reading((f"layers.{i}.a",), f"layers.{i - 1}.norm", "norm"),
-            Reading((f"layers.{i}.b",), f"layers.{i}.a", "linear"),
+            InputGroup((f"layers.{i}.a",), f"layers.{i - 1}.norm", "norm"),
+            InputGroup((f"layers.{i}.b",), f"layers.{i}.a", "linear"),
         )
         for i in range(3)
     ]
-    structure = Structure(tuple(BlockFacts(f"layers.{i}", readings[i]) for i in range(3)), after=(Reading(("head",)),))
+    structure = Structure(
+        tuple(BlockFacts(f"layers.{i}", input_groups[i]) for i in range(3)), after=(InputGroup(("head",)),)
+    )
     return ModelFacts("torch", "Net", "generic", (), (), (*ends, *inner), structure=structure, removable=blocks)
 
 
@@ -416,7 +418,7 @@ def test_the_facts_afterwards_have_the_names_afterwards() -> None:
     assert after.structure is not None and after.removable is not None
     second = after.structure.blocks[1]
     assert second.name == "layers.1"
-    assert second.readings == (Reading(("layers.1.a",)), Reading(("layers.1.b",), "layers.1.a", "linear"))
+    assert second.input_groups == (InputGroup(("layers.1.a",)), InputGroup(("layers.1.b",), "layers.1.a", "linear"))
     assert after.removable[1] == Removable("layers.1", ("layers.1.a", "layers.1.b"), True)
     skipped = replace(facts(), removable=tuple(replace(one, listed=False) for one in facts().removable or ()))
     assert [la.name for la in without_blocks(skipped, ["layers.1"]).layers][4:] == ["layers.2.a", "layers.2.b"]
@@ -443,8 +445,8 @@ def test_the_plan_says_which_blocks_go_where_it_knows() -> None:
         ({"layers": (0, 0)}, r"layers: \[0, 0\]: name each block that stays once"),
     ],
 )
-def test_the_plan_refuses(knobs: dict[str, Any], message: str) -> None:
-    assert re.search(f"^prune_layers: {message}", PruneLayers(**knobs).check(facts(), TARGET).problems[0])
+def test_the_plan_refuses(config: dict[str, Any], message: str) -> None:
+    assert re.search(f"^prune_layers: {message}", PruneLayers(**config).check(facts(), TARGET).problems[0])
 
 
 def test_models_without_blocks_are_refused() -> None:
@@ -455,9 +457,9 @@ def test_models_without_blocks_are_refused() -> None:
 
 
 @pytest.mark.parametrize("knobs", [{}, {"keep": 2, "drop": 0.5}])
-def test_one_budget_and_no_more(knobs: dict[str, Any]) -> None:
+def test_one_budget_and_no_more(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="give exactly one of keep, drop, layers, speedup"):
-        PruneLayers(**knobs)
+        PruneLayers(**config)
 
 
 # Through recipes
@@ -511,7 +513,7 @@ def from_the_cache(own: Recipe, folder: Path) -> TorchModel:
     assert plan.steps[-1].cached
     sets = {name: load_set(plan.inputs, name, None) for name in plan.inputs.data}
     (folder / "log").unlink(missing_ok=True)
-    ground = RunContext(plan, ResultCache(folder / "cache"), Journal(folder / "log", quiet=True), sets)
+    ground = RunContext(plan, ResultCache(folder / "cache"), RunLog(folder / "log", quiet=True), sets)
     loaded, _ = _run_model_passes(ground, not_kept)
     return loaded
 

@@ -57,8 +57,8 @@ def facts() -> ModelFacts:
     )
 
 
-def checked(**knobs: Any) -> Any:
-    return PruneChannels(**knobs).check(facts(), TARGETS["onnxruntime-cpu"])
+def checked(**config: Any) -> Any:
+    return PruneChannels(**config).check(facts(), TARGETS["onnxruntime-cpu"])
 
 
 def test_widths_are_multiples_and_heads_are_not() -> None:
@@ -112,8 +112,8 @@ def test_a_budget_gives_widths_that_meet_it(budget: dict[str, float]) -> None:
         ({"ratio": 0.5, "dimensions": ("heads",)}, r"nothing is left to prune \(of this model channels could be"),
     ],
 )
-def test_the_plan_refuses(knobs: dict[str, Any], message: str) -> None:
-    problem = checked(**knobs).problems[0]
+def test_the_plan_refuses(config: dict[str, Any], message: str) -> None:
+    problem = checked(**config).problems[0]
     assert problem.startswith("prune_channels: ")
     assert re.search(message, problem)
 
@@ -139,12 +139,12 @@ def test_given_widths_are_the_widths() -> None:
 
 
 @pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_flops": 0.5, "speedup": 2.0}])
-def test_one_budget_and_no_more(knobs: dict[str, float]) -> None:
+def test_one_budget_and_no_more(config: dict[str, float]) -> None:
     with pytest.raises(
         ValidationError,
         match=r"give exactly one of ratio, widths, .*, or max_params and one of",
     ):
-        PruneChannels(**knobs)
+        PruneChannels(**config)
 
 
 @pytest.fixture(scope="module")

@@ -50,13 +50,13 @@ def made(forward: Any, **parts: nn.Module) -> Net:
     return Net(forward, **parts).eval().requires_grad_(False)
 
 
-def pruned(module: nn.Module, x: np.ndarray, **knobs: Any) -> Any:
+def pruned(module: nn.Module, x: np.ndarray, **config: Any) -> Any:
     inputs = (TensorSpec("x", "float32", ("batch", *x.shape[1:])),)
     loaded = TorchModel(
         architecture="Net", inputs=inputs, outputs=(), module=module, parameters={"x": "x"}, task="generic"
     )
     batches = [{"x": part} for part in np.split(x, 4)]
-    return apply_pass(PruneChannels(**{"ratio": 0.5, "round_to": 1} | knobs), loaded, model_context(batches=batches))
+    return apply_pass(PruneChannels(**{"ratio": 0.5, "round_to": 1} | config), loaded, model_context(batches=batches))
 
 
 def images(n: int = 64, channels: int = 3) -> np.ndarray:

@@ -16,7 +16,7 @@ from onnx import helper
 from streaming import context
 
 from compress.distill import train as loop
-from compress.distill.course import Course
+from compress.distill.schedule import TrainingSchedule
 from compress.errors import PassError
 from compress.export.onnx import export_float
 from compress.formats.targets import TARGETS
@@ -103,13 +103,15 @@ def texts(n: int = 24, seed: int = 0) -> Arrays:
     return Arrays({"ids": np.random.default_rng(seed).integers(0, graphs.VOCABULARY, (n, graphs.LENGTH))})
 
 
-def around(loaded: TorchModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu") -> GraphContext:
+def options(
+    loaded: TorchModel, data: Arrays, work: Path | None = None, target: str = "onnxruntime-cpu"
+) -> GraphContext:
     calibration = [data.feeds(np.arange(start, start + 8)) for start in (0, 8)]
     given = context(calibration, work, target=target)
     return GraphContext(**vars(given), train=data, teacher=lambda: loaded)
 
 
-def knobs(**more: Any) -> Qat:
+def config(**more: Any) -> Qat:
     return Qat(**{"scheme": "W8A8", "steps": 30, "batch_size": 16, "learning_rate": 5e-3, "held_out": 0.2} | more)
 
 
@@ -117,7 +119,7 @@ def error_on(
     state: GraphState, model: ir.Model, feeds: dict[str, np.ndarray], target: str = "onnxruntime-cpu"
 ) -> float:
     """Mean squared error of the written graph's outputs, whatever kernels sum, over the float ones' variance."""
-    written = write_state(state, TARGETS[target].flavour)
+    written = write_state(state, TARGETS[target].variant)
     (exact,), (found,) = graphs.run(model, [feeds]), graphs.run(written, [feeds], optimize=False)
     return float(np.square(found - exact).mean() / exact.var())
 
@@ -135,10 +137,10 @@ def error_on(
 def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model, target: str) -> None:
     """On images that neither calibration nor training saw; ranges begin far too wide, as one image was too bright."""
     data = pictures(64)
-    context = around(loaded_of(model, "generic"), data, target=target)
+    context = options(loaded_of(model, "generic"), data, target=target)
     bright = data.columns["x"][:8] * np.linspace(1, 20, 8, dtype=np.float32)[:, None, None, None]
     context = replace(context, batches=[{"x": bright}])
-    wanted = knobs(calibration="minmax", learning_rate=5e-2, freeze_observers=0.8)
+    wanted = config(calibration="minmax", learning_rate=5e-2, freeze_observers=0.8)
     result = apply_qat_int8(wanted, GraphState(model), context)
     int8 = apply_pass(Int8(calibration="minmax"), GraphState(model), context).model
     unseen = pictures(64, seed=9).columns
@@ -152,8 +154,8 @@ def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model,
 
 def test_a_transformer_is_trained_by_its_outputs() -> None:
     model, data = graphs.transformer(), texts()
-    context = around(loaded_of(model, "feature-extraction"), data)
-    result = apply_qat_int8(knobs(batch_size=8, steps=20, precision="bfloat16"), GraphState(model), context)
+    context = options(loaded_of(model, "feature-extraction"), data)
+    result = apply_qat_int8(config(batch_size=8, steps=20, precision="bfloat16"), GraphState(model), context)
     assert "qat: trained with products in bfloat16; the graph's are those of integers" in [n.text for n in result.notes]
     assert result.model.placement == "inputs" and result.model.weight_only == ["embedding"]
     assert result.measured["qat"]["loss_after"] < 0.9 * result.measured["qat"]["loss_before"]
@@ -174,7 +176,7 @@ def test_batch_norms_lie_in_the_convolutions_that_are_trained() -> None:
     graph = GraphState(export_float(loaded, data.feeds(np.arange(2)), 20))
     assert "BatchNormalization" not in graphs.operators(graph.model)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    result = apply_qat_int8(knobs(steps=2, held_out=0.0), graph, around(loaded, data))
+    result = apply_qat_int8(config(steps=2, held_out=0.0), graph, options(loaded, data))
     assert not np.array_equal(values(result.model)["conv1.weight"], values(graph)["conv1.weight"])
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
@@ -192,8 +194,8 @@ def test_a_graph_may_have_inputs_and_outputs_that_the_torch_module_has_not() -> 
     model.graph.outputs.append(present)
     random = np.random.default_rng(0)
     data = Arrays({"x": random.normal(size=(32, 16)).astype(np.float32), "past": np.zeros((32, 8), np.float32)})
-    context = around(loaded_of(plain, "generic"), data)
-    result = apply_qat_int8(knobs(steps=2), GraphState(model), context)
+    context = options(loaded_of(plain, "generic"), data)
+    result = apply_qat_int8(config(steps=2), GraphState(model), context)
     assert result.model.integer == ["fc"] and [value.name for value in result.model.model.graph.outputs] == [
         "y",
         "present",
@@ -204,19 +206,19 @@ def test_a_graph_may_have_inputs_and_outputs_that_the_torch_module_has_not() -> 
 def test_what_is_left_open_is_found_from_where_rounding_begins() -> None:
     """By trials that leave the rounded graph as it was: a run that is given what they found ends in the same bytes."""
     model, data = separable(), pictures(64)
-    context, left = around(loaded_of(model), data), {"learning_rate": "auto", "ema_decay": "auto", "augment": "auto"}
-    found = apply_qat_int8(knobs(steps=120, **left), GraphState(model), context)
+    context, left = options(loaded_of(model), data), {"learning_rate": "auto", "ema_decay": "auto", "augment": "auto"}
+    found = apply_qat_int8(config(steps=120, **left), GraphState(model), context)
     assert found.settled["learning_rate"] > 5e-4 and found.settled["ema_decay"] == pytest.approx(1 - 20 / 120, abs=1e-5)
     assert any("found by 2 trials of 6 to 6 steps" in note.text for note in found.notes)
-    given = apply_qat_int8(knobs(steps=120, **found.settled), GraphState(model), context)
+    given = apply_qat_int8(config(steps=120, **found.settled), GraphState(model), context)
     same(given.model, found.model)
     assert given.measured["qat"]["loss_after"] < given.measured["qat"]["loss_before"]
 
 
 def test_labels_alone_teach_too() -> None:
     model = separable()
-    context = around(loaded_of(model), pictures(64))
-    result = apply_qat_int8(knobs(teacher=False, learn_scales=False), GraphState(model), context)
+    context = options(loaded_of(model), pictures(64))
+    result = apply_qat_int8(config(teacher=False, learn_scales=False), GraphState(model), context)
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"] - 0.01
     start = apply_pass(Int8(bias_correction=False), GraphState(model), context).model
     grown = [span.high / max(start.ranges[name].high, 1e-9) for name, span in result.model.ranges.items()]
@@ -230,9 +232,9 @@ def test_zeros_stay() -> None:
     weight = constant(model.graph.initializers["one.conv2.weight"]).copy()
     weight[:, ::2] = 0.0
     initializer(model, "one.conv2.weight", weight)
-    context = around(loaded_of(model), pictures())
+    context = options(loaded_of(model), pictures())
     kept, freed = (
-        apply_qat_int8(knobs(steps=2, held_out=0.0, keep_zeros=keep), GraphState(model), context).model
+        apply_qat_int8(config(steps=2, held_out=0.0, keep_zeros=keep), GraphState(model), context).model
         for keep in (True, False)
     )
     assert not kept.weights["one.conv2"].values[:, ::2].any()
@@ -242,19 +244,21 @@ def test_zeros_stay() -> None:
 @pytest.mark.parametrize("learn", [True, False])
 @pytest.mark.slow
 def test_a_broken_off_run_ends_in_the_same_bytes(learn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    course = TrainingPass.course
-    monkeypatch.setattr(TrainingPass, "course", lambda self, n, seed: replace(course(self, n, seed), save_seconds=0.0))
+    schedule = TrainingPass.make_schedule
+    monkeypatch.setattr(
+        TrainingPass, "make_schedule", lambda self, n, seed: replace(schedule(self, n, seed), save_seconds=0.0)
+    )
     learning_rate, struck = loop.learning_rate, []
 
-    def strike(course: Course, step: int, seconds: float) -> float:
+    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
         if step in (2, 7) and step not in struck:
             struck.append(step)
             raise KeyboardInterrupt
-        return learning_rate(course, step, seconds)
+        return learning_rate(schedule, step, seconds)
 
     model = graphs.residual_cnn()
-    context = around(loaded_of(model), pictures())
-    wanted = knobs(steps=10, freeze_observers=0.5, learn_scales=learn, augment=Augmentation(crop=1), held_out=0.0)
+    context = options(loaded_of(model), pictures())
+    wanted = config(steps=10, freeze_observers=0.5, learn_scales=learn, augment=Augmentation(crop=1), held_out=0.0)
     whole = apply_qat_int8(wanted, GraphState(model), context)
     monkeypatch.setattr(loop, "learning_rate", strike)
     for _ in range(2):
@@ -278,11 +282,11 @@ def values(state: GraphState) -> dict[str, np.ndarray]:
 
 def test_refusals() -> None:
     model = graphs.residual_cnn()
-    context = around(loaded_of(model), pictures())
+    context = options(loaded_of(model), pictures())
     with pytest.raises(PassError, match=r"qat: there is no training set; give the recipe data\.train"):
-        apply_qat_int8(knobs(), GraphState(model), replace(context, train=None))
+        apply_qat_int8(config(), GraphState(model), replace(context, train=None))
     with pytest.raises(PassError, match="qat: there is no torch model to train: an onnx: source has none; use int8"):
-        apply_qat_int8(knobs(), GraphState(model), replace(context, teacher=None))
+        apply_qat_int8(config(), GraphState(model), replace(context, teacher=None))
 
 
 def test_a_graph_that_torch_cannot_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +305,8 @@ def test_a_graph_that_torch_cannot_train_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_where_nothing_is_better_the_start_is_kept() -> None:
     model = graphs.residual_cnn()
-    context = around(loaded_of(model), pictures())
-    result = apply_qat_int8(knobs(steps=3, learning_rate=50.0, warmup=0.0), GraphState(model), context)
+    context = options(loaded_of(model), pictures())
+    result = apply_qat_int8(config(steps=3, learning_rate=50.0, warmup=0.0), GraphState(model), context)
     start = apply_pass(Int8(bias_correction=False), GraphState(model), context).model
     assert (result.notes[-1].level, "nothing was better than the start" in result.notes[-1].text) == ("warning", True)
     for name, weight in start.weights.items():

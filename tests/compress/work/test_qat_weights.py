@@ -13,7 +13,7 @@ import pytest
 import torch
 from distilling import Arrays
 from streaming import context, gpt2, llama, texts
-from test_distill_pass import FACTS, LAYERS, TARGET, TOKENS, around, text_model, token_set
+from test_distill_pass import FACTS, LAYERS, TARGET, TOKENS, options, text_model, token_set
 from torch import Tensor, nn
 
 from compress.blocks.rounded import Rounded, read_rounded, with_rounded, write_rounded
@@ -21,8 +21,8 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.distill import train as loop
 from compress.distill.attention import use_fused_attention
-from compress.distill.course import Course
 from compress.distill.objective import next_token_term
+from compress.distill.schedule import TrainingSchedule
 from compress.distill.watch import Seen
 from compress.errors import ExportError, PassError
 from compress.export.decoder import export_decoder
@@ -76,9 +76,9 @@ def small(**more: Any) -> Qat:
     return Qat(**{**common, **more})
 
 
-def qat(loaded: TorchModel, knobs: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
+def qat(loaded: TorchModel, config: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
     teacher = copy.deepcopy(loaded)
-    return apply_pass(knobs, loaded, around(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
+    return apply_pass(config, loaded, options(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
 
 
 def logits(loaded: TorchModel, n: int = 4) -> Tensor:
@@ -92,7 +92,7 @@ def test_what_is_simulated_is_what_the_integers_stand_for(scheme: str) -> None:
     """To the last bit, whatever was learned; number by number, as DequantizeLinear reads them."""
     loaded = model()
     module = loaded.module
-    begun, _ = _round_layers(small(scheme=scheme), module, around(None, None))
+    begun, _ = _round_layers(small(scheme=scheme), module, options(None, None))
     torch.manual_seed(0)
     for one in begun.weights.values():
         with torch.no_grad():
@@ -101,7 +101,7 @@ def test_what_is_simulated_is_what_the_integers_stand_for(scheme: str) -> None:
         one.confine()
         simulated, stored = one().detach(), one.freeze()
         assert torch.equal(simulated, torch.from_numpy(stored.dequantize()))
-        low, high = PRESETS[scheme].weights.levels
+        low, high = PRESETS[scheme].weights.integer_range
         assert low <= stored.values.min() <= stored.values.max() <= high
     zeros = 0 if stored.zero_points is None else int(stored.zero_points[3, 1])
     alone = np.float32(int(stored.values[3, 17]) - zeros) * np.float32(stored.scales[3, 1])
@@ -157,11 +157,11 @@ def _is_taken(name: str, part: nn.Module) -> bool:
 def test_the_loss_held_out_is_that_of_the_model_that_is_left() -> None:
     """Simulated and stored are one: to the last bit, so is the loss, where attention is computed alike."""
     loaded, trainset = model(), token_set(32)
-    knobs = small(teacher=False, held_out=0.25)
-    result = qat(loaded, knobs, trainset)
+    config = small(teacher=False, held_out=0.25)
+    result = qat(loaded, config, trainset)
     rows = loop.split_rows(trainset.n, 0.25, 0)[1]
-    batch = batches_of(knobs, trainset, loaded)(rows, None)
-    assert len(rows) == knobs.batch_size
+    batch = batches_of(config, trainset, loaded)(rows, None)
+    assert len(rows) == config.batch_size
     with torch.no_grad(), use_fused_attention(loaded.module):
         seen = Seen({"logits": loaded.module(**batch.feeds)})
         loss = (next_token_term(batch, seen, seen) * batch.weights).sum() / batch.weights.sum()
@@ -186,12 +186,12 @@ def config_of(loaded: TorchModel) -> Any:
 
 
 def test_without_a_teacher_labels_are_learned() -> None:
-    result = apply_pass(small(teacher=False, steps=20), model(), around(token_set(32), None))
+    result = apply_pass(small(teacher=False, steps=20), model(), options(token_set(32), None))
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"]
 
 
 def test_scales_that_are_not_learned_stay() -> None:
-    given, loaded = around(token_set(32), None), model()
+    given, loaded = options(token_set(32), None), model()
     begun, _ = _round_layers(small(), loaded.module, given)  # type: ignore[arg-type]
     result = apply_pass(small(teacher=False, learn_scales=False, held_out=0.0), loaded, given)
     for name, one in result.model.rounded.items():
@@ -211,27 +211,27 @@ def test_conv1d_holds_its_weight_the_other_way_round() -> None:
 def test_zeros_of_a_sparse_model_stay() -> None:
     loaded = model()
     layer = loaded.module.wrapped.model.layers[0].mlp.up_proj  # type: ignore[union-attr]
-    gone = torch.rand(layer.weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    layer.weight.masked_fill_(gone, 0.0)
+    zero_mask = torch.rand(layer.weight.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    layer.weight.masked_fill_(zero_mask, 0.0)
     result = qat(loaded, small(scheme="W4A16_ASYM", steps=6))
     weight = result.model.rounded["model.layers.0.mlp.up_proj"].weight
-    assert (weight.dequantize()[gone.numpy()] == 0).all() and (weight.dequantize()[~gone.numpy()] != 0).any()
+    assert (weight.dequantize()[zero_mask.numpy()] == 0).all() and (weight.dequantize()[~zero_mask.numpy()] != 0).any()
 
 
 def test_few_zeros_stay_too_and_an_average_is_saved(tmp_path: Path) -> None:
     loaded = text_model(gpt2())
     layer = loaded.module.wrapped.transformer.h[0].mlp.c_fc  # type: ignore[union-attr]
     layer.weight[::16, ::8] = 0.0  # less than 5 %
-    gone = (layer.weight == 0).t().numpy()
+    zero_mask = (layer.weight == 0).t().numpy()
     result = qat(loaded, small(steps=2, group_size=8, ema_decay=0.9), work=tmp_path)
     weight = result.model.rounded["transformer.h.0.mlp.c_fc"].weight.dequantize()
-    assert 0 < gone.mean() < 0.05 and (weight[gone] == 0).all()
+    assert 0 < zero_mask.mean() < 0.05 and (weight[zero_mask] == 0).all()
 
 
 def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
     loaded = model()
     module = loaded.module
-    begun, _ = _round_layers(small(), module, around(None, None))
+    begun, _ = _round_layers(small(), module, options(None, None))
     with rounding(module, begun), pytest.raises(ValueError, match="specify exactly one"):
         module.wrapped()  # type: ignore[operator]
     with rounding(module, begun), pytest.raises(TypeError):
@@ -240,23 +240,23 @@ def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
 
 
 def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    course, rate = TrainingPass.course, loop.learning_rate
+    schedule, rate = TrainingPass.make_schedule, loop.learning_rate
 
-    def strike(course: Course, step: int, seconds: float) -> float:
+    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
         if step == 4:
             raise KeyboardInterrupt
-        return rate(course, step, seconds)
+        return rate(schedule, step, seconds)
 
-    monkeypatch.setattr(TrainingPass, "course", lambda *given: replace(course(*given), save_seconds=0.0))
+    monkeypatch.setattr(TrainingPass, "make_schedule", lambda *given: replace(schedule(*given), save_seconds=0.0))
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
-    knobs = small(steps=7)
-    whole = qat(model(), knobs, work=tmp_path / "whole").model
+    config = small(steps=7)
+    whole = qat(model(), config, work=tmp_path / "whole").model
     with monkeypatch.context() as patch:
         patch.setattr(loop, "learning_rate", strike)
         with pytest.raises(KeyboardInterrupt):
-            qat(model(), knobs, work=tmp_path / "broken")
-    again = qat(model(), knobs, work=tmp_path / "broken").model
+            qat(model(), config, work=tmp_path / "broken")
+    again = qat(model(), config, work=tmp_path / "broken").model
     assert _bytes(whole.rounded) == _bytes(again.rounded)
     pairs = zip(whole.module.state_dict().values(), again.module.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -271,8 +271,8 @@ def trained() -> TorchModel:
     """A model in 4 bits, unsigned in one layer."""
     override = {"targets": ("model.layers.0.mlp.down_proj",), "symmetric": False}
     loaded = model(peaked(llama(layers=2, intermediate_size=64)))
-    knobs = Qat.model_validate({"group_size": 32, "steps": 3, "batch_size": 8, "overrides": (override,)})
-    return qat(loaded, knobs).model
+    config = Qat.model_validate({"group_size": 32, "steps": 3, "batch_size": 8, "overrides": (override,)})
+    return qat(loaded, config).model
 
 
 @pytest.fixture(scope="module")
@@ -373,8 +373,8 @@ def test_a_layer_that_the_graph_lacks_is_named(trained: TorchModel, graph: ir.Mo
 
 
 def test_what_is_wrong_is_said_by_the_plan() -> None:
-    def problems(knobs: Qat, layers: tuple[LayerFacts, ...] = LAYERS, **more: Any) -> tuple[str, ...]:
-        return knobs.check(replace(LM, layers=layers, **more), TARGET).problems
+    def problems(config: Qat, layers: tuple[LayerFacts, ...] = LAYERS, **more: Any) -> tuple[str, ...]:
+        return config.check(replace(LM, layers=layers, **more), TARGET).problems
 
     w4 = Qat(group_size=8, ignore=())
     assert "has 4-bit kernels for group_size" not in " ".join(problems(w4))
@@ -417,13 +417,13 @@ def test_the_plan_says_what_becomes_of_the_layers() -> None:
 
 def test_what_is_wrong_at_run_time() -> None:
     with pytest.raises(PassError, match=r"qat: there is no training set; give the recipe data\.train"):
-        apply_pass(small(), model(), around(None, None))
+        apply_pass(small(), model(), options(None, None))
     with pytest.raises(PassError, match="qat: there is no teacher: an onnx: source has no torch model"):
-        apply_pass(small(), model(), around(token_set(), None))
+        apply_pass(small(), model(), options(token_set(), None))
     broken = model()
     broken.module.wrapped.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr]
     with pytest.raises(PassError, match=r"qat: model\.layers\.1\.mlp\.up_proj: the weight holds NaN or Inf"):
-        apply_pass(small(teacher=False), broken, around(token_set(), None))
+        apply_pass(small(teacher=False), broken, options(token_set(), None))
     other = text_model(llama(vocab_size=80))
     with pytest.raises(PassError, match=r"qat: the student gives .*64\], the teacher .*80\]"):
-        apply_pass(small(), model(), around(token_set(), lambda: other))
+        apply_pass(small(), model(), options(token_set(), lambda: other))

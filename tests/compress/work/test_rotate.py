@@ -16,7 +16,7 @@ from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure
 from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes.rotate import Rotate
@@ -63,21 +63,21 @@ def test_rotations_are_the_same_for_the_same_seed() -> None:
     assert paley(10) is None
 
 
-def turn(module: nn.Module, structure: Structure, knobs: Rotate) -> tuple[nn.Module, list[str]]:
+def turn(module: nn.Module, structure: Structure, config: Rotate) -> tuple[nn.Module, list[str]]:
     """(a module with the turned weights, what was noted) of a module whose weights lie in memory."""
     inputs = {name: name for name in ("input_ids", "attention_mask", "pixel_values")}
     template, store = copy_without_weights(module), memory_store(module)
     model = StreamedModel(lambda: copy_without_weights(template), store, structure, inputs, type(module).__name__)
-    result = apply_pass(knobs, model, context())
+    result = apply_pass(config, model, context())
     return result.model.materialise(), [note.text for note in result.notes]
 
 
-def rotated(name: str, **knobs: bool) -> tuple[nn.Module, nn.Module, Structure]:
+def rotated(name: str, **config: bool) -> tuple[nn.Module, nn.Module, Structure]:
     """(as it was, turned, its structure); both checked to give the same."""
     module = architectures.build(name).float()  # as files give weights to a stream
     unstack_experts(module)
     structure = find_structure(module, architectures.feeds(name))
-    turned, notes = turn(module, structure, Rotate(**{"residual": structure.residual is not None, **knobs}))
+    turned, notes = turn(module, structure, Rotate(**{"residual": structure.residual is not None, **config}))
     assert notes == []
     before, after = architectures.run(module, name), architectures.run(turned, name)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)  # norms compute in float32
@@ -97,8 +97,10 @@ def test_a_turned_model_computes_what_it_did(name: str) -> None:
 def test_heads_turn_where_the_stream_cannot(name: str) -> None:
     module, turned, structure = rotated(name)
     assert structure.residual is None
-    reading = next(reading for reading in structure.readings if reading.how == "value")
-    assert not torch.allclose(module.get_submodule(reading.source).weight, turned.get_submodule(reading.source).weight)
+    input_group = next(input_group for input_group in structure.input_groups if input_group.how == "value")
+    assert not torch.allclose(
+        module.get_submodule(input_group.source).weight, turned.get_submodule(input_group.source).weight
+    )
 
 
 def test_only_the_stream_or_only_the_heads() -> None:
@@ -183,9 +185,9 @@ def facts(structure: Structure | None, tied: bool = True, bits: float = 32) -> M
 def structure(tied: bool = False) -> Structure:
     found = find_structure(architectures.build("llama"), architectures.feeds("llama")).residual
     assert found is not None
-    readings = (Reading(("v",), "n", "norm"), Reading(("o",), "v", "value", 1, 4))
+    input_groups = (InputGroup(("v",), "n", "norm"), InputGroup(("o",), "v", "value", 1, 4))
     residual = replace(found, width=8, embeddings=("embed",), writers=("o",), readers=("v", "head"), norms=())
-    return Structure((BlockFacts("b", readings),), residual=residual)
+    return Structure((BlockFacts("b", input_groups),), residual=residual)
 
 
 def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
@@ -214,9 +216,9 @@ def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
         ("plain", {}, 4, "o is rounded already; put rotate before the pass that does it"),
     ],
 )
-def test_what_cannot_be_turned_is_refused(found: str | None, knobs: dict[str, bool], bits: int, problem: str) -> None:
+def test_what_cannot_be_turned_is_refused(found: str | None, config: dict[str, bool], bits: int, problem: str) -> None:
     structures = {"plain": structure(), "none": Structure((BlockFacts("b", ()),), notes=("because",)), None: None}
-    plan = Rotate(**knobs).check(facts(structures[found], bits=bits), CPU)
+    plan = Rotate(**config).check(facts(structures[found], bits=bits), CPU)
     assert any(problem in text for text in plan.problems), plan.problems
 
 

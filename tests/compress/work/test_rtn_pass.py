@@ -26,8 +26,8 @@ CPU = TARGETS["onnxruntime-cpu"]
 OPEN = TARGETS["openvino"]
 
 
-def state_of(**knobs: Any) -> GraphState:
-    state: GraphState = apply_pass(Rtn(**knobs), GraphState(graphs.transformer()), context([])).model
+def state_of(**config: Any) -> GraphState:
+    state: GraphState = apply_pass(Rtn(**config), GraphState(graphs.transformer()), context([])).model
     return state
 
 
@@ -41,8 +41,8 @@ def state_of(**knobs: Any) -> GraphState:
         ({"bits": 8, "symmetric": False}, 8, False),
     ],
 )
-def test_presets_stand_for_their_settings(knobs: dict[str, Any], bits: int, symmetric: bool) -> None:
-    weight = state_of(**knobs).weights["up"]
+def test_presets_stand_for_their_settings(config: dict[str, Any], bits: int, symmetric: bool) -> None:
+    weight = state_of(**config).weights["up"]
     assert (weight.bits, weight.zero_points is None, weight.group_size) == (bits, symmetric, 32)
 
 
@@ -50,12 +50,12 @@ def test_more_bits_and_smaller_groups_are_closer() -> None:
     feeds = graphs.tokens()
     exact = graphs.run(graphs.transformer(), feeds)
 
-    def cosine(**knobs: Any) -> float:
-        return output_cosine(exact, np.split(written(state_of(**knobs), feeds), len(feeds)))
+    def cosine(**config: Any) -> float:
+        return output_cosine(exact, np.split(written(state_of(**config), feeds), len(feeds)))
 
-    def weight_error(**knobs: Any) -> float:
+    def weight_error(**config: Any) -> float:
         layers = {layer.name: layer.matrix() for layer in find_layers(graphs.transformer())}
-        return sum(float(np.square(w.dequantize() - layers[n]).sum()) for n, w in state_of(**knobs).weights.items())
+        return sum(float(np.square(w.dequantize() - layers[n]).sum()) for n, w in state_of(**config).weights.items())
 
     assert cosine(bits=8) > cosine(bits=4, group_size=16) > 0.95
     assert cosine(bits=8) > 0.9999
@@ -96,13 +96,13 @@ def test_overrides_change_their_layers_alone() -> None:
 
 @pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
 @pytest.mark.parametrize("knobs", [{}, {"symmetric": False}, {"bits": 8}, {"group_size": 64}])
-def test_onnx_runtime_fuses_every_layout(op: str, knobs: dict[str, Any], tmp_path: Any) -> None:
+def test_onnx_runtime_fuses_every_layout(op: str, config: dict[str, Any], tmp_path: Any) -> None:
     """What is left of the layer is one MatMulNBits: a weight dequantized on every run would be slower than float32."""
     import onnx
     import onnx_ir as ir
     import onnxruntime as ort
 
-    state = apply_pass(Rtn(**knobs), GraphState(graphs.one_layer(64, 32, op)), context([])).model
+    state = apply_pass(Rtn(**config), GraphState(graphs.one_layer(64, 32, op)), context([])).model
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 3
@@ -174,8 +174,8 @@ def test_bad_weights_are_named(value: float) -> None:
         ({"overrides": ({"targets": ("x",)},)}, CPU, "rtn: overrides.0.targets: 'x' matches no layer"),
     ],
 )
-def test_check_says_what_cannot_work(knobs: dict[str, Any], target: Any, problem: str) -> None:
-    problems = Rtn(**knobs).check(facts_of(graphs.transformer()), target).problems
+def test_check_says_what_cannot_work(config: dict[str, Any], target: Any, problem: str) -> None:
+    problems = Rtn(**config).check(facts_of(graphs.transformer()), target).problems
     assert any(problem in text for text in problems), problems
 
 

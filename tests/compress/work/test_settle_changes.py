@@ -36,7 +36,7 @@ class Seeing(nn.Module):
         return torch.stack([value, -value], dim=-1)
 
 
-def settle(teacher: nn.Module, task: str = "image-classification", **knobs: Any) -> Any:
+def settle(teacher: nn.Module, task: str = "image-classification", **config: Any) -> Any:
     loaded = TorchModel(
         architecture="Net",
         inputs=IMAGES,
@@ -46,26 +46,26 @@ def settle(teacher: nn.Module, task: str = "image-classification", **knobs: Any)
         parameters={"pixel_values": "x"},
     )
     images = np.random.default_rng(0).normal(0.0, 1.0, (200, 1, 16, 16)).astype(np.float32)
-    return settle_changes(Distill(**knobs), loaded, teacher, Arrays({"pixel_values": images}), model_context([]))
+    return settle_changes(Distill(**config), loaded, teacher, Arrays({"pixel_values": images}), model_context([]))
 
 
 def test_a_change_is_kept_where_the_teacher_goes_on_seeing_the_same() -> None:
-    knobs, settled = settle(Seeing(lambda x: x.abs().mean((1, 2, 3)) - 0.5), augment="auto")  # how much, not where
-    assert knobs.augment == Augmentation(flip=True, crop=2, mixup=1.0)
+    config, settled = settle(Seeing(lambda x: x.abs().mean((1, 2, 3)) - 0.5), augment="auto")  # how much, not where
+    assert config.augment == Augmentation(flip=True, crop=2, mixup=1.0)
     assert settled.fields == {"augment": {"flip": True, "crop": 2, "mixup": 1.0}}
 
 
 def test_a_change_that_makes_it_another_class_is_left_out() -> None:
     left_and_right = Seeing(lambda x: x[..., :8].mean((1, 2, 3)) - x[..., 8:].mean((1, 2, 3)))
-    knobs, _ = settle(left_and_right, augment="auto")
-    assert not knobs.augment.flip
+    config, _ = settle(left_and_right, augment="auto")
+    assert not config.augment.flip
     one_pixel, _ = settle(Seeing(lambda x: x[:, 0, 5, 5]), augment="auto")
     assert one_pixel.augment.crop == 0
 
 
 def test_where_there_are_no_classes_of_images_nothing_is_changed() -> None:
-    knobs, _ = settle(Seeing(lambda x: x.mean((1, 2, 3))), task="regression", augment="auto")
-    assert knobs.augment == Augmentation()
+    config, _ = settle(Seeing(lambda x: x.mean((1, 2, 3))), task="regression", augment="auto")
+    assert config.augment == Augmentation()
 
 
 def test_the_precision_is_what_the_processor_multiplies_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ def outlying(net: nn.Module) -> nn.Module:
     return net
 
 
-def applied(**knobs: Any) -> PassResult:
+def applied(**config: Any) -> PassResult:
     surroundings = replace(streaming.context(streaming.texts(8)), target=TARGETS["vllm"])
-    return apply_pass(SmoothQuant(**knobs), streaming.streamed(outlying(streaming.llama(layers=2))), surroundings)
+    return apply_pass(SmoothQuant(**config), streaming.streamed(outlying(streaming.llama(layers=2))), surroundings)
 
 
 def output(model: Any) -> Tensor:

@@ -87,7 +87,7 @@ def image_model(net: nn.Module) -> TorchModel:
     )
 
 
-def around(work: Path | None = None, trainset: Any = None, teacher: Callable[[], Any] | None = None) -> ModelContext:
+def options(work: Path | None = None, trainset: Any = None, teacher: Callable[[], Any] | None = None) -> ModelContext:
     return model_context(work=work, train=images() if trainset is None else trainset, teacher=teacher)
 
 
@@ -105,7 +105,7 @@ class Watch:
         self.after: list[dict[str, Tensor]] = []
         real = steps_room.train
 
-        def watched(module: nn.Module, lessons: Any, course: Any, surroundings: Any) -> Any:
+        def watched(module: nn.Module, dataset: Any, schedule: Any, surroundings: Any) -> Any:
             self.before.append(module_state(module))
             seen: dict[int, dict[str, Tensor]] = {}
             self.during.append(seen)
@@ -114,7 +114,7 @@ class Watch:
                 surroundings.after_step(step)
                 seen[step] = module_state(module)
 
-            log = real(module, lessons, course, replace(surroundings, after_step=after_step))
+            log = real(module, dataset, schedule, replace(surroundings, after_step=after_step))
             self.after.append(module_state(module))
             return log
 
@@ -132,7 +132,7 @@ def test_weights_go_back_where_they_were(
     """To the start, to a step of the first training, or nowhere: norms, biases and statistics too, zeros excepted."""
     watch, net = Watch(monkeypatch), noisy(conv_net())
     came = {f"student.{name}": value for name, value in module_state(net).items()}
-    apply_pass(small(rewind=rewind), image_model(net), around())
+    apply_pass(small(rewind=rewind), image_model(net), options())
     assert len(watch.before) == (3 if rewind == "never" else 4)
     if rewind != "never":
         assert all(torch.equal(watch.before[0][name], value) for name, value in came.items())
@@ -149,7 +149,7 @@ def test_weights_go_back_where_they_were(
 def test_the_smallest_of_what_was_trained_go_and_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, of each layer: the lowest magnitudes at the end of the training before, during all steps of the next."""
     watch, net = Watch(monkeypatch), noisy(conv_net())
-    apply_pass(small(scope="layer", rewind=0.0), image_model(net), around())
+    apply_pass(small(scope="layer", rewind=0.0), image_model(net), options())
     for number, share in enumerate(round_shares(0.8, 3), start=1):
         trained = kernel(watch.after[number - 1]).abs().reshape(-1)
         n = round(share * len(trained))
@@ -166,20 +166,20 @@ def zeros(net: ConvNet) -> dict[str, float]:
 
 def test_the_share_is_that_of_all_layers_or_of_each() -> None:
     net = conv_net()
-    result = apply_pass(small(scope="global"), image_model(net), around())
+    result = apply_pass(small(scope="global"), image_model(net), options())
     sizes = {name: net.get_submodule(name).weight.numel() for name in MATRICES}  # type: ignore[union-attr, operator]
     n_zero = sum(zeros(net)[name] * sizes[name] for name in MATRICES)
     assert round(n_zero) == round(0.8 * sum(sizes.values()))
     assert len(set(zeros(net).values())) > 1
     assert {name: result.measured[name]["sparsity"] for name in MATRICES} == zeros(net)
     each = conv_net()
-    apply_pass(small(scope="layer", ignore=("fc",)), image_model(each), around())
+    apply_pass(small(scope="layer", ignore=("fc",)), image_model(each), options())
     assert zeros(each) == pytest.approx({"conv1": 0.8, "conv2": 0.8, "fc": 0.0}, abs=0.01)
 
 
 def test_the_report_tells_each_round() -> None:
     net = noisy(conv_net())
-    result = apply_pass(small(rewind=0.25, ignore=("fc",)), image_model(net), around())
+    result = apply_pass(small(rewind=0.25, ignore=("fc",)), image_model(net), options())
     assert [decision.action for decision in result.decisions] == ["sparse", "sparse", "kept"]
     assert result.decisions[0].reason.endswith(
         "its part of 0.8 by magnitude in 3 round(s), the rest rewound to 25% of the training"
@@ -200,7 +200,7 @@ def test_rounds_lose_less_than_everything_at_once() -> None:
     for rounds in (1, 4):
         more = {"rewind": "never", "scope": "layer", "steps": 60, "batch_size": 16, "learning_rate": 0.02}
         result = apply_pass(
-            small(rounds=rounds, sparsity=0.9, **more), image_model(conv_net()), around(None, images(96))
+            small(rounds=rounds, sparsity=0.9, **more), image_model(conv_net()), options(None, images(96))
         )
         losses[rounds] = result.measured["sparsify_iteratively"]["loss_after"]
     assert losses[4] < 0.8 * losses[1]
@@ -218,12 +218,12 @@ def test_a_teacher_is_asked_unless_labels_are_all() -> None:
         asked.append(1)
         return image_model(conv_net())
 
-    result = apply_pass(default, image_model(noisy(conv_net())), around(trainset=unlabelled, teacher=teacher))
+    result = apply_pass(default, image_model(noisy(conv_net())), options(trainset=unlabelled, teacher=teacher))
     assert asked == [1] and result.measured["sparsify_iteratively"]["loss_after"] > 0
     with pytest.raises(PassError, match="sparsify_iteratively: there is no teacher"):
-        apply_pass(default, image_model(conv_net()), around())
+        apply_pass(default, image_model(conv_net()), options())
     with pytest.raises(PassError, match=r"sparsify_iteratively: there is no training set; give the recipe data\.train"):
-        apply_pass(labels, image_model(conv_net()), replace(around(), train=None))
+        apply_pass(labels, image_model(conv_net()), replace(options(), train=None))
 
 
 class Interrupted(Exception):
@@ -236,10 +236,10 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """Before the point to go back to, after it, and in a later round; the state is saved after every step."""
-    knobs = small(rewind=0.25)
-    monkeypatch.setattr(SparsifyIteratively, "course", _saving_always(SparsifyIteratively.course))
+    config = small(rewind=0.25)
+    monkeypatch.setattr(SparsifyIteratively, "make_schedule", _saving_always(SparsifyIteratively.make_schedule))
     whole = noisy(conv_net())
-    expected = apply_pass(knobs, image_model(whole), around())
+    expected = apply_pass(config, image_model(whole), options())
     net, left = noisy(conv_net()), [calls]
 
     def broken_off(steps: Any, text: str) -> Iterator[Any]:
@@ -250,15 +250,15 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
             yield step
 
     with pytest.raises(Interrupted):
-        apply_pass(knobs, image_model(net), replace(around(tmp_path), progress=broken_off))
+        apply_pass(config, image_model(net), replace(options(tmp_path), progress=broken_off))
     again = noisy(conv_net())
-    found = apply_pass(knobs, image_model(again), around(tmp_path))
+    found = apply_pass(config, image_model(again), options(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
     assert without_seconds(found) == without_seconds(expected)
 
 
-def _saving_always(course: Any) -> Any:
-    return lambda self, n_samples, seed: replace(course(self, n_samples, seed), save_seconds=0.0)
+def _saving_always(schedule: Any) -> Any:
+    return lambda self, n_samples, seed: replace(schedule(self, n_samples, seed), save_seconds=0.0)
 
 
 def without_seconds(result: PassResult) -> dict[str, dict[str, float]]:
@@ -270,7 +270,7 @@ def test_a_training_that_ends_too_early_has_no_point_to_go_back_to() -> None:
         PassError, match=r"ended before step 9, to which rewind 0\.75 goes back; use a lower rewind, or"
     ):
         apply_pass(
-            small(rewind=0.75, patience=1, evaluate_every=1, learning_rate=1e-9), image_model(conv_net()), around()
+            small(rewind=0.75, patience=1, evaluate_every=1, learning_rate=1e-9), image_model(conv_net()), options()
         )
 
 
@@ -290,7 +290,7 @@ def test_a_layer_that_would_be_empty_is_refused() -> None:
     net = conv_net()
     net.conv2.weight.mul_(1e-6)
     with pytest.raises(PassError, match=r"round 1 of 1 leaves none of the weights of conv2; ignore it, take a lower"):
-        apply_pass(small(sparsity=0.9, rounds=1, rewind="never"), image_model(net), around())
+        apply_pass(small(sparsity=0.9, rounds=1, rewind="never"), image_model(net), options())
 
 
 FACTS = ModelFacts(
@@ -321,11 +321,11 @@ def test_the_plan_says_what_each_layer_gets() -> None:
 
 
 def test_how_long_it_takes() -> None:
-    knobs = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=4, max_seconds=100, labels=LabelsTerm())
-    assert knobs.course(1000, 0).steps == 180 and knobs.course(1000, 0).max_seconds == 20
-    assert knobs.train_notes(FACTS, 1000)[0].text == "sparsify_iteratively: 5 trainings of 180 steps of 10 samples"
+    config = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=4, max_seconds=100, labels=LabelsTerm())
+    assert config.make_schedule(1000, 0).steps == 180 and config.make_schedule(1000, 0).max_seconds == 20
+    assert config.train_notes(FACTS, 1000)[0].text == "sparsify_iteratively: 5 trainings of 180 steps of 10 samples"
     one = SparsifyIteratively(epochs=2, batch_size=10, held_out=0.1, rounds=1, rewind="never", labels=LabelsTerm())
-    all_five, alone = (pass_.estimate_cost(FACTS, DataSize(train=1000)).forwards for pass_ in (knobs, one))
+    all_five, alone = (pass_.estimate_cost(FACTS, DataSize(train=1000)).forwards for pass_ in (config, one))
     assert all_five == pytest.approx(5 * alone)
     assert one.cache_bytes(FACTS, 1000) == 0  # there is no teacher
     assert one.model_copy(update={"labels": None}).cache_bytes(FACTS, 1000) == 4 * 1000 * 4
@@ -347,15 +347,15 @@ def test_how_long_it_takes() -> None:
         ),
     ],
 )
-def test_the_plan_refuses(knobs: dict[str, Any], more: dict[str, Any], problem: str) -> None:
-    found = small(**knobs).check(replace(FACTS, **more), TARGET).problems
+def test_the_plan_refuses(config: dict[str, Any], more: dict[str, Any], problem: str) -> None:
+    found = small(**config).check(replace(FACTS, **more), TARGET).problems
     assert f"sparsify_iteratively: {problem}" in " | ".join(found)
 
 
 @pytest.mark.parametrize("knobs", [{"sparsity": 1.0}, {"rounds": 0}, {"rewind": 1.0}])
-def test_numbers_that_cannot_be_meant_are_refused(knobs: dict[str, Any]) -> None:
+def test_numbers_that_cannot_be_meant_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        small(**knobs)
+        small(**config)
 
 
 def test_labels_are_asked_for() -> None:

@@ -17,7 +17,7 @@ from compress.passes.sparsify import Sparsify
 from compress.prune.masks import choose_zeros
 from compress.prune.sparsity import Sparsity
 from compress.quantize.fake import FakeWeight, LearnedWeight, ShiftedWeight
-from compress.quantize.gptq import PUBLISHED, Rules, gptq_round, gptq_round_together, invert_hessian, round_columns
+from compress.quantize.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, invert_hessian, round_columns
 from compress.quantize.grid import fit_grid, round_to_grid
 from compress.quantize.rounding import LEAST_ZEROS, keep_zeros, zeros_to_keep
 from compress.work import apply_pass
@@ -67,7 +67,7 @@ def test_what_stands_for_zero_takes_its_place(points: Tensor | None) -> None:
 def test_gptq_leaves_zeros_zero(symmetric: bool, bits: int, sweeps: int) -> None:
     """And still loses less than rounding to the nearest, because the other weights make up for both."""
     weight, scheme = sparse(), WeightScheme(bits, 16, symmetric)
-    found, error, nearest = gptq_round(weight, invert_hessian(correlated(), 0.01), scheme, Rules(sweeps=sweeps))
+    found, error, nearest = gptq_round(weight, invert_hessian(correlated(), 0.01), scheme, GptqRules(sweeps=sweeps))
     assert (torch.from_numpy(found.dequantize())[weight == 0] == 0).all()
     assert error < 0.9 * nearest
 

@@ -72,12 +72,12 @@ def images(n: int = 4) -> list[dict[str, np.ndarray]]:
     return [{"image": rng.normal(size=(6, 3, 8, 8)).astype(np.float32)} for _ in range(n)]
 
 
-def run(model: StreamedModel, work: Path | None = None, batches: Any = None, **knobs: Any) -> PassResult:
-    return apply_pass(Sparsify(**knobs), model, context(texts() if batches is None else batches, work))
+def run(model: StreamedModel, work: Path | None = None, batches: Any = None, **config: Any) -> PassResult:
+    return apply_pass(Sparsify(**config), model, context(texts() if batches is None else batches, work))
 
 
-def on_images(**knobs: Any) -> PassResult:
-    return run(streamed_images(conv_net()), batches=images(), **knobs)
+def on_images(**config: Any) -> PassResult:
+    return run(streamed_images(conv_net()), batches=images(), **config)
 
 
 def weight(result: PassResult, layer: str) -> Tensor:
@@ -163,10 +163,10 @@ def test_global_scope_takes_the_smallest_of_all_layers() -> None:
     weights = {name: module.weight.data for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     weights["model.layers.1.mlp.up_proj"].mul_(0.2)
     override = {"targets": ["re:.*layers.0.*down_proj"], "sparsity": 0.125}
-    knobs = Sparsify.model_validate_json(
+    config = Sparsify.model_validate_json(
         json.dumps({"method": "magnitude", "scope": "global", "sparsity": 0.4, "overrides": [override]})
     )
-    result = apply_pass(knobs, streamed(net), context(texts()))
+    result = apply_pass(config, streamed(net), context(texts()))
     layers = [name for name in touched(result) if name != "model.layers.0.mlp.down_proj"]
     assert zeros(result, ["model.layers.0.mlp.down_proj"]) == 0.125
     assert zeros(result, layers) == pytest.approx(0.4, abs=1e-4)
@@ -279,11 +279,11 @@ def files(work: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("knobs", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(
-    knobs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compress.work import sparsify as sparsify_blocks
 
-    whole = run(streamed(llama()), tmp_path / "whole", **knobs)
+    whole = run(streamed(llama()), tmp_path / "whole", **config)
     finish, left = sparsify_blocks._BlockSparsifying.finish, 0
 
     def stopping(work: Any) -> None:
@@ -297,10 +297,10 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     for done in range(3):
         left = 1
         with pytest.raises(KeyboardInterrupt):
-            run(streamed(llama()), tmp_path / "broken", **knobs)
+            run(streamed(llama()), tmp_path / "broken", **config)
         assert len(files(tmp_path / "broken")) == done + 1
     monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", finish)
-    result = run(streamed(llama()), tmp_path / "broken", **knobs)
+    result = run(streamed(llama()), tmp_path / "broken", **config)
     assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 3
     assert result.decisions == whole.decisions
 
@@ -317,8 +317,8 @@ CONV = LayerFacts("conv", "Conv2d", "Conv", "conv.weight", (16, 3, 3, 3))
 TABLE = LayerFacts("table", "Embedding", "Gather", "table.weight", (64, 8))
 
 
-def problems(*layers: LayerFacts, **knobs: Any) -> list[str]:
-    return list(Sparsify(**knobs).check(facts(*layers), TARGETS["onnxruntime-cpu"]).problems)
+def problems(*layers: LayerFacts, **config: Any) -> list[str]:
+    return list(Sparsify(**config).check(facts(*layers), TARGETS["onnxruntime-cpu"]).problems)
 
 
 def test_the_plan_says_what_each_layer_gets_and_changes_no_size() -> None:
@@ -336,11 +336,13 @@ def test_the_plan_says_what_each_layer_gets_and_changes_no_size() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("knobs", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"pattern": "1:4"}], ids=str)
-def test_the_plan_says_what_the_target_gains(target: str, knobs: dict[str, Any]) -> None:
+def test_the_plan_says_what_the_target_gains(target: str, config: dict[str, Any]) -> None:
     wide = replace(LINEAR, shape=(8, 8))
-    (note,) = Sparsify(**knobs).check(facts(wide), TARGETS[target]).notes
-    gains = target == "tensorrt" and knobs == {"pattern": "2:4"}
-    assert note.level == "info" and note.text.startswith(f"{target}: {knobs.get('pattern', 'unstructured')} sparsity: ")
+    (note,) = Sparsify(**config).check(facts(wide), TARGETS[target]).notes
+    gains = target == "tensorrt" and config == {"pattern": "2:4"}
+    assert note.level == "info" and note.text.startswith(
+        f"{target}: {config.get('pattern', 'unstructured')} sparsity: "
+    )
     assert ("no faster and no smaller" in note.text) != gains and ("sparse tensor cores" in note.text) == gains
 
 
@@ -408,9 +410,9 @@ def test_a_weight_that_an_untouched_layer_shares_is_refused() -> None:
     ],
     ids=str,
 )
-def test_knobs_that_cannot_be_meant_are_refused(knobs: dict[str, Any], text: str) -> None:
+def test_knobs_that_cannot_be_meant_are_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
-        Sparsify(**knobs)
+        Sparsify(**config)
 
 
 @pytest.mark.parametrize("method", METHODS[1:])

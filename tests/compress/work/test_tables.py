@@ -18,7 +18,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.export.checkpoint import write_checkpoint
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems
 from compress.export.onnx import finish, with_integers
-from compress.facts import BlockFacts, LayerFacts, ModelFacts, Reading, Structure, assign_roles
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure, assign_roles
 from compress.formats.schemes import PRESETS, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -59,7 +59,7 @@ def facts(tied: bool = True, positions: int = 4) -> ModelFacts:
         LayerFacts("layers.0.q", "Linear", "MatMul", "layers.0.q.weight", (64, 64)),
         LayerFacts(HEAD, "Linear", "MatMul", weight, (128, 64)),
     )
-    structure = Structure((BlockFacts("layers.0", (Reading(("layers.0.q",)),)),), after=(Reading((HEAD,)),))
+    structure = Structure((BlockFacts("layers.0", (InputGroup(("layers.0.q",)),)),), after=(InputGroup((HEAD,)),))
     return ModelFacts("torch", "Tiny", "text-generation", (), (), assign_roles(layers, structure), structure=structure)
 
 

@@ -22,8 +22,8 @@ from compress.formats.targets import TARGETS
 from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
-from compress.quantize.learn import RoundingCourse, learn
-from compress.quantize.lessons import (
+from compress.quantize.learn import RoundingSchedule, learn
+from compress.quantize.learned_batches import (
     NEXT_TOKENS,
     FloatTeacher,
     arrange_batches,
@@ -40,7 +40,7 @@ from compress.work.tune import END, apply_tune
 
 W2 = Scheme(WeightScheme(2, 16))
 GRIDS = [(2, 16, True), (3, -1, True), (4, 8, False), (8, 0, True), (2, 16, False)]
-QUICK = RoundingCourse(30, 0.02, 0.005, 0.005)
+QUICK = RoundingSchedule(30, 0.02, 0.005, 0.005)
 
 
 def weight_of(rows: int = 6, inputs: int = 32, seed: int = 0) -> Tensor:
@@ -243,8 +243,8 @@ def test_no_steps_change_nothing_and_a_model_is_like_itself() -> None:
 def test_the_start_is_kept_where_nothing_is_better() -> None:
     """The model is its own teacher, and steps are large: all that is learned is worse."""
     _, student, layers, start = pair()
-    course = RoundingCourse(8, 0.4, 0.2, 0.2)
-    weights, values, log = tune_module(student, layers, start, rows(), student, course, kept_aside=rows(2, 5))
+    schedule = RoundingSchedule(8, 0.4, 0.2, 0.2)
+    weights, values, log = tune_module(student, layers, start, rows(), student, schedule, kept_aside=rows(2, 5))
     assert log.best_step == 0 and log.end_loss == log.start_loss and log.steps == 8
     assert all(same(weights[name], start[name]) for name in start)
     assert all(torch.equal(value, dict(student.named_parameters())[name]) for name, value in values.items())
@@ -272,8 +272,8 @@ def test_integers_stay_where_scales_alone_are_learned() -> None:
 
 def test_time_runs_out() -> None:
     teacher, student, layers, start = pair()
-    course = replace(QUICK, steps=10**6, max_seconds=0.2)
-    log = tune_module(student, layers, start, rows(), teacher, course)[2]
+    schedule = replace(QUICK, steps=10**6, max_seconds=0.2)
+    log = tune_module(student, layers, start, rows(), teacher, schedule)[2]
     assert 0 < log.steps < 10**6 and log.seconds < 5 and log.end_loss <= log.start_loss
 
 
@@ -334,8 +334,8 @@ def test_logits_are_compared_as_distributions_without_being_asked_to() -> None:
 
 def test_block_by_block_and_then_the_scales() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
-    knobs = Tune(kind="tune", steps=12, block_steps=12, blockwise=True, loss="kl")
-    result = apply_tune(knobs, before, context(texts(8)))
+    config = Tune(kind="tune", steps=12, block_steps=12, blockwise=True, loss="kl")
+    result = apply_tune(config, before, context(texts(8)))
     for name in ("model.layers.0", "model.layers.1", END):
         assert result.measured[name]["end_loss"] < result.measured[name]["start_loss"]
     aside = together(texts(8)[7:])
@@ -344,10 +344,10 @@ def test_block_by_block_and_then_the_scales() -> None:
 
 
 def test_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = Tune(kind="tune")
+    config = Tune(kind="tune")
     for per_weight, how in ((ROUNDING_BYTES, "whole"), (SCALING_BYTES, "blocks, then scales"), (1, "blocks")):
         monkeypatch.setattr(tune_record, "available_bytes", lambda per=per_weight: (8 * 1000 + per * 1000 + 1) / SPARE)
-        assert knobs.how(1000, 1000) == how
+        assert config.how(1000, 1000) == how
     assert Tune(kind="tune", blockwise=False).how(1000, 1000) == "whole"
     monkeypatch.undo()
     assert Tune(kind="tune", blockwise=True).how(1000, 1000) == "blocks, then scales"
@@ -365,8 +365,8 @@ def test_nothing_rounded_yet_is_rounded_by_gptq() -> None:
 
 def test_some_of_the_layers() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
-    knobs = Tune(kind="tune", steps=6, targets=("re:.*mlp",), ignore=("model.layers.0.mlp.up_proj",))
-    result = apply_tune(knobs, before, context(texts(4)))
+    config = Tune(kind="tune", steps=6, targets=("re:.*mlp",), ignore=("model.layers.0.mlp.up_proj",))
+    result = apply_tune(config, before, context(texts(4)))
     changed = {
         la for la in before.quantized_layers() if not same(before.store.quantized(la), result.model.store.quantized(la))
     }  # type: ignore[arg-type]
@@ -419,8 +419,8 @@ def tune_both_ways() -> dict[bool, list[float]]:
     before = in_two_bits(streamed(llama(layers=2)))
     found = {}
     for blockwise in (False, True):
-        knobs = Tune(kind="tune", steps=5, block_steps=4, batch_size=3, blockwise=blockwise, loss="kl", held_out=0.3)
-        result = apply_tune(knobs, before, context(texts(7)))
+        config = Tune(kind="tune", steps=5, block_steps=4, batch_size=3, blockwise=blockwise, loss="kl", held_out=0.3)
+        result = apply_tune(config, before, context(texts(7)))
         digest = sum(float(result.model.store.read(name).double().abs().sum()) for name in result.model.store.names())
         assert len(set(gather_from_processes(digest))) == 1
         found[blockwise] = [result.measured[END]["start_loss"], result.measured[END]["end_loss"]]
@@ -431,16 +431,16 @@ def tune_both_ways() -> dict[bool, list[float]]:
 def test_two_processes_end_with_the_same_and_as_one_does() -> None:
     found, _ = run_in_two_processes(tune_both_ways)
     before = in_two_bits(streamed(llama(layers=2)))
-    knobs = Tune(kind="tune", steps=5, batch_size=3, blockwise=False, loss="kl", held_out=0.3)
-    alone = apply_tune(knobs, before, context(texts(7))).measured[END]
+    config = Tune(kind="tune", steps=5, batch_size=3, blockwise=False, loss="kl", held_out=0.3)
+    alone = apply_tune(config, before, context(texts(7))).measured[END]
     assert found[False][0] == pytest.approx(alone["start_loss"], rel=1e-3)
     assert found[False][1] == pytest.approx(alone["end_loss"], rel=0.02)
     assert found[True][1] <= found[True][0]
 
 
 def test_a_step_takes_so_many_samples_as_have_its_tokens() -> None:
-    knobs = Tune(kind="tune")
-    assert [knobs.find_batch_size(tokens) for tokens in (0, 20, 100, 200, 2048)] == [256, 13, 3, 1, 1]
+    config = Tune(kind="tune")
+    assert [config.find_batch_size(tokens) for tokens in (0, 20, 100, 200, 2048)] == [256, 13, 3, 1, 1]
     assert Tune(kind="tune", batch_size=8).find_batch_size(2048) == 8
     masked = {"input_ids": torch.zeros(1, 5, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert length(masked) == 3 and length({"pixels": torch.zeros(1, 3, 4, 4)}) == 48
@@ -494,18 +494,18 @@ def test_of_a_chat_the_assistants_tokens_alone_are_learned() -> None:
 def test_tuning_on_chats_reads_the_mask_of_its_context(rows: int | None) -> None:
     """What the masks leave out of the texts changes nothing; the model's own name of its tokens is used."""
     before = in_two_bits(streamed(llama(layers=1)))
-    knobs = Tune(steps=3, batch_size=2, blockwise=False, text_share=0.5, held_out=0.3)
+    config = Tune(steps=3, batch_size=2, blockwise=False, text_share=0.5, held_out=0.3)
     n_texts, masks = 4, [np.arange(12) >= 6] * 4
 
     def learn_from(**more: Any) -> dict[str, float]:
-        return apply_tune(knobs, before, context(texts(n_texts, padded=False), rows=rows, **more)).measured[END]
+        return apply_tune(config, before, context(texts(n_texts, padded=False), rows=rows, **more)).measured[END]
 
     whole, chats, silent = learn_from(), learn_from(loss_masks=masks), [np.arange(12) < 1] * n_texts
     assert chats["start_loss"] != whole["start_loss"]
     with pytest.raises(PassError, match="text_share: the assistant says nothing"):
         learn_from(loss_masks=silent)
     renamed = replace(before, build=lambda: Renamed(before.build()), parameters={**before.parameters, "input_ids": "t"})
-    named = apply_tune(knobs, renamed, context(texts(n_texts, padded=False), rows=rows, loss_masks=masks))
+    named = apply_tune(config, renamed, context(texts(n_texts, padded=False), rows=rows, loss_masks=masks))
     assert named.measured[END]["start_loss"] == pytest.approx(chats["start_loss"], rel=1e-6)
 
 
@@ -525,9 +525,9 @@ class Renamed(nn.Module):
 
 def test_a_share_of_the_texts_needs_tokens() -> None:
     target = TARGETS["onnxruntime-cpu"]
-    for knobs, task, said in (
+    for config, task, said in (
         (Tune(text_share=0.1), "text-classification", "writes no text"),
         (Tune(text_share=0.1, loss="hidden"), "text-generation", "hidden states say no token"),
     ):
-        plan = knobs.check(replace(facts(5.0), task=task), target)
+        plan = config.check(replace(facts(5.0), task=task), target)
         assert said in plan.problems[0]

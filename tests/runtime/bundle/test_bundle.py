@@ -188,8 +188,8 @@ def test_measurements_are_outside_the_manifest(image_bundle: Path) -> None:
 
 def test_flavour_is_preferred_for_its_backend(image_bundle: Path) -> None:
     manifest = read_manifest(image_bundle)
-    flavour = replace(manifest.artifacts[0], name="candidate-openvino")
-    manifest = replace(manifest, artifacts=(*manifest.artifacts, flavour))
+    variant = replace(manifest.artifacts[0], name="candidate-openvino")
+    manifest = replace(manifest, artifacts=(*manifest.artifacts, variant))
     assert manifest.candidate_for("openvino").name == "candidate-openvino"
     assert manifest.candidate_for("onnxruntime-cpu").name == "candidate"
 

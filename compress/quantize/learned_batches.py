@@ -27,7 +27,7 @@ CACHE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class BlockLesson:
+class BlockBatch:
     """A micro-batch of a block: relative squared error of its output. `rows`: [B, T], False at padding, or None."""
 
     forward: Callable[[], Tensor]
@@ -40,25 +40,25 @@ class BlockLesson:
 
 
 @dataclass(frozen=True)
-class Together:
+class JoinedBatches:
     """Micro-batches that one step is taken on: the mean of their losses, each counted by its rows.
 
     `frugal`: what the gradients of one need is computed again when its turn comes, so that no two are held at once.
     """
 
-    lessons: Sequence[BlockLesson | OutputLesson]
+    loss_batches: Sequence[BlockBatch | OutputBatch]
     part: float = 1.0
     frugal: bool = False
 
     @property
     def n_rows(self) -> int:
-        return sum(lesson.n_rows for lesson in self.lessons)
+        return sum(batch.n_rows for batch in self.loss_batches)
 
     def loss(self) -> Tensor:
         losses = [
-            checkpoint(lesson.loss, use_reentrant=False) if self.frugal else lesson.loss() for lesson in self.lessons
+            checkpoint(batch.loss, use_reentrant=False) if self.frugal else batch.loss() for batch in self.loss_batches
         ]
-        weighted = [loss * lesson.n_rows for loss, lesson in zip(losses, self.lessons, strict=True)]
+        weighted = [loss * batch.n_rows for loss, batch in zip(losses, self.loss_batches, strict=True)]
         return torch.stack(weighted).sum() / self.n_rows
 
 
@@ -66,14 +66,16 @@ def _call(function: Callable[[], Tensor]) -> Tensor:
     return function()
 
 
-def together(lessons: Sequence[BlockLesson], rows: int, part: float = 1.0, frugal: bool = False) -> list[Together]:
-    """Bundle lessons in their order, as many as have no more than `rows` rows, but one at least."""
-    bundles: list[list[BlockLesson]] = []
-    for lesson in lessons:
-        if not bundles or sum(bundled.n_rows for bundled in bundles[-1]) + lesson.n_rows > rows:
+def together(
+    loss_batches: Sequence[BlockBatch], rows: int, part: float = 1.0, frugal: bool = False
+) -> list[JoinedBatches]:
+    """Bundle batches in their order, as many as have no more than `rows` rows, but one at least."""
+    bundles: list[list[BlockBatch]] = []
+    for batch in loss_batches:
+        if not bundles or sum(bundled.n_rows for bundled in bundles[-1]) + batch.n_rows > rows:
             bundles.append([])
-        bundles[-1].append(lesson)
-    return [Together(bundle, part, frugal) for bundle in bundles]
+        bundles[-1].append(batch)
+    return [JoinedBatches(bundle, part, frugal) for bundle in bundles]
 
 
 @dataclass
@@ -108,7 +110,7 @@ class FloatTeacher:
 
 
 @dataclass(frozen=True)
-class OutputLesson:
+class OutputBatch:
     """A batch of feeds, by parameter of forward: the module's output against the teacher's."""
 
     module: nn.Module
@@ -128,7 +130,7 @@ class OutputLesson:
         return divergence(out, target, entropies) if self.teacher.kind == "kl" else relative_error(out, target)
 
 
-def output_lessons(
+def output_batches(
     module: nn.Module,
     teacher: FloatTeacher,
     batches: Sequence[Feeds],
@@ -136,36 +138,38 @@ def output_lessons(
     rank: int = 0,
     size: int = 1,
     rows: int | None = None,
-) -> Sequence[OutputLesson | Together]:
-    """Return one lesson for each batch, numbered from `first` on (the teacher knows them by number).
+) -> Sequence[OutputBatch | JoinedBatches]:
+    """Return what is learned of each batch of samples, numbered from `first` on (the teacher knows them by number).
 
     Of `size` processes that of number `rank` gets every `size`-th sample of each batch. `rows`: tokens that go through
     the modules at once, at most, unless one sample has more; None: the batch.
     """
-    lessons = [_make_lesson(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
-    return lessons if rows is None else [_split_lesson(lesson, first + i, rows) for i, lesson in enumerate(lessons)]
+    loss_batches = [_make_batch(module, teacher, feeds, first + i, rank, size) for i, feeds in enumerate(batches)]
+    return (
+        loss_batches if rows is None else [_split_batch(batch, first + i, rows) for i, batch in enumerate(loss_batches)]
+    )
 
 
-def _split_lesson(lesson: OutputLesson, number: int, rows: int) -> Together:
-    """Return the lesson as several of fewer samples, which are learned from together."""
-    n = len(next(iter(lesson.feeds.values())))
-    at_once = max(1, rows * n // max(lesson.n_rows, 1))
+def _split_batch(batch: OutputBatch, number: int, rows: int) -> JoinedBatches:
+    """Return the batch as several of fewer samples, which are learned from together."""
+    n = len(next(iter(batch.feeds.values())))
+    at_once = max(1, rows * n // max(batch.n_rows, 1))
     parts = []
     for k, start in enumerate(range(0, n, at_once)):
-        feeds = {name: tensor[start : start + at_once] for name, tensor in lesson.feeds.items()}
-        parts.append(replace(lesson, feeds=feeds, number=(number, k), n_rows=_count_rows(feeds)))
-    return Together(parts, lesson.part, frugal=True)
+        feeds = {name: tensor[start : start + at_once] for name, tensor in batch.feeds.items()}
+        parts.append(replace(batch, feeds=feeds, number=(number, k), n_rows=_count_rows(feeds)))
+    return JoinedBatches(parts, batch.part, frugal=True)
 
 
-def _make_lesson(
+def _make_batch(
     module: nn.Module, teacher: FloatTeacher, feeds: Feeds, number: int, rank: int, size: int
-) -> OutputLesson:
+) -> OutputBatch:
     if size == 1:
-        return OutputLesson(module, teacher, feeds, number, _count_rows(feeds))
+        return OutputBatch(module, teacher, feeds, number, _count_rows(feeds))
     share = {name: tensor[rank::size] for name, tensor in feeds.items()}
     if not len(next(iter(share.values()))):  # fewer samples than processes: one that counts nothing
-        return OutputLesson(module, teacher, {name: tensor[:1] for name, tensor in feeds.items()}, number, 0, 0.0)
-    return OutputLesson(module, teacher, share, number, _count_rows(share), _count_rows(share) / _count_rows(feeds))
+        return OutputBatch(module, teacher, {name: tensor[:1] for name, tensor in feeds.items()}, number, 0, 0.0)
+    return OutputBatch(module, teacher, share, number, _count_rows(share), _count_rows(share) / _count_rows(feeds))
 
 
 def relative_error(out: Tensor, target: Tensor) -> Tensor:

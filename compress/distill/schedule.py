@@ -19,12 +19,12 @@ Rows = np.ndarray
 """int64 [n]."""
 
 
-LOOKS = 20
+EVALUATIONS = 20
 """At the samples held out in a run, where nothing else is said."""
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingSchedule:
     """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
 
     `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
@@ -63,23 +63,23 @@ class Course:
         return self.batch_size * self.accumulate
 
 
-def progress_made(course: Course, step: int, seconds: float) -> float:
+def progress_made(schedule: TrainingSchedule, step: int, seconds: float) -> float:
     """Return 0 at the start, 1 at the end: by steps or by time, whichever is nearer to its end."""
-    spent = 0.0 if course.max_seconds is None else seconds / course.max_seconds
-    return min(max(step / max(course.steps, 1), spent), 1.0)
+    spent = 0.0 if schedule.max_seconds is None else seconds / schedule.max_seconds
+    return min(max(step / max(schedule.steps, 1), spent), 1.0)
 
 
-def looks_due(course: Course, step: int, seconds: float) -> int:
+def evaluations_due(schedule: TrainingSchedule, step: int, seconds: float) -> int:
     """Return how many looks, but for that at the start, the time that is spent asks for."""
-    return 0 if course.max_seconds is None else int(LOOKS * progress_made(course, step, seconds))
+    return 0 if schedule.max_seconds is None else int(EVALUATIONS * progress_made(schedule, step, seconds))
 
 
-def learning_rate(course: Course, step: int, seconds: float) -> float:
+def learning_rate(schedule: TrainingSchedule, step: int, seconds: float) -> float:
     """Return the rate of the step of that number, from 0 on: a linear rise, then the schedule."""
-    done = progress_made(course, step, seconds)
-    rise = min(max(step + 1, done * course.steps) / course.warmup, 1.0) if course.warmup else 1.0
+    done = progress_made(schedule, step, seconds)
+    rise = min(max(step + 1, done * schedule.steps) / schedule.warmup, 1.0) if schedule.warmup else 1.0
     falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
-    return course.learning_rate * rise * falls[course.schedule]
+    return schedule.learning_rate * rise * falls[schedule.schedule]
 
 
 def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
@@ -89,24 +89,24 @@ def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
     return np.sort(order[n_held:]), np.sort(order[:n_held])
 
 
-def step_rows(rows: Rows, course: Course, step: int) -> list[Rows]:
+def step_rows(rows: Rows, schedule: TrainingSchedule, step: int) -> list[Rows]:
     """Return the rows of each micro-batch. Samples come in an endless row of permutations, one for each epoch."""
-    first = step * course.samples
-    numbers = np.arange(first, first + course.samples)
+    first = step * schedule.samples
+    numbers = np.arange(first, first + schedule.samples)
     epochs, places = numbers // len(rows), numbers % len(rows)
-    orders = {epoch: _permute_rows(len(rows), course.seed, epoch) for epoch in np.unique(epochs).tolist()}
+    orders = {epoch: _permute_rows(len(rows), schedule.seed, epoch) for epoch in np.unique(epochs).tolist()}
     drawn = np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)])
-    return np.split(rows[drawn], course.accumulate)
+    return np.split(rows[drawn], schedule.accumulate)
 
 
-def step_random(course: Course, step: int, micro: int) -> np.random.Generator:
+def step_random(schedule: TrainingSchedule, step: int, micro: int) -> np.random.Generator:
     """Make the generator that augments one micro-batch."""
-    return np.random.default_rng([course.seed, 2, step, micro])
+    return np.random.default_rng([schedule.seed, 2, step, micro])
 
 
-def step_seed(course: Course, step: int, micro: int, rank: int) -> int:
+def step_seed(schedule: TrainingSchedule, step: int, micro: int, rank: int) -> int:
     """Return the seed of what torch draws in one micro-batch (dropout)."""
-    return int(np.random.default_rng([course.seed, 3, step, micro, rank]).integers(2**62))
+    return int(np.random.default_rng([schedule.seed, 3, step, micro, rank]).integers(2**62))
 
 
 @lru_cache(maxsize=2)
