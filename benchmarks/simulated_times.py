@@ -19,8 +19,9 @@ FASTER = 0.8
 ROUNDS, CALLS, TOKENS = 12, 25, 16
 """Of a process: enough calls for its own p95, not for its p99."""
 PROCESSES = (6, 9, 12, 20)
-TRUTH = 3001
-"""Processes whose medians are the truth; an odd number has one in the middle."""
+TRUTH = 30_001
+"""Processes whose medians are the truth; an odd number has one in the middle. With 3,001 the truth itself lay up to three
+hundredths of the distribution off, which made 2.1 % wrong verdicts of 20 processes 3.4 %."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def process_subjects() -> Iterator[Subject]:
             before, after = tuple(sides[0]), tuple(sides[1] / FASTER)
             return {name: range_evidence(name, before, after, 0.95) for name in ("load_time", "peak_memory")}
 
-        truths = _read_truths(find(np.random.default_rng(0), 100 * TRUTH))
+        truths = _read_truths(find(np.random.default_rng(0), 10 * TRUTH))
         yield Subject("fresh processes", f"{cold:g} cold", find, truths, sizes=(3, 6, 10))
 
 
