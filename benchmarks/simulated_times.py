@@ -20,8 +20,8 @@ ROUNDS, CALLS, TOKENS = 12, 25, 16
 """Of a process: enough calls for its own p95, not for its p99."""
 PROCESSES = (6, 9, 12, 20)
 TRUTH = 30_001
-"""Processes whose medians are the truth; an odd number has one in the middle. With 3,001 the truth itself lay up to three
-hundredths of the distribution off, which made 2.1 % wrong verdicts of 20 processes 3.4 %."""
+"""Processes whose medians are the truth; an odd number has one in the middle. With 3,001 the truth itself was so far
+off that 2.1 % of wrong verdicts of 20 processes became 3.4 %."""
 
 
 @dataclass(frozen=True)

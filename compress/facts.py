@@ -96,7 +96,7 @@ class InputGroup:
 class BlockFacts:
     """One of a chain of modules, each reading what the one before gives (a transformer layer).
 
-    `input groups` in the order in which they run. `experts`: the layers of each expert of a mixture.
+    `input_groups` in the order in which they run. `experts`: the layers of each expert of a mixture.
     """
 
     name: str

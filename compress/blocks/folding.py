@@ -30,7 +30,7 @@ Get = Callable[[str], nn.Module]
 def fold_scales(input_group: InputGroup, scales: Tensor, get: Get) -> None:
     """Divide the source's outputs by `scales` [in] > 0 and multiply the readers' columns by it, in place.
 
-    The model computes what it did, but for float rounding; every layer of `reading` then reads a tensor divided by
+    The model computes what it did, but for float rounding; every layer of `input_group` then reads a tensor divided by
     `scales`. Raises ValueError without a source, on scales that are not positive and finite, and on scales that differ
     among heads which share a value.
     """

@@ -31,7 +31,7 @@ def blame(place: Path, kind: type[CompressError] = OutputError) -> Iterator[None
     try:
         yield
     except OSError as error:
-        raise kind(describe_failure(error, place, input_group=issubclass(kind, SourceError))) from error
+        raise kind(describe_failure(error, place, reads=issubclass(kind, SourceError))) from error
 
 
 @contextmanager
@@ -45,17 +45,17 @@ def temporary_folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def describe_failure(error: OSError, place: Path, input_group: bool = False) -> str:
+def describe_failure(error: OSError, place: Path, reads: bool = False) -> str:
     """Say in one sentence which file (or `place`), what cannot be done with it, and why.
 
-    `reading`: nothing was written.
+    `reads`: nothing was written.
     """
     named = error.filename if isinstance(error.filename, str | os.PathLike) else ""
     file = named if Path(named).is_absolute() else place  # a name alone is relative to a folder that it does not tell
     why = error.strerror or str(error)
     if error.errno in FULL:
         why = "the disk is full; finished work is kept, free some space and run again"
-    verb = "read" if input_group else "written" if error.errno in (*FULL, errno.EROFS) else "read or written"
+    verb = "read" if reads else "written" if error.errno in (*FULL, errno.EROFS) else "read or written"
     return f"{file}: cannot be {verb}: {why}"
 
 
