@@ -180,24 +180,21 @@ class BlockWork:
         def visit_rows(input_group: InputGroup, x: Tensor, i: int) -> None:
             visit(input_group, self.drop_padding(x, i))
 
-        def act_on(input_group: InputGroup) -> None:
-            self._paused = input_group
-            heap.return_all()
-            act(input_group)
-            heap.return_all()
-
         def advance(go: Callable[[], None]) -> None:
             with self._autocast_context():
                 go()
 
         runs = [self._bind_run(i) for i in range(len(self.calls))]
         self._outputs = []
-        with torch.no_grad():
-            outputs = run_in_lockstep(
-                runs, self._make_taps(self.input_groups), visit_rows, act_on, advance, self.part.runs_on
-            )
+        outputs: list[Tensor] | None = [] if self.part.runs_on else None
+        stops = run_in_lockstep(runs, self._make_taps(self.input_groups), visit_rows, advance, outputs)
+        with torch.no_grad(), contextlib.closing(stops):
+            for self._paused in stops:
+                heap.return_all()
+                act(self._paused)
+                heap.return_all()
         self._paused = None
-        if self._outputs is not None and self.part.runs_on:
+        if self._outputs is not None and outputs is not None:
             self._outputs = [out.float() for out in outputs]
 
     def put(

@@ -8,9 +8,10 @@ are equal but for the rounding of sums in another order; a cache does not tell t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib.metadata import version
-from typing import TypeVar
+from types import TracebackType
 
 import torch
 
@@ -21,7 +22,6 @@ HELD_PART = 0.25
 """Of the memory that a device has free before the first block; the rest is for a block and the work on it."""
 LEAST_ROWS = 128
 """Tokens at once below which it is not the tokens that a device has no room for."""
-T = TypeVar("T")
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -66,36 +66,42 @@ def room_for_activations(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(HELD_PART * torch.cuda.mem_get_info(device)[0])
 
 
-def run_with_fewer_rows(
-    run: Callable[[int | None], T],
-    usual: int,
-    log: Callable[[str], None],
-    least: int = LEAST_ROWS,
-    what: str = "tokens",
-) -> T:
-    """Return `run(None)`; where a device has no memory for it, `run` of half of `usual` rows at once, and so on.
+class Attempt(AbstractContextManager[None]):
+    """Work with so many `rows` at once (None: as many as usual); the context ends quietly where the device is full."""
 
-    `what`: the rows are. PassError where not even `least` fit.
-    """
-    rows: int | None = None
-    while True:
-        try:
-            return run(rows)
-        except RuntimeError as error:
+    def __init__(self, rows: int | None) -> None:
+        self.rows, self.is_full = rows, False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if isinstance(error, RuntimeError):
             # Here, because a plan is made without it, and it takes half a second to import.
-            from accelerate.utils.memory import (  # type: ignore[import-untyped]
-                clear_device_cache,
-                should_reduce_batch_size,
-            )
+            from accelerate.utils.memory import should_reduce_batch_size  # type: ignore[import-untyped]
 
-            if not should_reduce_batch_size(error):
-                raise
+            self.is_full = should_reduce_batch_size(error)
+        return self.is_full
+
+
+def halve_rows(
+    usual: int, log: Callable[[str], None], least: int = LEAST_ROWS, what: str = "tokens"
+) -> Iterator[Attempt]:
+    """Yield attempts at some work, each of which is its context, until one does not fill the device.
+
+    The first is with as many rows as usual, the next with half of `usual`, and so on. `what`: the rows are. PassError
+    where not even `least` fit.
+    """
+    attempt = Attempt(None)
+    yield attempt
+    while attempt.is_full:
+        from accelerate.utils.memory import clear_device_cache
+
         # Only beyond the handler is free what the failed frames held.
         clear_device_cache(garbage_collection=True)
-        rows = (rows or usual) // 2
+        rows = (attempt.rows or usual) // 2
         if rows < least:
             raise PassError(
                 f"the device has no memory for the work, not even with {2 * rows} {what} at once; use device: cpu, or "
                 "a GPU with more memory"
             )
         log(f"the device's memory is full; going on with {rows} {what} at once")
+        attempt = Attempt(rows)
+        yield attempt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,16 +56,15 @@ def run_in_lockstep(
     runs: Sequence[Run],
     taps: Sequence[Tap],
     visit: Callable[[InputGroup, Tensor, int], None],
-    act: Callable[[InputGroup], None],
     advance: Callable[[Callable[[], None]], None],
-    outputs: bool = True,
-) -> list[Tensor]:
-    """Run all forwards together, stopping before each input group, and return their outputs in order.
+    outputs: list[Tensor] | None = None,
+) -> Generator[InputGroup, None, None]:
+    """Run all forwards together and yield each input group before which they stop; what follows goes on through them.
 
-    `visit` gets an input group, its input and the number of the run; `act` follows once for each input group. `advance`
-    is given every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit` and `act`
-    are outside of them. Without `outputs` the passes end at the last reading, and the list is empty. PassError where a
-    forward meets its input groups in another order than `taps`.
+    `visit` gets an input group, its input and the number of the run, before the group is yielded, once. `advance` is
+    given every piece of a forward to run, so that it can put it into its surroundings (autocast); `visit`, and what is
+    done with the group, are outside of them. The forwards' outputs go into `outputs`, in order; where there is none
+    they end at the last input group. PassError where a forward meets its input groups in another order than `taps`.
     """
     driver = greenlet.getcurrent()
     passes: dict[Any, _Pass] = {}
@@ -78,7 +77,9 @@ def run_in_lockstep(
         forward.seen.add(number)
         if number < acted:
             names = " and ".join(taps[n][0].layers[0] for n in (number, acted - 1))
-            raise PassError(f"{names}: the first runs after the second; their readings are listed the other way round")
+            raise PassError(
+                f"{names}: the first runs after the second; their input groups are listed the other way round"
+            )
         forward.at, forward.x = number, x
         driver.switch()
 
@@ -103,17 +104,14 @@ def run_in_lockstep(
             for i, forward in waiting:
                 assert forward.x is not None
                 visit(input_group, forward.x, i)
-            act(input_group)
+            yield input_group
             acted = number + 1
-            if outputs or acted < len(taps):
+            if outputs is not None or acted < len(taps):
                 for _, forward in waiting:
                     continue_pass(forward)
-    if not outputs:
-        for forward in order:
-            if not forward.thread.dead:
-                forward.thread.throw()
-        return []
-    results = [forward.out for forward in order if forward.out is not None]
     for forward in order:
+        if outputs is None and not forward.thread.dead:
+            forward.thread.throw()
+        elif outputs is not None and forward.out is not None:
+            outputs.append(forward.out)
         forward.out = None  # the passes and their functions know one another: nothing large may hang on them
-    return results

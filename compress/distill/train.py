@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, PartialState  # type: ignore[impo
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from compress.blocks.device import run_with_fewer_rows
+from compress.blocks.device import halve_rows
 from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
@@ -253,14 +253,13 @@ class _Training:
 
     def _where_it_fits(self, work: Callable[[], T]) -> T:
         """Return what `work` gives, done with fewer samples at once where the device has no memory for it."""
-
-        def attempt(at_once: int | None) -> T:
-            self.at_once = at_once or self.at_once
-            return work()
-
         if self.size > 1:  # the others would wait for the sums of what is begun again
             return work()
-        return run_with_fewer_rows(attempt, self.at_once, self.options.log, least=1, what="samples")
+        for attempt in halve_rows(self.at_once, self.options.log, least=1, what="samples"):
+            with attempt:
+                self.at_once = attempt.rows or self.at_once
+                done = work()
+        return done
 
     def _compute_loss(self, batch: Batch) -> Tensor:
         reduced = self.schedule.precision == "bfloat16"

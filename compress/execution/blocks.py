@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ import numpy as np
 
 from compress.blocks.activations import ROWS
 from compress.blocks.blockfiles import read_finished_blocks
-from compress.blocks.device import run_with_fewer_rows
+from compress.blocks.device import halve_rows
 from compress.blocks.rounded import with_rounded
 from compress.blocks.sharing import alone, from_main, share, wait
 from compress.blocks.stream import result_of
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
-from compress.execution.cached import result_from_record, result_to_record, time_pass
+from compress.execution.cached import result_from_record, result_to_record
 from compress.execution.quality import score_streamed
+from compress.execution.work_meter import WorkMeter
 from compress.models.facts import structure_of_module
 from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
@@ -57,8 +57,12 @@ def run_block_pass(
     cached = _find_shared(cache, key)
     if cached is None:
         with hold_shared_work(cache, key, label) as work:
-            result = time_pass(partial(_apply_where_it_fits, config, model, replace(context, work=work)))
-            record = {**result_to_record(result), "kv_cache": result.model.kv_cache}
+            with WorkMeter() as meter:
+                # again from its last finished block, with fewer rows at once, where the device is full
+                for attempt in halve_rows(ROWS, context.log):
+                    with attempt:
+                        result = apply_pass(config, model, replace(context, work=work, rows=attempt.rows))
+            record = {**result_to_record(meter.add_to(result)), "kv_cache": result.model.kv_cache}
             if share().rank == 0:
                 cache.put(key, lambda folder: _store_blocks(work, folder, record))
         cached = _find_shared(cache, key)
@@ -66,11 +70,6 @@ def run_block_pass(
     with cached.hold() as folder:
         result = result_from_record(cached, result_of(model, read_finished_blocks(folder)).model)
     return replace(result, model=replace(result.model, kv_cache=cached.record["kv_cache"]))
-
-
-def _apply_where_it_fits(config: Pass, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Do what a pass says; again from its last finished block, with fewer rows at once, where the device is full."""
-    return run_with_fewer_rows(lambda rows: apply_pass(config, model, replace(context, rows=rows)), ROWS, context.log)
 
 
 @contextmanager
@@ -115,9 +114,9 @@ def score_in_torch(
 
     def write(folder: Path) -> dict[str, Any]:
         with alone():
-            scores = run_with_fewer_rows(
-                lambda rows: score_streamed(before, after, replace(context, rows=rows), masks), SCORED_ROWS, context.log
-            )
+            for attempt in halve_rows(SCORED_ROWS, context.log):
+                with attempt:
+                    scores = score_streamed(before, after, replace(context, rows=attempt.rows), masks)
         for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
             write_npz(folder / name, outputs)
         return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,8 +18,8 @@ from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.context import PassResult
 from compress.errors import ExportError, OutputError, SourceError
-from compress.execution.peak_memory import PeakMemory
 from compress.execution.quality import run_graph
+from compress.execution.work_meter import WorkMeter
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, save_graph, write_graph
@@ -164,7 +163,9 @@ def run_model_pass(
     before = shapes_of(module)
 
     def write(folder: Path) -> dict[str, Any]:
-        result = time_pass(lambda: apply_pass(config, loaded, context))
+        with WorkMeter() as meter:
+            result = apply_pass(config, loaded, context)
+        result = meter.add_to(result)
         save_model(module, str(folder / WEIGHTS))
         shapes = json.loads(json.dumps(asdict(shapes_of(module).since(before))))
         if result.model.rounded:
@@ -187,20 +188,13 @@ def run_graph_pass(
     cache: ResultCache, key: str, config: Pass, state: GraphState, context: GraphContext
 ) -> PassResult[GraphState]:
     """Run one pass over a graph state, or read its result from the cache."""
-    cached = cache.get(key)
-    if cached is None:
-        cached = cache.put(
-            key, lambda folder: _write_result(folder, time_pass(lambda: apply_pass(config, state, context)))
-        )
-    return _read_result(cached)
 
+    def write(folder: Path) -> dict[str, Any]:
+        with WorkMeter() as meter:
+            result = apply_pass(config, state, context)
+        return _write_result(folder, meter.add_to(result))
 
-def time_pass(apply: Callable[[], PassResult[Form]]) -> PassResult[Form]:
-    """Return a pass's result, with the seconds that it took, and the memory."""
-    begun = time.monotonic()
-    with PeakMemory() as peak:
-        result = apply()
-    return replace(result, seconds=time.monotonic() - begun, peak_memory_bytes=peak.n_bytes)
+    return _read_result(cache.get(key) or cache.put(key, write))
 
 
 def run_baseline(

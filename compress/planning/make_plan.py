@@ -153,7 +153,7 @@ def make_plan(
 
 def find_durations(recipe: Recipe, root: Path) -> Durations:
     """Return what stages took on this machine, with the threads and on the device that a run has."""
-    return Durations(Kept(root), torch.get_num_threads(), str(choose_device(recipe.device)) if recipe.passes else "")
+    return Durations(Kept(root), torch.get_num_threads(), recipe.device)
 
 
 def _settle_goal(recipe: Recipe) -> Recipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -90,8 +91,10 @@ def visit_inputs(
             visit(input_group, rows)
 
     runs = [partial(block.forward, i) for i in range(len(block.calls))]
-    with torch.no_grad():
-        run_in_lockstep(runs, taps, visit_rows, act, lambda go: go(), outputs=False)
+    stops = run_in_lockstep(runs, taps, visit_rows, lambda go: go())
+    with torch.no_grad(), closing(stops):
+        for input_group in stops:
+            act(input_group)
 
 
 def _order_taps(block: BlockWork, convolutions: Sequence[str]) -> list[Tap]:

@@ -56,7 +56,9 @@ def apply_gptq(
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _round_graph(config, model, context)
-    return _round_blocks(config, model, context)
+    make_rounding = partial(_make_rounding, config, context.target)
+    config, settled = settle_bits(config, model, context, make_rounding, _round_layers, config.compute)
+    return settled.add_to(_round_layers(config, model, context))
 
 
 def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
@@ -117,13 +119,6 @@ def _make_notes(config: Gptq, group: list[GraphLayer], hessian: Hessian | None, 
     return [Note("warning", text) for text in remarks]
 
 
-def _round_blocks(config: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Round a streamed model, with bits chosen for its layers where that is asked for. PassError naming the layer."""
-    make_rounding = partial(_make_rounding, config, context.target)
-    config, settled = settle_bits(config, model, context, make_rounding, _round_layers, config.compute)
-    return settled.add_to(_round_layers(config, model, context))
-
-
 def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     stream = Stream(model, context, compute=config.compute, tables=config.takes_tables)
     for block in stream:
@@ -131,10 +126,7 @@ def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> P
         if config.sequential and rounding.layers.schemes:
             block.lockstep(rounding.visit, rounding.act)
         elif rounding.layers.schemes:
-            block.collect(
-                rounding.visit,
-                [input_group for input_group in block.input_groups if rounding.layers.of(input_group.layers)],
-            )
+            block.collect(rounding.visit, [group for group in block.input_groups if rounding.layers.of(group.layers)])
             for input_group in block.input_groups:
                 rounding.act(input_group)
         round_tables(config, block, rounding.layers, context.target)
@@ -215,20 +207,16 @@ class _BlockRounding:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
         for scheme, members in by_scheme.items():
             tall = [name for name in members if self.layers.facts[name].shape[0] > ROWS]
-            for group in (*([name] for name in tall), [name for name in members if name not in tall]):
-                if group:
-                    self._round(group, scheme, hessian)
-
-    def _round(self, names: list[str], scheme: Scheme, hessian: Hessian) -> None:
-        weights = [matrix(self.config, self.block, name) for name in names]
-        rules = _gptq_rules(self.config, scheme, self.target)
-        with name_errors("gptq", names):
-            all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
-        for name, rounded in zip(names, all_rounded, strict=True):
-            put_layer(self.block, self.layers, name, rounded.weight, self.inputs.scale(name))
-            errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
-            self.block.say(measured={name: errors})
-            del self.left[name]
+            rules = _gptq_rules(self.config, scheme, self.target)
+            for group in filter(None, (*([name] for name in tall), [name for name in members if name not in tall])):
+                weights = [matrix(self.config, self.block, name) for name in group]
+                with name_errors("gptq", group):
+                    all_rounded = gptq_round_weights(weights, hessian, scheme.weights, rules)
+                for name, rounded in zip(group, all_rounded, strict=True):
+                    put_layer(self.block, self.layers, name, rounded.weight, self.inputs.scale(name))
+                    errors = {"output_error": rounded.error, "output_error_rtn": rounded.nearest_error}
+                    self.block.say(measured={name: errors})
+                    del self.left[name]
 
     def finish(self) -> None:
         """Round layers of whose inputs nothing is known (an expert that no token chose) to the nearest."""

@@ -16,7 +16,7 @@ from compress.blocks.sharing import share
 from compress.context import Feeds
 from compress.distill.batch import Batch
 from compress.distill.schedule import TrainingSchedule
-from compress.distill.train import Around, Dataset, train
+from compress.distill.train import Dataset, TrainOptions, train
 from compress.distill.training_log import TrainLog
 
 
@@ -111,8 +111,8 @@ def label_dataset(net: nn.Module, data: Arrays, noise: float = 0.1) -> Dataset:
     return Dataset(data.n, batch, loss)
 
 
-def quiet(work: Path | None = None, **more: Any) -> Around:
-    return replace(Around("test", lambda text: None, lambda items, text: items, work), **more)
+def quiet(work: Path | None = None, **more: Any) -> TrainOptions:
+    return replace(TrainOptions("test", lambda text: None, lambda items, text: items, work), **more)
 
 
 def taught(schedule: TrainingSchedule = SCHEDULE, work: Path | None = None, **more: Any) -> tuple[ConvNet, TrainLog]:

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
-from compress.execution.peak_memory import PeakMemory
+from compress.execution.work_meter import WorkMeter
 from compress.pages.charts import AFTER, MOST_SPOTS, Line, clean_text, draw_chart, draw_lines, tip
 from compress.pages.layers import group_kept, list_measures, real_layers, worst_table
 from compress.pages.report import draw_gate, make_headlines, worst_classes
@@ -246,9 +246,9 @@ def test_the_class_that_is_found_least_comes_first() -> None:
 
 
 def test_the_peak_of_memory_is_of_what_worked_meanwhile() -> None:
-    with PeakMemory() as nothing:
+    with WorkMeter() as nothing:
         pass
-    with PeakMemory() as some:
+    with WorkMeter() as some:
         held = np.ones(32 * 2**20 // 8)
         del held
     if nothing.n_bytes is None:

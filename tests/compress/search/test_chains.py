@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Prunable, Removable
-from compress.facts import PrunedStructure as Blocks
+from compress.facts import Structure as Blocks
 from compress.search.chains import (
     CACHED,
     DEPTHS,

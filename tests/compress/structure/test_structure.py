@@ -288,7 +288,7 @@ def test_tied_scales_are_equal_among_the_heads_of_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reading", "scales", "message"),
+    ("input_group", "scales", "message"),
     [
         (InputGroup(("a",)), [1.0], "reading a: no module before it can take a scale exactly; leave it as it is"),
         (InputGroup(("a",), "n", "norm"), [1.0, 0.0], "reading a: scales must be positive and finite"),

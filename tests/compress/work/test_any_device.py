@@ -74,7 +74,7 @@ TO_DEVICE = {
     "quantize/activations.py": "stored scales of inputs, keys and values",
     "quantize/fake.py": "integers that learning starts from",
     "quantize/hadamard.py": "the rotation",
-    "quantize/lessons.py": "samples",
+    "quantize/learned_batches.py": "samples",
     "work/awq.py": "a sample of rows",
     "work/mixed_bits.py": "what was drawn, and rows that were rounded",
     "work/rotate.py": "what is rotated",

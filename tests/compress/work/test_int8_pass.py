@@ -62,7 +62,7 @@ def test_outliers_in_the_residual_stream_ruin_placement_all_and_not_inputs() -> 
 
 
 @pytest.mark.parametrize(
-    ("knobs", "taken"),
+    ("config", "taken"),
     [
         ({"ignore": ("fc", "re:one\\..*")}, {"stem", "two.conv1", "two.conv2", "shortcut/select"}),
         ({"ignore": ("Conv2d",)}, {"fc"}),
@@ -269,7 +269,7 @@ def test_a_second_pass_may_not_change_the_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "problem"),
+    ("config", "problem"),
     [
         (
             {"ignore": ("nowhere",)},

@@ -437,7 +437,7 @@ def test_the_plan_says_which_blocks_go_where_it_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("config", "message"),
     [
         ({"keep": 3}, "all 3 blocks that could go would stay; keep 1 to 2 of them"),
         ({"drop": 0.1}, "all 3 blocks that could go would stay"),
@@ -456,7 +456,7 @@ def test_models_without_blocks_are_refused() -> None:
     assert "an ONNX file cannot be shortened" in PruneLayers(keep=1).check(onnx, TARGET).problems[0]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"keep": 2, "drop": 0.5}])
+@pytest.mark.parametrize("config", [{}, {"keep": 2, "drop": 0.5}])
 def test_one_budget_and_no_more(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="give exactly one of keep, drop, layers, speedup"):
         PruneLayers(**config)

@@ -102,7 +102,7 @@ def test_a_budget_gives_widths_that_meet_it(budget: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("config", "message"),
     [
         ({"ratio": 0.9, "round_to": 1}, r"ratio 0\.9 would leave nothing of the 8 channels of b; use at most 0\.875"),
         ({"max_params": 0.01}, r"max_params 0\.01 is out of reach: the best, with the least of every dimension left"),
@@ -138,7 +138,7 @@ def test_given_widths_are_the_widths() -> None:
     assert "widths: z: names no dimension that can be cut" in checked(widths={"z": 1}).problems[0]
 
 
-@pytest.mark.parametrize("knobs", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_flops": 0.5, "speedup": 2.0}])
+@pytest.mark.parametrize("config", [{}, {"ratio": 0.5, "speedup": 2.0}, {"max_flops": 0.5, "speedup": 2.0}])
 def test_one_budget_and_no_more(config: dict[str, float]) -> None:
     with pytest.raises(
         ValidationError,

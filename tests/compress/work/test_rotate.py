@@ -207,7 +207,7 @@ def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "knobs", "bits", "problem"),
+    ("found", "config", "bits", "problem"),
     [
         (None, {}, 32, "works on torch models; an ONNX file has no blocks to rotate"),
         ("plain", {"residual": False, "heads": False}, 32, "residual and heads are both false"),

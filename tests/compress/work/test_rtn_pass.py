@@ -32,7 +32,7 @@ def state_of(**config: Any) -> GraphState:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "bits", "symmetric"),
+    ("config", "bits", "symmetric"),
     [
         ({}, 4, True),
         ({"scheme": "W4A16", "group_size": 32}, 4, True),
@@ -95,7 +95,7 @@ def test_overrides_change_their_layers_alone() -> None:
 
 
 @pytest.mark.parametrize("op", ["MatMul", "Gemm", "Gemm transposed"])
-@pytest.mark.parametrize("knobs", [{}, {"symmetric": False}, {"bits": 8}, {"group_size": 64}])
+@pytest.mark.parametrize("config", [{}, {"symmetric": False}, {"bits": 8}, {"group_size": 64}])
 def test_onnx_runtime_fuses_every_layout(op: str, config: dict[str, Any], tmp_path: Any) -> None:
     """What is left of the layer is one MatMulNBits: a weight dequantized on every run would be slower than float32."""
     import onnx
@@ -137,7 +137,7 @@ def test_bad_weights_are_named(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "target", "problem"),
+    ("config", "target", "problem"),
     [
         (
             {"group_size": 48},

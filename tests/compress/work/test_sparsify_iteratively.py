@@ -332,7 +332,7 @@ def test_how_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "more", "problem"),
+    ("config", "more", "problem"),
     [
         ({"keep_zeros": False}, {}, "keep_zeros: false would fill what becomes zero; leave it out"),
         ({"targets": ("nobody",)}, {}, "targets: 'nobody' matches no layer"),
@@ -352,7 +352,7 @@ def test_the_plan_refuses(config: dict[str, Any], more: dict[str, Any], problem:
     assert f"sparsify_iteratively: {problem}" in " | ".join(found)
 
 
-@pytest.mark.parametrize("knobs", [{"sparsity": 1.0}, {"rounds": 0}, {"rewind": 1.0}])
+@pytest.mark.parametrize("config", [{"sparsity": 1.0}, {"rounds": 0}, {"rewind": 1.0}])
 def test_numbers_that_cannot_be_meant_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         small(**config)

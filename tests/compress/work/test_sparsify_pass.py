@@ -276,7 +276,7 @@ def files(work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(work.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("knobs", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -335,7 +335,7 @@ def test_the_plan_says_what_each_layer_gets_and_changes_no_size() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("knobs", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"pattern": "1:4"}], ids=str)
+@pytest.mark.parametrize("config", [{"pattern": "2:4"}, {"sparsity": 0.5}, {"pattern": "1:4"}], ids=str)
 def test_the_plan_says_what_the_target_gains(target: str, config: dict[str, Any]) -> None:
     wide = replace(LINEAR, shape=(8, 8))
     (note,) = Sparsify(**config).check(facts(wide), TARGETS[target]).notes
@@ -398,7 +398,7 @@ def test_a_weight_that_an_untouched_layer_shares_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "text"),
+    ("config", "text"),
     [
         ({"sparsity": 0.0}, "greater than 0"),
         ({"sparsity": 1.0}, "less than 1"),
