@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,8 +96,15 @@ def apply_recipe(
     if not main_process():
         _run_as_worker(recipe, ResultCache(root), verify)
         return None
-    with _building(recipe, out, root, quiet, verify, earlier) as built, blame(out):
-        report = _judge(built, earlier)
+    with _stage_bundle(recipe, out, root, quiet) as (staging, run_log), temporary_folder() as between:
+        run = _prepare(recipe, ResultCache(root, run_log.log), run_log, verify)
+        _check_room(run.plan, out, root)
+        if earlier is not None:
+            _check_earlier(earlier, recipe, out, run.sets["evaluation"])
+        passes, notes = _build(run, staging, between)
+        with blame(out):
+            report = _judge(run, staging, passes, notes, earlier)
+        _keep_durations(run)
     return report
 
 
@@ -111,37 +117,17 @@ def build_recipe(
     processes and measures in one after another. `timed`: whether its plan forecasts speed, which times an ONNX file.
     """
     out, root = resolve_output(Path(out)), cache or default_root()
-    with _building(recipe, out, root, quiet, verify=False, timed=timed) as built:
-        return tuple(note.text for note in built.notes)
-
-
-@dataclass(frozen=True)
-class _Built:
-    """A bundle that is built and not judged yet, the run's log, and what judging is told.
-
-    `passes`: the models between the passes, to be measured, too; `notes`: of this machine alone. `evaluated`: the
-    number of samples, with its noun.
-    """
-
-    folder: Path
-    run_log: RunLog
-    passes: Sequence[PassModel]
-    notes: Sequence[Note]
-    expected_speedup: float | None
-    evaluated: str
+    with _stage_bundle(recipe, out, root, quiet) as (staging, run_log), temporary_folder() as between:
+        run = _prepare(recipe, ResultCache(root, run_log.log), run_log, timed=timed)
+        _check_room(run.plan, out, root)
+        _, notes = _build(run, staging, between)
+        _keep_durations(run)
+    return tuple(note.text for note in notes)
 
 
 @contextmanager
-def _building(
-    recipe: Recipe,
-    out: Path,
-    root: Path,
-    quiet: bool,
-    verify: bool,
-    earlier: StoredReport | None = None,
-    timed: bool = True,
-) -> Iterator[_Built]:
-    """Yield a new bundle in its staging folder; publish it at the end."""
+def _stage_bundle(recipe: Recipe, out: Path, root: Path, quiet: bool) -> Iterator[tuple[Path, RunLog]]:
+    """Yield the folder in which a new bundle grows, and the run's log in it; give it its name at the end."""
     if recipe.seeks_passes:
         raise PlanError(TO_BE_FOUND)
     with reserve_output(out) as staging:
@@ -149,15 +135,7 @@ def _building(
         with blame(out):
             run_log = RunLog(staging / LOG, quiet)
         with _keep_log_on_failure(run_log, out), run_log.failures():
-            run = _prepare(recipe, ResultCache(root, run_log.log), run_log, verify, timed)
-            _check_room(run.plan, out, root)
-            if earlier is not None:
-                _check_earlier(earlier, recipe, out, run.sets["evaluation"])
-            with temporary_folder() as between:
-                models, notes = _build(run, staging, between)
-                evaluated = f"{run.sets['evaluation'].n} samples"
-                yield _Built(staging, run_log, models, notes, _expected_speedup(run.plan), evaluated)
-            _keep_durations(run)
+            yield staging, run_log
             publish(staging, out)
 
 
@@ -195,7 +173,9 @@ def _run_as_worker(recipe: Recipe, cache: ResultCache, verify: bool) -> None:
             block_passes_alone(_prepare(recipe, cache, run_log, verify))
 
 
-def _prepare(recipe: Recipe, cache: ResultCache, run_log: RunLog, verify: bool, timed: bool = True) -> RunContext:
+def _prepare(
+    recipe: Recipe, cache: ResultCache, run_log: RunLog, verify: bool = False, timed: bool = True
+) -> RunContext:
     """Make the plan, settle the keys of its results and load the data."""
     plan = make_plan(recipe, cache.root, twins=False, log=run_log.log, timed=timed)
     with run_log.time_stage("digests of the weights"):
@@ -238,17 +218,24 @@ def _expected_speedup(plan: Plan) -> float | None:
     return latency.speedup if latency is not None and latency.backend == plan.recipe.target else None
 
 
-def _judge(built: _Built, earlier: StoredReport | None) -> Report:
-    with built.run_log.time_stage(JUDGING, built.evaluated):
+def _judge(
+    run: RunContext,
+    folder: Path,
+    passes: Sequence[PassModel],
+    notes: Sequence[Note],
+    earlier: StoredReport | None,
+) -> Report:
+    """Judge the bundle. `passes`: the models between the passes, measured, too; `notes`: of this machine alone."""
+    with run.run_log.time_stage(JUDGING, f"{run.sets['evaluation'].n} samples"):
         report = validate(
-            built.folder,
-            passes=built.passes,
-            notes=[note.text for note in built.notes],
+            folder,
+            passes=passes,
+            notes=[note.text for note in notes],
             earlier=earlier,
-            forecast=built.expected_speedup,
-            progress=built.run_log.progress,
+            forecast=_expected_speedup(run.plan),
+            progress=run.run_log.progress,
         )
-    built.run_log.log(f"verdict: {report.verdict}")
+    run.run_log.log(f"verdict: {report.verdict}")
     return report
 
 

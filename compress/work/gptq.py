@@ -191,14 +191,13 @@ class _BlockRounding:
             self.left |= dict.fromkeys(names, trouble)  # `finish` rounds them to the nearest
             return
         names = leave_unscaled(self.config, self.block, self.layers, self.inputs, names)
-        shared = [name for name in names if name in self.layers.sharers]
-        self._round_alike([name for name in names if name not in shared], gram)
-        self._round_alike(shared, weigh_both_uses(gram))
+        for shared in (False, True):  # a weight that is a table, too, is weighed by both of its uses
+            alike = [name for name in names if (name in self.layers.sharers) == shared]
+            if alike:
+                self._round(alike, weigh_both_uses(gram) if shared else gram)
 
-    def _round_alike(self, names: list[str], gram: Tensor) -> None:
-        """Round layers that read inputs of one Gram matrix."""
-        if not names:
-            return
+    def _round(self, names: list[str], gram: Tensor) -> None:
+        """Round layers that read inputs of one Gram matrix, those of one scheme together, tall ones alone."""
         with name_errors("gptq", names):
             hessian = invert_hessian(gram, self.config.damp_percent, self.config.actorder)
         remark(self.config, self.block, _hessian_remarks(names, hessian, self.config.damp_percent))
