@@ -102,10 +102,10 @@ def shortfall_finder(
     run: RunGraph,
     log: Callable[[str], None],
     slices: Mapping[str, Sequence[str]] | None = None,
-) -> Callable[[ir.Model], list[str]] | None:
-    """Return a function: graph -> the quality gates that it fails and the float model does not ([]: none).
+) -> Callable[[ir.Model], dict[str, str]] | None:
+    """Return a function: graph -> the quality gates that it fails and the float model does not, each with a sentence.
 
-    Gates come as sentences. `slices`: the samples' own, for gates on the worst of them.
+    `slices`: the samples' own, for gates on the worst of them.
 
     What the samples cannot decide is no failure that layers in float would mend: it is logged, once. None when the
     recipe has no quality gate, for language models, and in a further process, which has no baseline.
@@ -134,12 +134,12 @@ def shortfall_finder(
 
     undecided: set[tuple[str, str]] = set()
 
-    def find(graph: ir.Model) -> list[str]:
+    def find(graph: ir.Model) -> dict[str, str]:
         outputs = run(graph)
         try:
             check_finite(outputs)
         except NonFiniteOutputs as error:
-            return [f"the outputs are broken: {error}"]
+            return {"outputs": f"the outputs are broken: {error}"}
         gates = judge_gates(outputs)
         for gate in gates:
             if gate.verdict == "undecided" and (gate.metric, gate.rule) not in undecided:
@@ -147,7 +147,7 @@ def shortfall_finder(
                 log(f"{gate.metric} {gate.rule} is not decided, and no layer stays float for it: {gate.why}")
         short = [gate for gate in gates if gate.verdict == "fail"]
         worse = [gate for gate in short if (gate.metric, gate.rule) not in list_out_of_reach()]
-        return [f"{gate.metric} {gate.rule}: {gate.why}" for gate in worse]
+        return {f"{gate.metric} {gate.rule}": f"{gate.metric} {gate.rule}: {gate.why}" for gate in worse}
 
     return find
 

@@ -293,8 +293,7 @@ class ShownGate:
 def show_gate(gate: GateResult) -> ShownGate:
     """Return a gate with its numbers in their unit, and a picture of where the value lies beside the bound."""
     word = {"pass": "holds", "fail": "fails", "undecided": "unsure"}[gate.verdict]
-    rule = gate.rule.partition(" ")[0].partition(",")[0]
-    unit = _gate_unit(gate.metric, rule)
+    unit = _gate_unit(gate.metric, gate.kind)
     value = "not measured" if gate.value is None or math.isnan(gate.value) else _format_number(gate.value, unit)
     known = gate.interval is not None and gate.interval[0] != gate.interval[1]
     ends = [_format_end(end, unit) for end in gate.interval or ()]
@@ -328,7 +327,7 @@ def _format_end(end: float, unit: str) -> str:
 
 def draw_gate(gate: GateResult) -> Markup:
     """Draw the value, its interval and the bound on one line, the side on which the gate holds shaded."""
-    bound = _bound_of(gate.rule)
+    bound = gate.limit
     if bound is None or gate.value is None or not math.isfinite(gate.value):
         return Markup("")
     low, high = (end if math.isfinite(end) else gate.value for end in (gate.interval or (gate.value, gate.value)))
@@ -340,7 +339,7 @@ def draw_gate(gate: GateResult) -> Markup:
         return 140 * (number - least) / (most - least)
 
     at = place(bound)
-    shaded = (at, 140 - at) if gate.rule.startswith("min") else (0.0, at)
+    shaded = (at, 140 - at) if gate.has_floor else (0.0, at)
     return Markup(
         '<svg class="gate" viewBox="0 0 140 20" width="140" height="20" aria-hidden="true">'
         '<rect x="{:.1f}" y="2" width="{:.1f}" height="16" class="allowed"></rect>'
@@ -348,14 +347,6 @@ def draw_gate(gate: GateResult) -> Markup:
         '<path d="M{:.1f} 10H{:.1f}" class="range"></path>'
         '<circle cx="{:.1f}" cy="10" r="3.5" class="{}"></circle></svg>'
     ).format(*shaded, at, place(low), place(high), place(gate.value), gate.verdict)
-
-
-def _bound_of(rule: str) -> float | None:
-    """Return the number of a rule as reports write it: "max_drop 0.01", "min 0.9, worst label"."""
-    try:
-        return float(rule.partition(",")[0].split(" ")[1])
-    except (IndexError, ValueError):
-        return None
 
 
 def _dim_interval(text: str) -> str | Markup:

@@ -62,12 +62,11 @@ def read_gates(report: Mapping[str, Any]) -> tuple[GateMiss, ...]:
 
 
 def _read_gate(gate: Mapping[str, Any]) -> GateMiss:
-    rule, limit = gate["rule"].partition(",")[0].split(" ")
+    limit, floor = gate["limit"], gate["kind"].startswith("min")
     value, interval = gate["value"], gate["interval"] or (None, None)
-    floor = rule.startswith("min")
     worse = interval[0] if floor else interval[1]
-    short = UNKNOWN if value is None else _measure_miss(value, float(limit), floor)
-    miss = 0.0 if gate["holds"] else max(short, _measure_miss(worse, float(limit), floor), 1e-6)
+    short = UNKNOWN if value is None else _measure_miss(value, limit, floor)
+    miss = 0.0 if gate["holds"] else max(short, _measure_miss(worse, limit, floor), 1e-6)
     return GateMiss(gate["metric"], gate["rule"], gate["verdict"], gate["holds"], gate["why"], miss, short)
 
 

@@ -316,8 +316,8 @@ class Pursuit:
         for gate in self.report_of(name)["gates"]:
             kind = "size" if is_size(gate["metric"]) else "speed" if is_speed(gate["metric"]) else ""
             if kind and gate["value"]:
-                rule, limit = gate["rule"].partition(",")[0].split(" ")
-                ratio = float(limit) / gate["value"] if rule.startswith("min") else gate["value"] / float(limit)
+                ratio = gate["limit"] / gate["value"]
+                ratio = ratio if gate["kind"].startswith("min") else 1 / ratio
                 factors[kind] = max(factors[kind], ratio * ROOM[kind])
         return Needs(factors["size"], factors["speed"])
 

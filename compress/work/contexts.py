@@ -100,13 +100,13 @@ class ModelContext(TrainingContext):
 class GraphContext(TrainingContext):
     """What a pass over the ONNX graph is given.
 
-    `shortfalls`: given a graph, the quality gates of the recipe that it does not hold, as sentences (empty: all hold);
-    None when the recipe has no quality gate to hold. `score`: given a graph, the task's main metric over the evaluation
+    `shortfalls`: given a graph, the quality gates of the recipe that it does not hold, each with its sentence; None
+    when the recipe has no quality gate to hold. `score`: given a graph, the task's main metric over the evaluation
     set, turned so that more is better; None where there is none. `write`: gives the file of a state, as the target gets
     it. `timing`: how speed is measured; None where nothing is timed.
     """
 
-    shortfalls: Callable[[ir.Model], list[str]] | None = None
+    shortfalls: Callable[[ir.Model], dict[str, str]] | None = None
     score: Callable[[ir.Model], float] | None = None
     write: Callable[[GraphState], ir.Model] | None = None
     timing: StateTimer | None = None

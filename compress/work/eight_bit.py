@@ -296,22 +296,22 @@ def _restore_for_gates(config: EightBit, state: GraphState, context: GraphContex
     short = find(write_state(state, variant))
     if not short:
         return _Restored(state)
-    before = {_name_gate(text) for text in find(state.model)}
-    lost = [text for text in short if _name_gate(text) in before]
-    short = [text for text in short if text not in lost]
-    if not short:
+    before = find(state.model).keys()
+    lost = [text for gate, text in short.items() if gate in before]
+    broken = [text for gate, text in short.items() if gate not in before]
+    if not broken:
         return _Restored(state, notes=(_note_shortfalls(config, "lost before, which no layer in float mends", lost),))
-    context.log(f"{config.kind}: measuring each layer's sensitivity, because {'; '.join(short)}")
+    context.log(f"{config.kind}: measuring each layer's sensitivity, because {'; '.join(broken)}")
     some = _take_samples(context.batches, config.restore.samples)
     sensitivity = sensitivities(
         state, some, variant, lambda names: context.progress(names, f"{config.kind}: sensitivity")
     )
     result = restore_until_held(
         state,
-        short,
+        broken,
         sensitivity,
         variant,
-        lambda model: [text for text in find(model) if _name_gate(text) not in before],
+        lambda model: [text for gate, text in find(model).items() if gate not in before],
         config.restore.max_layers,
         config.restore.max_minutes,
         context.log,
@@ -329,11 +329,6 @@ def _restore_for_gates(config: EightBit, state: GraphState, context: GraphContex
     return _Restored(result.state, sensitivity, tuple(notes), reason)
 
 
-def _name_gate(shortfall: str) -> str:
-    """Return the metric and the rule of a gate that falls short, from its sentence."""
-    return shortfall.partition(":")[0]
-
-
 def _note_shortfalls(config: EightBit, ended: str, short: Sequence[str]) -> Note:
     return Note("warning", f"{config.kind}: gates still short ({ended}): {'; '.join(short)}")
 
@@ -349,7 +344,7 @@ def _restore_within_budget(config: EightBit, state: GraphState, context: GraphCo
 
     def judge(some: GraphState) -> Verdict:
         model = write_state(some, variant)
-        short = () if context.shortfalls is None else tuple(context.shortfalls(model))
+        short = () if context.shortfalls is None else tuple(context.shortfalls(model).values())
         return Verdict(short, None if context.score is None else context.score(model))
 
     try:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from runtime.bundle.format import Benchmark, Gate, Judgement, Postprocess
 from runtime.errors import UsageError
@@ -33,6 +34,7 @@ class GateResult:
 
     `value` is what the rule bounds: the drop, the value or the speed-up; None where it could not be measured. `holds`
     is the verdict after `undecided` has been counted as fail or pass. `slice`: COLUMN=VALUE that the value is of.
+    `rule`: "max_drop 0.01, worst label": its kind, its limit, and what it is of where that is no whole set.
     """
 
     metric: str
@@ -47,6 +49,23 @@ class GateResult:
     """Of the value and the bound, as it stands behind a number: "x", " ms"."""
     method: str = ""
     """Which made the interval."""
+    kind: str = ""
+    limit: float | None = None
+    of: str = ""
+
+    def __post_init__(self) -> None:
+        """Read the rule's parts, of a report of before they were fields of their own."""
+        if not self.kind:
+            rule, _, of = self.rule.partition(", ")
+            kind, _, limit = rule.partition(" ")
+            with suppress(ValueError):
+                parts = {"limit": float(limit), "kind": kind, "of": of}
+                self.__dict__.update(parts)
+
+    @property
+    def has_floor(self) -> bool:
+        """Return whether the value is to be at least the limit."""
+        return self.kind.startswith("min")
 
 
 def check_gates(judgement: Judgement, task: str, has_labels: bool, postprocess: Postprocess | None = None) -> None:
@@ -161,23 +180,21 @@ def judge(
     for gate in judgement.gates:
         undecided_holds = (gate.undecided or judgement.undecided) == "pass"
         for rule, limit in gate.bounds.items():
-            name = _name_rule(gate, rule, limit)
+            of = f"worst {gate.worst}" if gate.worst else gate.slice or ""
+            name = f"{rule} {limit:g}" + (f", {of}" if of else "")
+            parts: dict[str, Any] = {"kind": rule, "limit": limit, "of": of}
             if failures and gate.metric in failures:
-                results.append(GateResult(gate.metric, name, None, None, "fail", False, failures[gate.metric]))
+                why = failures[gate.metric]
+                results.append(GateResult(gate.metric, name, None, None, "fail", False, why, **parts))
             elif elsewhere and (reason := elsewhere.get(gate.metric) or elsewhere.get(f"{gate.metric} {rule}")):
                 counted = "; counted as a pass" if undecided_holds else "; counted as a failure"
                 why = reason + counted
-                results.append(GateResult(gate.metric, name, None, None, "undecided", undecided_holds, why))
+                results.append(GateResult(gate.metric, name, None, None, "undecided", undecided_holds, why, **parts))
             else:
                 bounded = _find_subject(gate, evidence[gate.metric], rule)
-                results.append(_decide_rule(bounded, name, rule, limit, judgement.confidence, undecided_holds))
+                decided = _decide_rule(bounded, name, rule, limit, judgement.confidence, undecided_holds)
+                results.append(replace(decided, **parts))
     return tuple(results)
-
-
-def _name_rule(gate: Gate, rule: str, limit: float) -> str:
-    """Name a rule with its bound and what it is of: "max_drop 0.01, worst label"."""
-    of = f", worst {gate.worst}" if gate.worst else f", {gate.slice}" if gate.slice else ""
-    return f"{rule} {limit:g}{of}"
 
 
 def overall(gates: tuple[GateResult, ...]) -> Verdict | Literal["unjudged"]:

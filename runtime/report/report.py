@@ -263,13 +263,11 @@ def _describe_miss(gate: GateResult) -> str:
     """Return a gate that does not hold with its figure: "latency_p50 1.02x, 1.2x wanted"."""
     if gate.value is None:
         return f"{gate.metric} {gate.rule} {'not measured' if gate.verdict == 'fail' else 'undecided'}"
-    rule, _, rest = gate.rule.partition(" ")
-    limit, _, of = rest.partition(", ")
-    least = "" if rule == "min_speedup" else "at least " if rule.startswith("min") else "at most "
-    what = {"max_drop": "drop ", "min_retained": "retained "}.get(rule, "")
+    least = "" if gate.kind == "min_speedup" else "at least " if gate.has_floor else "at most "
+    what = {"max_drop": "drop ", "min_retained": "retained "}.get(gate.kind, "")
     unclear = " (undecided)" if gate.verdict == "undecided" else ""
-    name = f"{gate.metric} of {of}" if of else gate.metric
-    return f"{name} {what}{gate.value:.4g}{gate.unit}, {least}{limit}{gate.unit} wanted{unclear}"
+    name = f"{gate.metric} of {gate.of}" if gate.of else gate.metric
+    return f"{name} {what}{gate.value:.4g}{gate.unit}, {least}{gate.limit or 0:g}{gate.unit} wanted{unclear}"
 
 
 def render_text(

@@ -214,7 +214,7 @@ def context(
     batches: Sequence[Feeds],
     target: str = "onnxruntime-cpu",
     log: list[str] | None = None,
-    shortfalls: Callable[[Any], list[str]] | None = None,
+    shortfalls: Callable[[Any], dict[str, str]] | None = None,
 ) -> GraphContext:
     """What a pass is given; `log` collects its lines."""
     lines = [] if log is None else log

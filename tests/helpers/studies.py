@@ -72,6 +72,8 @@ def make_report(size_ratio: float, drop: float, limit: float = 0.05, **values: f
             {
                 "metric": "top1",
                 "rule": f"max_drop {limit:g}",
+                "kind": "max_drop",
+                "limit": limit,
                 "value": drop,
                 "interval": [drop - 0.01, drop + 0.01],
                 "verdict": "pass" if holds else "fail",

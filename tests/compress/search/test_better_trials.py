@@ -99,10 +99,11 @@ def test_what_misses_one_tight_gate_is_nearer_than_what_misses_two_by_half(tmp_p
     for size, drop, wide, speed in ((3.6, 0.0, 0.001, 2.4), (6.1, 0.0136, 0.0077, 4.6)):
         report = make_report(size, drop, limit=0.01)
         report["gates"][0]["interval"] = [drop - wide, drop + wide]
-        for metric, rule, value in (("size_ratio", "min 6", size), ("latency_p50", "min_speedup 4", speed)):
-            holds = value >= float(rule.split()[1])
-            gate = {"metric": metric, "rule": rule, "value": value, "interval": [value, value], "holds": holds}
-            report["gates"].append({**gate, "verdict": "pass" if holds else "fail", "why": ""})
+        for metric, kind, least, value in (("size_ratio", "min", 6, size), ("latency_p50", "min_speedup", 4, speed)):
+            holds = value >= least
+            rule = {"metric": metric, "rule": f"{kind} {least}", "kind": kind, "limit": least}
+            found = {"value": value, "interval": [value, value], "holds": holds}
+            report["gates"].append({**rule, **found, "verdict": "pass" if holds else "fail", "why": ""})
         runs.append(Run(0, 1.0, "judged", goals=read_goals(report, search), gates=read_gates(report)))
     nearest = find_nearest([Trial(i, 0, {}, (run,)) for i, run in enumerate(runs)], search)
     assert nearest is not None and nearest.number == 1

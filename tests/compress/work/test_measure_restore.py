@@ -263,9 +263,9 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
     feeds, model = FEEDS, fragile_cnn()
     exact = graphs.run(model, feeds)
 
-    def shortfalls(graph: ir.Model) -> list[str]:
+    def shortfalls(graph: ir.Model) -> dict[str, str]:
         cosine = output_cosine(exact, graphs.run(graph, feeds))
-        return [] if cosine >= 0.99999 else [f"cosine {cosine:.6f} below 0.99999"]
+        return {} if cosine >= 0.99999 else {"cosine": f"cosine {cosine:.6f} below 0.99999"}
 
     log: list[str] = []
     config = Int8(placement="inputs", restore={"max_layers": 3})
@@ -281,8 +281,9 @@ def test_the_pass_restores_for_the_gates_and_says_so() -> None:
     assert result.measured["two.conv1"]["sensitivity"] >= result.measured["fc"]["sensitivity"]
 
 
-def too_low_if_rounded(graph: ir.Model) -> list[str]:
-    return ["top1 max_drop 0.01: too low"] if any("Quantize" in node.op_type for node in graph.graph) else []
+def too_low_if_rounded(graph: ir.Model) -> dict[str, str]:
+    rounded = any("Quantize" in node.op_type for node in graph.graph)
+    return {"top1 max_drop 0.01": "top1 max_drop 0.01: too low"} if rounded else {}
 
 
 def test_gates_that_never_hold_are_told() -> None:
@@ -295,11 +296,13 @@ def test_gates_that_never_hold_are_told() -> None:
 
 
 def test_what_was_lost_before_eight_bits_returns_no_layer() -> None:
-    def lost_before(graph: ir.Model) -> list[str]:
-        return ["top1 max_drop 0.01: 0.05 in all", *(f"cosine min 1: {s}" for s in too_low_if_rounded(graph))]
+    lost = {"top1 max_drop 0.01": "top1 max_drop 0.01: 0.05 in all"}
+
+    def lost_before(graph: ir.Model) -> dict[str, str]:
+        return lost | ({"cosine min 1": "cosine min 1: too low"} if too_low_if_rounded(graph) else {})
 
     config, state = Int8(restore={"max_layers": 8}), GraphState(graphs.residual_cnn())
-    result = apply_pass(config, state, context(FEEDS, shortfalls=lambda graph: lost_before(graph)[:1]))
+    result = apply_pass(config, state, context(FEEDS, shortfalls=lambda graph: lost))
     assert not [d for d in result.decisions if d.action == "float32"]
     assert "lost before, which no layer in float mends): top1" in result.notes[-1].text
     both = apply_pass(config, state, context(FEEDS, shortfalls=lost_before))
