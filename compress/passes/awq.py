@@ -24,7 +24,7 @@ class Awq(WeightPass):
 
     stage: ClassVar[Stage] = "blocks"
     needs_calibration: ClassVar[bool] = True
-    calibration_runs: ClassVar[float] = 6.0
+    calibration_runs: ClassVar[float] = 4.0
 
     kind: Literal["awq"] = "awq"
     round: bool = True

@@ -16,7 +16,7 @@ class Gptq(WeightPass):
     """Quantization of weights against the Hessian of each layer's calibration inputs, layer after layer."""
 
     needs_calibration: ClassVar[bool] = True
-    calibration_runs: ClassVar[float] = 12.0
+    calibration_runs: ClassVar[float] = 2.5
     takes_k_formats: ClassVar[bool] = True
     takes_mixed_bits: ClassVar[bool] = True
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
-from compress.passes.base import Pass, Stage
+from compress.passes.base import DataSize, Pass, PassCost, Stage
 from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
 from compress.specs import one_of
 
@@ -28,7 +28,6 @@ class PruneLayers(Pass):
 
     stage: ClassVar[Stage] = "model"
     needs_calibration: ClassVar[bool] = True
-    calibration_runs: ClassVar[float] = 10.0
     uses_blocks: ClassVar[bool] = True
 
     kind: Literal["prune_layers"] = "prune_layers"
@@ -87,6 +86,10 @@ class PruneLayers(Pass):
             return evenly_spaced(len(blocks), self.n_kept(len(blocks)))
         fits = [n for n in range(1, len(blocks)) if self._count_macs(facts, n) * self.speedup <= facts.macs]
         return evenly_spaced(len(blocks), max(fits, default=1))
+
+    def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
+        # each block is tried before each one that goes: ResNet-56's 24 took 120 s where a forward takes 0.15
+        return PassCost(0.8 * len(facts.removable or ()) ** 2 * data.calibration)
 
     def _count_macs(self, facts: ModelFacts, n_kept: int) -> int:
         blocks = facts.removable or ()

@@ -109,7 +109,7 @@ class Sparsify(_Amount, Pass):
 
     @property
     def calibration_runs(self) -> float:  # type: ignore[override]
-        return {"magnitude": 0.0, "wanda": 4.0, "sparsegpt": 8.0}[self.method]
+        return {"magnitude": 0.0, "wanda": 1.5, "sparsegpt": 2.5}[self.method]
 
     @property
     def base(self) -> Sparsity:

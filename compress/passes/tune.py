@@ -53,7 +53,7 @@ class Tune(WeightPass):
     """
 
     needs_calibration: ClassVar[bool] = True
-    calibration_runs: ClassVar[float] = 12.0
+    calibration_runs: ClassVar[float] = 2.5
     """As `gptq`, which goes first where nothing is rounded."""
     takes_mixed_bits: ClassVar[bool] = True
 
