@@ -65,8 +65,8 @@ WEIGHT_WORK = 6000
 """Multiply-adds in whose time a weight of a block is read, rounded and written, beside the forwards: of the 8 s of gptq
 on all-MiniLM-L6-v2 with 64 texts, 2."""
 START_S, LAYER_S, CLOCK_S = 5.0, 0.1, 15.0
-"""Seconds until work begins; of exporting a layer of torch; of timing, where a choice or a verdict rests on it: those of
-the quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of placement."""
+"""Seconds until work begins; of exporting a layer of torch; of timing, where a choice or a verdict rests on it: of the
+quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of placement."""
 TIMED_CALLS, TIMED_S = 12, 60.0
 """Times `iterations` that judging calls a model, all ways to run it together, and the seconds that it takes at most."""
 DISK_BYTES_S = 3e8

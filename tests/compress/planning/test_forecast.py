@@ -59,15 +59,9 @@ def test_the_terms() -> None:
     """1.6 passes over the calibration set of a thousand samples, each of which takes a millisecond."""
     found = expect()
     timed = 1e-3 * room.TIMED_CALLS * RECIPE.validate_.benchmark.iterations
-    assert {stage.name: stage.duration.seconds for stage in found.stages} == pytest.approx(
-        {
-            "start": room.START_S,
-            room.EXPORT: 0.1,
-            room.BASELINE: 1.0,
-            "int8": room.CLOCK_S + 1.6,
-            "judging": room.CLOCK_S + 2.0 + timed,
-        }
-    )
+    first = {"start": room.START_S, room.EXPORT: 0.1, room.BASELINE: 1.0}
+    then = {"int8": room.CLOCK_S + 1.6, "judging": room.CLOCK_S + 2.0 + timed}
+    assert {stage.name: stage.duration.seconds for stage in found.stages} == pytest.approx(first | then)
     assert all(stage.duration.guessed_s == stage.duration.seconds for stage in found.stages)
     assert found.memory_bytes == LIBRARIES_BYTES + ONNX_BYTES + 4 * 4 * MIB + room.ARENA * 2 * 32 * MIB
     assert found.disk_bytes == 2 * 4 * MIB + 3 * 4 * MIB + MIB
