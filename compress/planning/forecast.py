@@ -363,9 +363,9 @@ class _Run:
                 + int(FLOAT_COPIES * self.before.n_bytes if self.runs_float else alone)
             )
         timed = 0 if self.timed is None else self.timed.n_bytes
-        alone = PROCESS_BYTES + 2 * self.before.n_bytes  # the process in which a model's load is measured
+        fresh = PROCESS_BYTES + 2 * self.before.n_bytes  # the processes in which both models are timed, beside this one
         compared = self.evaluation_bytes(2) + PROCESS_BYTES * len(self.find_others())
-        return self.graph_bytes() + max(timed, alone, compared)
+        return self.graph_bytes() + max(timed, compared) + fresh
 
     def evaluation_bytes(self, models: int) -> int:
         """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""
