@@ -220,7 +220,7 @@ def measure_damage(
     batches: Sequence[Batch],
     targets: Sequence[list[Tensor]],
 ) -> float:
-    """Return the squared error per sample of the model's outputs without the units `zero_mask`, their readers
+    """Return the squared error per sample of the model's outputs without the units `removed`, their readers
     compensated.
 
     `targets`: the outputs of the whole model, by batch. The module is as before afterwards.

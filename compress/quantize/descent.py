@@ -37,7 +37,7 @@ def descend(
 
     That is `gram`, float32 [in, in], with `added` [in] on its diagonal, which makes that positive. Nothing given is
     changed. `compute`: the type of the large products; in bfloat16 a level may come out one beside the best.
-    `zero_mask` [out, in]: True where the level stays that of zero, which it is in `levels`. `rescale`: scales may
+    `zero_mask` [out, in]: True where the level stays that of zero, which it is in `quantized`. `rescale`: scales may
     change.
     """
     work = _Descent(weight, gram, added, quantized, grid, getattr(torch, compute), zero_mask, rescale)

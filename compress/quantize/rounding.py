@@ -228,7 +228,7 @@ def zeros_to_keep(weight: Tensor) -> Tensor | None:
 
 
 def keep_zeros(quantized: Tensor, zero_mask: Tensor, zero_points: Tensor | None) -> None:
-    """Set `levels` (changed in place) to what stands for zero where `zero_mask`; all of one shape."""
+    """Set `quantized` (changed in place) to what stands for zero where `zero_mask`; all of one shape."""
     if zero_points is None:
         quantized.masked_fill_(zero_mask, 0)
     else:
