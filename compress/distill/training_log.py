@@ -17,8 +17,8 @@ class TrainLog:
     """All that a resumed run needs to know of the past.
 
     Losses on the samples held out: `start_loss`, and `best_loss` after `best_step` steps (0: the start was best); None
-    where none are held out. `curve`: (step, mean loss of the steps since the last point); `looks`: (step, loss held
-    out). `end`: "steps", "time", "patience" or "diverged".
+    where none are held out. `curve`: (step, mean loss of the steps since the last point); `evaluations`: (step, loss
+    held out). `end`: "steps", "time", "patience" or "diverged".
     """
 
     step: int = 0

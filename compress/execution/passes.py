@@ -102,7 +102,7 @@ def run_passes(
 
     `exported`: the float model, if ONNX is written.
 
-    `left` is told after each pass what it left.
+    `after_pass` is told after each pass what it left.
     """
     loaded, modelled = _run_model_passes(run, after_pass)
     source, streamed, blocked = _run_block_passes(run, loaded, exported, after_pass)

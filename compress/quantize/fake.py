@@ -103,7 +103,7 @@ class FakeWeight(nn.Module):
         return replace(self.start, values=values, scales=scales.cpu().numpy().copy(), zero_points=points, stored=stored)
 
     def on_grid(self, quantized: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Grid]:
-        """Return `quantized` and their grid; where a weight is to stay zero the level is zero's, and gets no gradient."""
+        """Return `quantized` and their grid; where a weight is to stay zero it is zero's level, without a gradient."""
         if self.zero_mask is not None:
             quantized = torch.where(
                 self.zero_mask, quantized.new_zeros(()) if zeros is None else zeros[:, :, None], quantized

@@ -2,7 +2,7 @@
 
 While a run works, everything of its own lies in one folder beside `out`, `.<out>.partial`, which carries our mark:
 `new` is the bundle that grows, `old` the one that stood under the name, moved aside while the new one takes it,
-`zero_mask` what may be removed without a look. After a kill at any instant the next run finds in these names what to
+`gone` what may be removed without a look. After a kill at any instant the next run finds in these names what to
 put right.
 """
 
