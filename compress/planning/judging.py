@@ -18,9 +18,11 @@ def explain_not_run(recipe: Recipe) -> str | None:
         return None
     for pass_ in recipe.passes:
         for name in (name for name in pass_.formats if name in NOT_ON_CPUS):
-            instead = "use dtype: float16" if name == "bfloat16" else "export a checkpoint alone (target: vllm)"
+            number, instead = name.upper(), "export a checkpoint alone (target: vllm)"
+            if name == "bfloat16":
+                number, instead = name, "use dtype: float16"
             return (
-                f"{pass_.kind}: {recipe.target} does not work here ({why}), and ONNX Runtime computes no {name} on "
+                f"{pass_.kind}: {recipe.target} does not work here ({why}), and ONNX Runtime computes no {number} on "
                 f"CPUs, so that the result could not be judged; {instead}, or apply it where that works"
             )
     return None
