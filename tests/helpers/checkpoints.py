@@ -71,7 +71,7 @@ def random_weight(shape: tuple[int, int], chosen: Scheme, rng: np.random.Generat
     if weights.kind == "float":
         values = (rng.normal(size=shape) * 64).astype(ml_dtypes.float8_e4m3fn)
         return QuantizedWeight(values, scales.astype(np.float32), None, 8, weights.group_size)
-    low, high = weights.levels
+    low, high = weights.integer_range
     values = rng.integers(low, high + 1, shape).astype(np.int8 if weights.symmetric else np.uint8)
     values[0, :2] = low, high
     if weights.symmetric:

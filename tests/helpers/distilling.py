@@ -140,5 +140,5 @@ def train_and_save(out: Path, steps: int, changes: dict[str, Any]) -> list[str]:
     net, log = taught(replace(SHARED, steps=steps, **changes), out, log=lines.append)
     rank = share().rank
     save_file(net.state_dict(), out / f"{rank}.safetensors")
-    (out / f"{rank}.json").write_text(json.dumps([log.curve, log.looks, seen]))
+    (out / f"{rank}.json").write_text(json.dumps([log.curve, log.evaluations, seen]))
     return lines

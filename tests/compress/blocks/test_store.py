@@ -189,7 +189,7 @@ def looks():
         ("make", "w.safetensors", None),
         ("make", "w.pt", "w.pt is no safetensors file"),
         ("make", None, "the factory itself gives the trained model"),
-        ("evaluations", "w.safetensors", "the factory cannot build without weights"),
+        ("looks", "w.safetensors", "the factory cannot build without weights"),
         ("computes", None, "the factory itself gives"),
     ],
 )

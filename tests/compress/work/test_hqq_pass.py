@@ -47,7 +47,7 @@ def test_no_group_is_worse_than_rounded_to_the_least_square(bits: int, symmetric
     assert (error(weight, found) <= error(weight, plain) * (1 + 1e-5)).all()
     if bits < 8:
         assert error(weight, found).sum() < error(weight, plain).sum()
-    low, high = scheme.levels
+    low, high = scheme.integer_range
     assert found.values.min() >= low
     assert found.values.max() <= high
     assert (found.zero_points is None) == symmetric
