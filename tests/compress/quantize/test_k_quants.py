@@ -29,7 +29,7 @@ def test_what_is_stored_is_what_is_dequantized(bits: int) -> None:
         by_hand -= np.repeat(m, size, 1)
         assert made.stored["offsets"].min() >= 0
     assert np.array_equal(made.dequantize(), by_hand)
-    assert scheme.quantized[0] <= made.values.min() and made.values.max() <= scheme.quantized[1]
+    assert scheme.integer_range[0] <= made.values.min() and made.values.max() <= scheme.integer_range[1]
 
 
 def test_more_bits_leave_less_error_and_importance_is_heeded() -> None:

@@ -46,7 +46,7 @@ def inputs_of(size: float, other: float, how: str, seed: int) -> Tensor:
 def check(weight: QuantizedWeight, scheme: WeightScheme) -> None:
     assert np.isfinite(weight.scales).all() and (weight.scales != 0).all()
     assert np.isfinite(weight.dequantize()).all()
-    low, high = scheme.quantized
+    low, high = scheme.integer_range
     assert low <= int(weight.values.min()) and int(weight.values.max()) <= high
 
 
