@@ -66,7 +66,7 @@ def room_for_activations(device: torch.device) -> int:
     return 0 if device.type == "cpu" else int(HELD_PART * torch.cuda.mem_get_info(device)[0])
 
 
-class Attempt(AbstractContextManager[None]):
+class DeviceAttempt(AbstractContextManager[None]):
     """Work with so many `rows` at once (None: as many as usual); the context ends quietly where the device is full."""
 
     def __init__(self, rows: int | None) -> None:
@@ -83,13 +83,13 @@ class Attempt(AbstractContextManager[None]):
 
 def halve_rows(
     usual: int, log: Callable[[str], None], least: int = LEAST_ROWS, what: str = "tokens"
-) -> Iterator[Attempt]:
+) -> Iterator[DeviceAttempt]:
     """Yield attempts at some work, each of which is its context, until one does not fill the device.
 
     The first is with as many rows as usual, the next with half of `usual`, and so on. `what`: the rows are. PassError
     where not even `least` fit.
     """
-    attempt = Attempt(None)
+    attempt = DeviceAttempt(None)
     yield attempt
     while attempt.is_full:
         from accelerate.utils.memory import clear_device_cache
@@ -103,5 +103,5 @@ def halve_rows(
                 "a GPU with more memory"
             )
         log(f"the device's memory is full; going on with {rows} {what} at once")
-        attempt = Attempt(rows)
+        attempt = DeviceAttempt(rows)
         yield attempt
