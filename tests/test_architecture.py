@@ -128,7 +128,7 @@ def test_work_gives_the_form_of_model_that_it_got() -> None:
     from compress.blocks.streamed import StreamedModel
     from compress.context import PassContext
     from compress.models.load import TorchModel
-    from compress.quantize.state import GraphState
+    from compress.rounding.state import GraphState
     from compress.work import WORK, find_work
     from compress.work.contexts import GraphContext, ModelContext
 

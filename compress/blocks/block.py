@@ -22,7 +22,7 @@ from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 
 Visit = Callable[[InputGroup, Tensor], None]
 

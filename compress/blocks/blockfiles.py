@@ -16,7 +16,7 @@ from compress.blocks.store import pack_tensors
 from compress.errors import OutputError
 from compress.facts import LayerDecision, Note
 from compress.formats.schemes import Scheme
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.store.durable import blame, seal, unseal
 from runtime.bundle.files import put_in_place, sha256_of, write_whole
 from runtime.bundle.records import from_json, to_json

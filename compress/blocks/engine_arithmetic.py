@@ -25,7 +25,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import Note
 from compress.formats.schemes import ActivationScheme, KvScheme, Scheme
-from compress.quantize.activations import round_cached, round_inputs
+from compress.rounding.activations import round_cached, round_inputs
 
 Exchange = Callable[[Literal["key", "value"], Tensor], Tensor]
 """Takes keys or values [..., tokens, head size], and gives what attention goes on with."""

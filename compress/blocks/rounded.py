@@ -12,7 +12,7 @@ from compress.blocks.store import HeldLayer, WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d
 from compress.formats.schemes import Scheme
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 
 NAME = "rounded"
 """Of the one block that such a file holds."""

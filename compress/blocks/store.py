@@ -18,8 +18,8 @@ from torch import Tensor
 from compress.blocks.experts import ExpertPart, take_part
 from compress.errors import SourceError
 from compress.facts import FLOAT_BYTES
-from compress.quantize.grid import finite
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.grid import finite
+from compress.rounding.quantized_weight import QuantizedWeight
 
 VALUES, SCALES, ZERO_POINTS, OFFSETS, STORED = ":values", ":scales", ":zero_points", ":offsets", ":stored:"
 """Endings of a quantized layer's tensors in a file of finished work."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from compress.blocks import activations
 from compress.facts import FLOAT_BYTES, InputGroup, Structure
-from compress.quantize.rounding import ROWS
+from compress.rounding.quantized_weight import ROWS
 
 FIXED_BYTES = 25 * 2**20
 """What libraries take at their first large product."""

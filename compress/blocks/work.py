@@ -33,7 +33,7 @@ from compress.blocks.store import WeightStore
 from compress.blocks.tables import find_tables, row_reader
 from compress.blocks.trace import is_layer
 from compress.facts import InputGroup
-from compress.quantize.outputs import first_output
+from compress.rounding.outputs import first_output
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel

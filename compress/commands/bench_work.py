@@ -16,8 +16,8 @@ from compress.planning.inputs import read_inputs
 from compress.planning.latency import make_call as make_feeds_of
 from compress.planning.latency import make_twins
 from compress.planning.timing import make_timer
-from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
+from compress.rounding.state import GraphState
 from compress.search import trying
 from compress.search.trying import answer, time_stage
 from compress.search.workers import TrialAnswer, TrialOrder

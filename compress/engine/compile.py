@@ -22,7 +22,7 @@ import onnx_ir as ir
 from compress.engine.layers import layers_in_json, layers_in_log, outcomes, share_as_asked
 from compress.errors import ExportError
 from compress.facts import Note
-from compress.quantize.float_blocks import FROM_MXFP8
+from compress.rounding.float_blocks import FROM_MXFP8
 from compress.store.cache import default_root
 from runtime.bundle.engine import EngineOrder, EngineRecord, Profile
 from runtime.bundle.files import write_whole

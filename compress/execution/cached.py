@@ -31,7 +31,7 @@ from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.planning.inputs import Batches, Inputs, example_feeds
-from compress.quantize.state import GraphState, restore_state
+from compress.rounding.state import GraphState, restore_state
 from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext

@@ -26,8 +26,8 @@ from compress.graph.run import Feeds, clone
 from compress.graph.specs import input_specs, n_cached_layers, output_specs, past_name, present_name
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.models.batch_axis import TOLERANCE
-from compress.quantize.measure import relative_difference
-from compress.quantize.state import GraphState
+from compress.rounding.measure import relative_difference
+from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec

@@ -22,7 +22,7 @@ from compress.passes import Pass
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.planning.timing import variant_of
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache
 from compress.store.run_log import RunLog
 from runtime.bundle.format import model_size

@@ -39,9 +39,9 @@ from compress.planning.inputs import Batches, example_feeds, make_student
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
-from compress.quantize.latency import StateTimer, round_all_roughly
-from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport, GgufExport
+from compress.rounding.latency import StateTimer, round_all_roughly
+from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache, cache_key
 from compress.store.durable import blame
 from compress.store.run_log import RunLog

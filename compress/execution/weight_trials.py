@@ -17,8 +17,8 @@ from compress.graph.layers import find_layers
 from compress.planning.inputs import Inputs
 from compress.planning.latency import BUDGET_S, round_as_planned, time_decoders
 from compress.planning.timing import explain_untimed, make_clock, make_writer, variant_of
-from compress.quantize.latency import LayerCall, StateTimer, describe_calls, time_weights
-from compress.quantize.state import GraphState
+from compress.rounding.latency import LayerCall, StateTimer, describe_calls, time_weights
+from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
 from compress.timing.clock import middle_batch
 from compress.work.contexts import LayerSchemes, WeightTrials

@@ -29,10 +29,10 @@ from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
-from compress.quantize.state import FLOAT8, GraphState
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
 from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
+from compress.rounding.state import FLOAT8, GraphState
 from compress.version import __version__
 from runtime.bundle.detections import Detections
 from runtime.bundle.engine import EngineOrder

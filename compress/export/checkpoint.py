@@ -27,10 +27,10 @@ from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
 from compress.models.pruned import config_lacks
 from compress.models.source import SHAPES
-from compress.quantize.grid import finite
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import FLOAT8
 from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
+from compress.rounding.grid import finite
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.state import FLOAT8
 
 WORST_SCALE_CHANGE = 0.01
 """Of a scale that is rounded to the type it is stored in; more is a warning."""

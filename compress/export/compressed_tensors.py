@@ -19,8 +19,8 @@ from torch import Tensor
 from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits, pack_floats
 from compress.export.shards import Entry
 from compress.formats.schemes import ActivationScheme, KvScheme, Scheme
-from compress.quantize.activations import SCALE_TYPES, cache_arguments, global_scale, input_arguments
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.activations import SCALE_TYPES, cache_arguments, global_scale, input_arguments
+from compress.rounding.quantized_weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme

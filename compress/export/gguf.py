@@ -30,8 +30,8 @@ from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import file_names
 from compress.models.pruned import config_lacks
-from compress.quantize.grid import finite
 from compress.recipe.exports import GgufExport
+from compress.rounding.grid import finite
 
 FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from compress.errors import ExportError
 from compress.formats.schemes import SUPER_BLOCK, Scheme
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 
 BLOCK = 32
 """Weights that share the half floats of the types that are no K types."""

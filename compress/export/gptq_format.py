@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.export.packing import as_unsigned, count_words, pack_bits
 from compress.export.shards import Entry
 from compress.formats.schemes import Scheme
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 
 SCALE_TYPE = torch.float16
 """Whatever the model computes in."""

@@ -59,11 +59,11 @@ from compress.graph.specs import cache_of, n_cached_layers
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
 from compress.models.facts import user_line
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.float_blocks import DOMAIN as TENSORRT
-from compress.quantize.float_blocks import MOST_AXES, is_float_block
-from compress.quantize.qdq import write_state
-from compress.quantize.rounding import QuantizedWeight, UnreadWeight
-from compress.quantize.state import GraphState, Range
+from compress.rounding.float_blocks import DOMAIN as TENSORRT
+from compress.rounding.float_blocks import MOST_AXES, is_float_block
+from compress.rounding.qdq import write_state
+from compress.rounding.quantized_weight import QuantizedWeight, UnreadWeight
+from compress.rounding.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import MOST_SAID, describe_failure, failures
 from runtime.bundle.files import ENCODER
 

@@ -22,7 +22,7 @@ from compress.graph.run import Feeds, open_session, run_batches, tap
 from compress.graph.specs import n_cached_layers, past_name, present_name
 from compress.models.batch_axis import MOST_CHOICES, SMALLEST, TOLERANCE
 from compress.models.load import OnnxModel, TorchModel
-from compress.quantize.measure import CHOOSERS, relative_difference, share_of_strangers
+from compress.rounding.measure import CHOOSERS, relative_difference, share_of_strangers
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
 from runtime.encode.seq2seq import DECODER_IDS
 

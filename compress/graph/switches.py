@@ -5,7 +5,7 @@ runs, and not files to write and load. The switches are one boolean vector, an i
 
 A layer is found by the tensor that it gives, which has one name in both graphs. Its float form is the float graph's own
 node on the compressed graph's own activation, before that is rounded. What is rounded between layers belongs to those
-whose output makes it so, as `compress.quantize.placement` has it: where they are float, it is, too.
+whose output makes it so, as `compress.rounding.placement` has it: where they are float, it is, too.
 """
 
 from __future__ import annotations

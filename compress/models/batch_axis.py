@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compress.facts import SampleShapes
-from compress.quantize.measure import relative_difference, share_of_strangers
+from compress.rounding.measure import relative_difference, share_of_strangers
 
 Arrays = dict[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.errors import SourceError
-from compress.quantize.grid import finite
+from compress.rounding.grid import finite
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.passes.weight_only import WeightPass
 
 DEFAULT_SWEEPS = {True: 1, False: 3}
-"""With 4 bits and more, and with fewer: as `compress.quantize.gptq.Rules`."""
+"""With 4 bits and more, and with fewer: as `compress.rounding.gptq.Rules`."""
 
 
 class Gptq(WeightPass):

@@ -1,4 +1,4 @@
-"""`int8`: weights and activations in eight bits (W8A8), static or dynamic. The arithmetic is in `compress.quantize`."""
+"""`int8`: weights and activations in eight bits (W8A8), static or dynamic. The arithmetic is in `compress.rounding`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from compress.facts import FLOAT_BYTES, LayerDecision, LayerFacts, ModelFacts, N
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.passes.layer_schemes import count_layer_bytes, count_stored_bits
-from compress.quantize.allocate import join_groups
+from compress.rounding.allocate import join_groups
 from compress.specs import Record, one_of
 from runtime.tasks import find_task
 from runtime.words import size_text

@@ -53,7 +53,7 @@ from compress.specs import LayerPattern
 from runtime.tasks import find_task
 
 if TYPE_CHECKING:
-    from compress.quantize.state import GraphState
+    from compress.rounding.state import GraphState
 
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""

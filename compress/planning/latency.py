@@ -40,11 +40,11 @@ from compress.planning.inputs import Inputs, example_feeds, make_student, text_f
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
 from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
-from compress.quantize.int8 import with_integer_layers
-from compress.quantize.latency import StateTimer, round_roughly
-from compress.quantize.rounding import round_to_nearest
-from compress.quantize.state import GraphState
 from compress.recipe.schema import Recipe
+from compress.rounding.int8 import with_integer_layers
+from compress.rounding.latency import StateTimer, round_roughly
+from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
 from compress.store.progress import no_progress
 from compress.timing.kept import Kept

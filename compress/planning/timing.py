@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from compress.export.onnx import finish, float_graph
 from compress.formats.targets import TARGETS, Target
-from compress.quantize.latency import StateTimer
-from compress.quantize.state import GraphState
 from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
+from compress.rounding.latency import StateTimer
+from compress.rounding.state import GraphState
 from compress.timing.clock import Clock
 from compress.timing.kept import Kept
 from runtime.backends import Feeds

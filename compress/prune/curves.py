@@ -30,7 +30,7 @@ from compress.prune.layers import features_of, layers_of, n_groups, read_weight,
 from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eliminate
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
-from compress.quantize.outputs import list_outputs, square_distance
+from compress.rounding.outputs import list_outputs, square_distance
 from compress.store.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]

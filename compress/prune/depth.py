@@ -23,7 +23,7 @@ from compress.blocks.materialise import empty_weights, plain
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_config
 from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
-from compress.quantize.outputs import first_output, model_output
+from compress.rounding.outputs import first_output, model_output
 from compress.store.progress import Progress, no_progress
 
 CLOSE = 1e-4

@@ -21,7 +21,7 @@ from compress.errors import PassError
 from compress.prune.dimensions import Dimension
 from compress.prune.obs import Elimination, ReadingLayer
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import list_outputs, measure_units, model_output
+from compress.rounding.outputs import list_outputs, measure_units, model_output
 
 Loss = Callable[[nn.Module, Batch], Tensor]
 """What a module's outputs on a batch are worth, summed over the batch's samples; a scalar with a gradient."""

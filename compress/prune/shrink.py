@@ -18,7 +18,7 @@ from compress.prune.layers import layers_of, weight_names
 from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
-from compress.quantize.outputs import list_outputs
+from compress.rounding.outputs import list_outputs
 from compress.store.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.prune.masks import Scope, lowest
 from compress.prune.sparsity import Sparsity
-from compress.quantize.gptq import Hessian
+from compress.rounding.gptq import Hessian
 
 BLOCK = 128
 """Inputs among which the zeros of a share are chosen, and whose updates reach the rest of the weight at once."""

@@ -16,7 +16,7 @@ from compress.context import PassContext, PassResult
 from compress.facts import ModelFacts
 from compress.models.load import TorchModel
 from compress.passes import KINDS, Pass
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.work.contexts import ModelContext
 from runtime.plugins import PASS_GROUP, find_plugin
 

@@ -11,8 +11,8 @@ from compress.graph.half import layer_nodes
 from compress.graph.layers import find_layers
 from compress.passes.autocast import Autocast
 from compress.passes.choosing import choose_layers
-from compress.quantize.ranges import overflowing_nodes
-from compress.quantize.state import GraphState
+from compress.rounding.ranges import overflowing_nodes
+from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext
 
 

@@ -15,9 +15,9 @@ from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.passes.autoround import AutoRound
 from compress.passes.tune import is_selected
-from compress.quantize.autoround import autoround_block
-from compress.quantize.learn import RoundingSchedule, TuneLog
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.autoround import autoround_block
+from compress.rounding.learn import RoundingSchedule, TuneLog
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.work.block_layers import (
     InputRanges,
     block_layers,

@@ -19,9 +19,9 @@ from compress.facts import InputGroup
 from compress.formats.schemes import ActivationScheme
 from compress.formats.targets import Target
 from compress.passes.awq import Awq
-from compress.quantize.activations import round_inputs
-from compress.quantize.awq import RoundedInputs, Scaling, search_scales
-from compress.quantize.gram import Compute, Gram, explain_no_gram
+from compress.rounding.activations import round_inputs
+from compress.rounding.awq import RoundedInputs, Scaling, search_scales
+from compress.rounding.gram import Compute, Gram, explain_no_gram
 from compress.work.block_layers import (
     BlockLayers,
     block_layers,

@@ -14,7 +14,7 @@ from compress.models.facts import count_other_bytes
 from compress.passes.layer_schemes import count_stored_bits
 from compress.passes.mixed_bits import Allocation, BitBudget, count_file_bytes
 from compress.passes.weight_only import WeightPass
-from compress.quantize.budgets import NEAR, NEAR_BYTES, Measured, Prices
+from compress.rounding.budgets import NEAR, NEAR_BYTES, Measured, Prices
 from compress.work.block_layers import list_layers
 from compress.work.contexts import BlockContext, WeightTrials
 from runtime.words import size_text

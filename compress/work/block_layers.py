@@ -22,10 +22,10 @@ from compress.facts import InputGroup, LayerDecision, LayerFacts, Note
 from compress.formats.schemes import ActivationScheme, Scheme
 from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
-from compress.quantize.grid import finite, fit_shared
-from compress.quantize.observers import Method, Observer, choose_range
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.weights import round_weight
+from compress.rounding.grid import finite, fit_shared
+from compress.rounding.observers import Method, Observer, choose_range
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.weights import round_weight
 
 LOOKED_UP = 1.5
 """Weight of a shared table's use as embeddings beside that as output layer. Nats above float tables, on a small decoder

@@ -24,8 +24,8 @@ from compress.blocks.work import AFTER
 from compress.context import Feeds, PassContext, PassResult
 from compress.passes.mixed_bits import COMPARED_TOKENS
 from compress.passes.weight_only import WeightPass
-from compress.quantize.learned_batches import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
-from compress.quantize.outputs import gives_logits
+from compress.rounding.learned_batches import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
+from compress.rounding.outputs import gives_logits
 from compress.store.progress import no_log
 from compress.work.contexts import BlockContext
 from runtime.encode.language import IDS

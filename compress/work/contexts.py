@@ -14,8 +14,8 @@ from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
 from compress.prune.latency import keep_form
-from compress.quantize.latency import StateTimer
-from compress.quantize.state import GraphState
+from compress.rounding.latency import StateTimer
+from compress.rounding.state import GraphState
 from compress.timing.clock import Clock
 
 Form = Callable[[ir.Model], ir.Model]

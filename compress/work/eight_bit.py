@@ -1,4 +1,4 @@
-"""The work of `int8` and `fp8` in its order, each part a call into `compress.quantize`."""
+"""The work of `int8` and `fp8` in its order, each part a call into `compress.rounding`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.eight_bit import EightBit
 from compress.passes.int8 import Int8
-from compress.quantize.budgets import BudgetMissed, Prices
-from compress.quantize.fastest import (
+from compress.rounding.budgets import BudgetMissed, Prices
+from compress.rounding.fastest import (
     PlacementChoice,
     PlacementTimes,
     choose_fastest,
@@ -26,7 +26,7 @@ from compress.quantize.fastest import (
     keep_integer,
     list_zero_based,
 )
-from compress.quantize.int8 import (
+from compress.rounding.int8 import (
     Setting,
     choose_ranges,
     correct_biases,
@@ -36,8 +36,8 @@ from compress.quantize.int8 import (
     tensors_of,
     with_integer_layers,
 )
-from compress.quantize.latency import pretend_ranges, round_roughly
-from compress.quantize.measure import (
+from compress.rounding.latency import pretend_ranges, round_roughly
+from compress.rounding.measure import (
     COLLAPSE,
     Suspect,
     blame,
@@ -50,12 +50,12 @@ from compress.quantize.measure import (
     sensitivities,
     spread,
 )
-from compress.quantize.mixed import Groups, Verdict, group_fused, price_bytes, price_time, restore_within_budget
-from compress.quantize.observers import Observer
-from compress.quantize.placement import Kind, decide_kind
-from compress.quantize.qdq import write_state
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import GraphState
+from compress.rounding.mixed import Groups, Verdict, group_fused, price_bytes, price_time, restore_within_budget
+from compress.rounding.observers import Observer
+from compress.rounding.placement import Kind, decide_kind
+from compress.rounding.qdq import write_state
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.state import GraphState
 from compress.timing.kept import name_given
 from compress.work.contexts import GraphContext
 
@@ -202,7 +202,7 @@ def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
     """Round a graph's layer to FP8, one scale in all. Raises ValueError naming the layer on NaN or Inf."""
     import torch
 
-    from compress.quantize.grid import round_to_grid  # torch
+    from compress.rounding.grid import round_to_grid  # torch
 
     weight = torch.tensor(layer.matrix())  # [out, in, ...]
     try:

@@ -11,10 +11,10 @@ from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.equalize import Equalize
-from compress.quantize.equalize import equalize_pair, find_pairs, input_channel_peak
-from compress.quantize.observers import observe
-from compress.quantize.smooth import smoothing_scales
-from compress.quantize.state import GraphState
+from compress.rounding.equalize import equalize_pair, find_pairs, input_channel_peak
+from compress.rounding.observers import observe
+from compress.rounding.smooth import smoothing_scales
+from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext
 
 

@@ -9,7 +9,7 @@ from compress.facts import LayerDecision, ModelFacts
 from compress.graph.convolutions import fold_channel_scales
 from compress.graph.run import clone
 from compress.passes.fold_batchnorm import FoldBatchNorm
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext
 
 

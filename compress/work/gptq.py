@@ -27,12 +27,12 @@ from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.gptq import Gptq
-from compress.quantize.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
-from compress.quantize.gram import Gram, explain_no_gram, gram_matrix
-from compress.quantize.rounding import ROWS, QuantizedWeight
-from compress.quantize.smooth import input_groups
-from compress.quantize.state import GraphState
-from compress.quantize.weights import gptq_round_weights
+from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
+from compress.rounding.gram import Gram, explain_no_gram, gram_matrix
+from compress.rounding.quantized_weight import ROWS, QuantizedWeight
+from compress.rounding.smooth import input_groups
+from compress.rounding.state import GraphState
+from compress.rounding.weights import gptq_round_weights
 from compress.work.block_layers import (
     BlockLayers,
     InputRanges,

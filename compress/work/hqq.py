@@ -12,8 +12,8 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.formats.schemes import Scheme
 from compress.passes.hqq import Hqq
-from compress.quantize.hqq import hqq_round
-from compress.quantize.rounding import QuantizedWeight, by_rows
+from compress.rounding.hqq import hqq_round
+from compress.rounding.quantized_weight import QuantizedWeight, by_rows
 from compress.work.block_layers import block_layers, matrix, may_be_negative, put_layer, remark, round_tables
 
 

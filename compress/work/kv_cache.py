@@ -20,7 +20,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.passes.kv_cache import KvCache, attentions
-from compress.quantize.state import LARGEST_FLOAT8
+from compress.rounding.state import LARGEST_FLOAT8
 from compress.work.block_layers import full_name
 
 LEVELS = {"int8": 127.0, "fp8": LARGEST_FLOAT8}

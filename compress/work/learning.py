@@ -15,10 +15,10 @@ from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext
-from compress.quantize.learn import is_transposed
-from compress.quantize.learned_batches import BlockBatch, JoinedBatches, arrange_batches, together
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.tune import Places, vectors
+from compress.rounding.learn import is_transposed
+from compress.rounding.learned_batches import BlockBatch, JoinedBatches, arrange_batches, together
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.tune import Places, vectors
 from compress.store.durable import blame
 from compress.store.training_state import SavedRun
 

@@ -33,11 +33,11 @@ from compress.facts import InputGroup, LayerFacts, Note
 from compress.formats.schemes import Scheme
 from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
 from compress.passes.weight_only import WeightPass
-from compress.quantize.allocate import OutOfReach
-from compress.quantize.budgets import BudgetMissed, Prices, choose_measured
-from compress.quantize.gram import Compute, Gram
-from compress.quantize.outputs import gives_logits
-from compress.quantize.rounding import ROWS, QuantizedWeight
+from compress.rounding.allocate import OutOfReach
+from compress.rounding.budgets import BudgetMissed, Prices, choose_measured
+from compress.rounding.gram import Compute, Gram
+from compress.rounding.outputs import gives_logits
+from compress.rounding.quantized_weight import ROWS, QuantizedWeight
 from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
 from compress.work.confirm_bits import BEYOND_NOISE, BitsComparison, RoundModel, compare_rounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from compress.context import PassResult
 from compress.models.load import TorchModel
 from compress.passes.qat import Qat
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext, ModelContext
 from compress.work.qat_int8 import apply_qat_int8
 from compress.work.qat_weights import apply_qat_weights

@@ -26,10 +26,10 @@ from compress.facts import LayerDecision, Note
 from compress.graph.torch_graph import TorchGraph, check_operators
 from compress.models.load import TorchModel
 from compress.passes.qat import Qat
-from compress.quantize.measure import layer_sqnr_db, list_answers, outputs_of, relative_difference
-from compress.quantize.qdq import write_state
-from compress.quantize.simulated import SimulatedGraph
-from compress.quantize.state import GraphState
+from compress.rounding.measure import layer_sqnr_db, list_answers, outputs_of, relative_difference
+from compress.rounding.qdq import write_state
+from compress.rounding.simulated import SimulatedGraph
+from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext
 from compress.work.eight_bit import MEASURE_BATCHES, apply_eight_bit
 from compress.work.settle_changes import settle_changes

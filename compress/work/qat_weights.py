@@ -26,7 +26,7 @@ from compress.facts import LayerDecision, LayerFacts, Note
 from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.qat import Qat
-from compress.quantize.fake import ScaledWeight
+from compress.rounding.fake import ScaledWeight
 from compress.work.block_layers import nearest
 from compress.work.contexts import ModelContext
 from compress.work.training import (

@@ -15,8 +15,8 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note, Residual, Structure
 from compress.passes.rotate import Rotate, values
-from compress.quantize.hadamard import Orthogonal, orthogonal
-from compress.quantize.rounding import zeros_to_keep
+from compress.rounding.hadamard import Orthogonal, orthogonal
+from compress.rounding.quantized_weight import zeros_to_keep
 
 Edit = Callable[[Tensor], Tensor]
 """A new value of a matrix [out, in] or bias [out], from its old one."""

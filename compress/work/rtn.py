@@ -19,9 +19,9 @@ from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.graph.layers import find_layers
 from compress.passes.rtn import Rtn
-from compress.quantize.gptq import SMALL
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import GraphState
+from compress.rounding.gptq import SMALL
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.state import GraphState
 from compress.work.block_layers import (
     BlockLayers,
     InputRanges,

@@ -19,7 +19,7 @@ from compress.distill.datasets import is_channels_first, shift_images
 from compress.facts import Note
 from compress.models.load import TorchModel
 from compress.passes.training import Augmentation, TrainingPass
-from compress.quantize.outputs import first_output
+from compress.rounding.outputs import first_output
 from compress.tasks import find_torch_task
 from compress.work.settled import Settled
 from runtime.clock.machine import cpu_info

@@ -24,8 +24,8 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import choose_layers
 from compress.passes.smoothquant import SmoothQuant
-from compress.quantize.observers import collect_rows, observe
-from compress.quantize.smooth import (
+from compress.rounding.observers import collect_rows, observe
+from compress.rounding.smooth import (
     ALPHAS,
     COSTLY,
     FREE,
@@ -35,7 +35,7 @@ from compress.quantize.smooth import (
     input_groups,
     search_smoothing,
 )
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.work.block_layers import block_facts, fold_into
 
 

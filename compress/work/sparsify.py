@@ -26,8 +26,8 @@ from compress.prune.masks import Scope, choose_zeros, global_counts, refit, wand
 from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_inputs
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
-from compress.quantize.gptq import Hessian, invert_hessian
-from compress.quantize.gram import Gram, explain_no_gram
+from compress.rounding.gptq import Hessian, invert_hessian
+from compress.rounding.gram import Gram, explain_no_gram
 from compress.work.block_layers import block_facts
 
 JUDGED_ROWS = 128

@@ -21,11 +21,11 @@ from compress.facts import LayerDecision, Note
 from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune, is_selected
 from compress.passes.weight_only import WeightPass
-from compress.quantize.learn import RoundingSchedule, TuneLog, learn
-from compress.quantize.learned_batches import Loss, length, mark_next_tokens
-from compress.quantize.outputs import gives_logits
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.tune import student_of, tune_module, vectors
+from compress.rounding.learn import RoundingSchedule, TuneLog, learn
+from compress.rounding.learned_batches import Loss, length, mark_next_tokens
+from compress.rounding.outputs import gives_logits
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.tune import student_of, tune_module, vectors
 from compress.work import apply_pass
 from compress.work.learning import (
     block_batches,

@@ -22,8 +22,8 @@ from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.models.facts import architecture, is_layer, plain
-from compress.quantize.grid import round_to_grid
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.grid import round_to_grid
+from compress.rounding.quantized_weight import QuantizedWeight
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,8 +15,8 @@ from compress.formats.targets import TARGETS
 from compress.graph.layers import layer_facts
 from compress.graph.run import Feeds, open_session, run_batches
 from compress.passes import Int8
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState, Variant
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState, Variant
 from compress.work import apply_pass
 from compress.work.contexts import GraphContext
 

@@ -20,7 +20,7 @@ from compress.formats.schemes import PRESETS, Scheme
 from compress.formats.targets import TARGETS
 from compress.models.checkpoint import open_store
 from compress.models.huggingface import TextModel
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
+from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
 from compress.structure.find import find_structure
 from compress.work.contexts import ModelContext
 

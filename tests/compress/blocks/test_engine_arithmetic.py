@@ -19,8 +19,8 @@ from compress.export.checkpoint import write_checkpoint
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.facts import BlockFacts, InputGroup, Structure
 from compress.formats.schemes import ActivationScheme
-from compress.quantize.activations import round_cached, round_inputs
 from compress.recipe.exports import CheckpointExport
+from compress.rounding.activations import round_cached, round_inputs
 
 SCALES = (0.0078125, 0.015625)
 

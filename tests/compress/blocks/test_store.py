@@ -25,7 +25,7 @@ from compress.errors import SourceError
 from compress.facts import BlockFacts, InputGroup, Structure
 from compress.formats.schemes import PRESETS
 from compress.models.open_streamed import open_streamed_model
-from compress.quantize.rounding import QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.specs import ModelSpec
 from compress.structure.find import find_structure
 

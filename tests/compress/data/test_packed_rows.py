@@ -13,7 +13,7 @@ from streaming import VOCABULARY, gpt2, llama, streamed, sum_grams
 from compress.data.chat import pack_rows
 from compress.data.training import pad_rows
 from compress.models.huggingface import TextModel, reads_samples_apart
-from compress.quantize.learned_batches import arrange_batches
+from compress.rounding.learned_batches import arrange_batches
 from compress.work.learning import samples
 
 LENGTHS = (9, 7, 6, 5, 3)

@@ -12,7 +12,7 @@ from graphs import int8_state
 from compress.engine.compile import Job, build_engine, find_asked_precisions
 from compress.export.onnx import save_graph
 from compress.graph.specs import input_specs
-from compress.quantize.qdq import write_state
+from compress.rounding.qdq import write_state
 from runtime.bundle.engine import free_dimensions, profile_of
 
 

@@ -17,8 +17,8 @@ from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
 from compress.planning.inputs import example_feeds, fixed_batch
-from compress.quantize.rounding import round_to_nearest
-from compress.quantize.state import GraphState, Range
+from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.state import GraphState, Range
 from compress.store.cache import ResultCache
 from compress.work import WORK, apply_pass
 from runtime.bundle.tensors import TensorSpec

@@ -21,8 +21,8 @@ from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.graph.specs import MAX_LENGTH, cache_of
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.quantize.state import GraphState, restore_state
+from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
+from compress.rounding.state import GraphState, restore_state
 from runtime.bundle.manifest import KvCacheSpec
 
 pytestmark = pytest.mark.slow

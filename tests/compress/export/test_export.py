@@ -22,8 +22,8 @@ from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, clone
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
-from compress.quantize.rounding import round_to_nearest
-from compress.quantize.state import GraphState
+from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.state import GraphState
 from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest, model_files, model_size
 from runtime.bundle.tensors import TensorSpec
 

@@ -19,7 +19,7 @@ from compress.export.genai import genai_config, write_genai_config
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.attention_parts import find_attention
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from runtime.encode.language import LanguagePreprocess
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import torch
 from compress.errors import ExportError
 from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.formats.schemes import PRESETS, Scheme, WeightScheme
-from compress.quantize.grid import round_to_grid
-from compress.quantize.k_quants import round_to_k
+from compress.rounding.grid import round_to_grid
+from compress.rounding.k_quants import round_to_k
 
 PLAIN = [Scheme(WeightScheme(bits, group, symmetric)) for bits, group, symmetric in (
     (4, 32, True), (4, 32, False), (2, 64, False), (5, 32, True), (5, 128, False), (3, -1, True), (8, 32, True),

@@ -19,8 +19,8 @@ from compress.export.onnx import finish, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of
-from compress.quantize.rounding import round_to_nearest
-from compress.quantize.state import GraphState
+from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.state import GraphState
 from runtime.backends import BACKENDS
 from runtime.bundle.files import ir_files
 from runtime.decode.kv_cache import Decoder

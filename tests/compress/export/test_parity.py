@@ -16,7 +16,7 @@ from compress.graph.layers import find_layers
 from compress.graph.run import clone, open_session
 from compress.models.batch_axis import TOLERANCE
 from compress.models.load import TorchModel, load_model
-from compress.quantize.measure import relative_difference
+from compress.rounding.measure import relative_difference
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 from runtime.bundle.tensors import TensorSpec

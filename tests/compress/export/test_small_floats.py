@@ -19,8 +19,8 @@ from compress.export.loading_back import read_as_stored
 from compress.formats.schemes import PRESETS
 from compress.models.huggingface import load_trained, read_pretrained
 from compress.models.source import locate
-from compress.quantize.grid import round_to_grid
 from compress.recipe.exports import CheckpointExport
+from compress.rounding.grid import round_to_grid
 from compress.specs import ModelSpec
 
 FLOATS = ["NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16", "FP8_BLOCK"]

@@ -25,8 +25,8 @@ from compress.graph.pieces import cut, run_in_pieces
 from compress.graph.run import open_session
 from compress.graph.specs import cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored
-from compress.quantize.rounding import UnreadWeight
-from compress.quantize.state import GraphState
+from compress.rounding.quantized_weight import UnreadWeight
+from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache
 
 OPSET = 21

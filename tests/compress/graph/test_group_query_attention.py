@@ -18,9 +18,9 @@ from compress.graph.fast_forms import divide_by_root, merge_products
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import clone, open_session
 from compress.graph.specs import ATTENTION, MAX_LENGTH, cache_of, n_cached_layers
-from compress.quantize.qdq import in_kernel_blocks, write_state
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.quantize.state import GraphState
+from compress.rounding.qdq import in_kernel_blocks, write_state
+from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
+from compress.rounding.state import GraphState
 
 pytestmark = pytest.mark.slow
 CPU = TARGETS["onnxruntime-cpu"]

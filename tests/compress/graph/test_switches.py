@@ -9,9 +9,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.graph.run import open_session
 from compress.graph.switches import SWITCHES, SwitchedGraph, add_switches, find_pairs
-from compress.quantize.int8 import round_layer, with_integer_layers
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState, Range
+from compress.rounding.int8 import round_layer, with_integer_layers
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState, Range
 
 
 def make_residual() -> ir.Model:

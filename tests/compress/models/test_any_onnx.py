@@ -23,8 +23,8 @@ from compress.models.load import OnnxModel, load_model
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
 from compress.passes import Int8, Rtn
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState
 from compress.specs import ModelSpec
 from compress.work import apply_pass
 

@@ -21,9 +21,9 @@ from compress.export.onnx import flush_denormals
 from compress.graph.layers import GraphLayer, find_layers
 from compress.planning.latency import round_as_planned
 from compress.planning.make_plan import make_plan
-from compress.quantize.latency import StateTimer
-from compress.quantize.state import GraphState
 from compress.recipe.load import load_recipe
+from compress.rounding.latency import StateTimer
+from compress.rounding.state import GraphState
 from compress.timing.clock import PROCESSES, Clock, GraphTimes
 
 

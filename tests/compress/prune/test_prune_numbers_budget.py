@@ -29,8 +29,8 @@ from compress.prune.latency import (
     measure_scale,
 )
 from compress.prune.surgery import remove
-from compress.quantize.latency import round_all_roughly
-from compress.quantize.qdq import write_state
+from compress.rounding.latency import round_all_roughly
+from compress.rounding.qdq import write_state
 from compress.timing.clock import Clock
 from compress.timing.kept import Kept
 from runtime.backends import find_backend

@@ -17,7 +17,7 @@ from compress.prune.masks import choose_zeros, global_counts, lowest, refit, wan
 from compress.prune.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
-from compress.quantize.gptq import Hessian, invert_hessian
+from compress.rounding.gptq import Hessian, invert_hessian
 
 N = 48
 PAIR = Sparsity.of("2:4")

@@ -27,8 +27,8 @@ from compress.execution.blocks import run_block_pass
 from compress.execution.quality import score_streamed
 from compress.passes import KINDS, Pass
 from compress.planning.make_plan import make_plan
-from compress.quantize.gram import Gram
 from compress.recipe.load import load_recipe
+from compress.rounding.gram import Gram
 from compress.store.cache import ResultCache
 from compress.work import apply_pass
 
@@ -71,10 +71,10 @@ TO_DEVICE = {
     "blocks/block.py": "values that a pass gave a block",
     "blocks/folding.py": "scales that were searched for in numpy",
     "blocks/work.py": "weights and buffers of a block, rows of tables, masks",
-    "quantize/activations.py": "stored scales of inputs, keys and values",
-    "quantize/fake.py": "integers that learning starts from",
-    "quantize/hadamard.py": "the rotation",
-    "quantize/learned_batches.py": "samples",
+    "rounding/activations.py": "stored scales of inputs, keys and values",
+    "rounding/fake.py": "integers that learning starts from",
+    "rounding/hadamard.py": "the rotation",
+    "rounding/learned_batches.py": "samples",
     "work/awq.py": "a sample of rows",
     "work/mixed_bits.py": "what was drawn, and rows that were rounded",
     "work/rotate.py": "what is rotated",
@@ -86,12 +86,12 @@ TO_HOST = {
     "blocks/block.py": "new values, which go to a file",
     "blocks/work.py": "numbers of tokens, for tables that stay in their file",
     "execution/quality.py": "logits",
-    "quantize/descent.py": "the pivots of columns",
-    "quantize/fake.py": "integers that were learned",
-    "quantize/fp8.py": "rounded values",
-    "quantize/gptq.py": "the order of columns, and their pivots",
-    "quantize/grid.py": "integers",
-    "quantize/learn.py": "what a killed run goes on from",
+    "rounding/descent.py": "the pivots of columns",
+    "rounding/fake.py": "integers that were learned",
+    "rounding/fp8.py": "rounded values",
+    "rounding/gptq.py": "the order of columns, and their pivots",
+    "rounding/grid.py": "integers",
+    "rounding/learn.py": "what a killed run goes on from",
     "work/block_layers.py": "inputs for a histogram",
     "work/smoothquant.py": "a sample of inputs and weights, for a search in numpy",
     "work/tune.py": "norms that were learned",

@@ -17,8 +17,8 @@ from compress.graph.edit import initializer
 from compress.graph.half import to_half
 from compress.graph.layers import constant, find_layers
 from compress.passes import Autocast, Int8
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 GPU = TARGETS["tensorrt"]

@@ -17,11 +17,11 @@ from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
 from compress.passes.autoround import AutoRound
 from compress.passes.rtn import Rtn
-from compress.quantize.autoround import autoround_block
-from compress.quantize.fake import MOST_STRETCH, ShiftedWeight
-from compress.quantize.learn import RoundingSchedule
-from compress.quantize.learned_batches import BlockBatch, JoinedBatches, together
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
+from compress.rounding.autoround import autoround_block
+from compress.rounding.fake import MOST_STRETCH, ShiftedWeight
+from compress.rounding.learn import RoundingSchedule
+from compress.rounding.learned_batches import BlockBatch, JoinedBatches, together
+from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
 from compress.work import apply_pass
 from compress.work.autoround import apply_autoround
 

@@ -18,10 +18,10 @@ from compress.formats.schemes import PRESETS, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.awq import Awq
-from compress.quantize.activations import round_inputs
-from compress.quantize.awq import RoundedInputs, search_scales
-from compress.quantize.gptq import output_error
-from compress.quantize.grid import round_to_grid
+from compress.rounding.activations import round_inputs
+from compress.rounding.awq import RoundedInputs, search_scales
+from compress.rounding.gptq import output_error
+from compress.rounding.grid import round_to_grid
 from compress.work import apply_pass
 
 W3 = WeightScheme(3, 32)

@@ -16,8 +16,8 @@ from compress.formats.schemes import PRESETS, ActivationScheme
 from compress.passes import Awq, Gptq, Pass, Rtn
 from compress.passes.autoround import AutoRound
 from compress.passes.tune import Tune
-from compress.quantize.activations import round_inputs
 from compress.recipe.exports import CheckpointExport
+from compress.rounding.activations import round_inputs
 from compress.work import apply_pass
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}

@@ -18,8 +18,8 @@ from compress.errors import PassError
 from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
-from compress.quantize.descent import descend
-from compress.quantize.gptq import (
+from compress.rounding.descent import descend
+from compress.rounding.gptq import (
     GptqRules,
     gptq_round,
     gptq_round_together,
@@ -27,10 +27,10 @@ from compress.quantize.gptq import (
     output_error,
     round_columns,
 )
-from compress.quantize.gram import Gram, gram_matrix
-from compress.quantize.grid import fit_grid, round_to_grid
-from compress.quantize.measure import output_cosine
-from compress.quantize.state import GraphState
+from compress.rounding.gram import Gram, gram_matrix
+from compress.rounding.grid import fit_grid, round_to_grid
+from compress.rounding.measure import output_cosine
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 

@@ -17,10 +17,10 @@ from compress.formats.schemes import PRESETS, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Rtn
 from compress.passes.hqq import Hqq
-from compress.quantize.grid import fit_shared, round_to_grid
-from compress.quantize.hqq import POWER, hqq_round
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import LARGEST_FLOAT8
+from compress.rounding.grid import fit_shared, round_to_grid
+from compress.rounding.hqq import POWER, hqq_round
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.state import LARGEST_FLOAT8
 from compress.work import apply_pass
 
 FP8 = PRESETS["FP8"].weights

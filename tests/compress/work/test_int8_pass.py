@@ -21,9 +21,9 @@ from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.passes import FoldBatchNorm, Int8
-from compress.quantize.measure import output_cosine
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.rounding.measure import output_cosine
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 CPU = TARGETS["onnxruntime-cpu"]

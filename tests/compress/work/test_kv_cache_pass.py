@@ -16,7 +16,7 @@ from compress.errors import PassError
 from compress.facts import ModelFacts, Structure
 from compress.formats.targets import TARGETS
 from compress.passes.kv_cache import KvCache, attentions
-from compress.quantize.state import LARGEST_FLOAT8
+from compress.rounding.state import LARGEST_FLOAT8
 from compress.work import apply_pass
 
 

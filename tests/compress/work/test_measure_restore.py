@@ -15,7 +15,7 @@ from compress.graph.edit import initializer
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import open_session, run_batches, tap
 from compress.passes import Int8
-from compress.quantize.measure import (
+from compress.rounding.measure import (
     COLLAPSE,
     Restored,
     decibel,
@@ -29,9 +29,9 @@ from compress.quantize.measure import (
     share_of_strangers,
     spread,
 )
-from compress.quantize.observers import Observer
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.rounding.observers import Observer
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 FEEDS = graphs.images()

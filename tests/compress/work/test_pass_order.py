@@ -8,7 +8,7 @@ import pytest
 from graphs import context, written
 
 from compress.passes import Equalize, Int8, Rtn, SmoothQuant
-from compress.quantize.state import GraphState
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 

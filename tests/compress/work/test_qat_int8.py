@@ -29,8 +29,8 @@ from compress.models.load import TorchModel
 from compress.passes import Int8
 from compress.passes.qat import Qat
 from compress.passes.training import Augmentation, TrainingPass
-from compress.quantize.qdq import write_state
-from compress.quantize.state import GraphState
+from compress.rounding.qdq import write_state
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 from compress.work.contexts import GraphContext
 from compress.work.qat_int8 import apply_qat_int8, check_in_torch

@@ -37,11 +37,11 @@ from compress.passes.gptq import Gptq
 from compress.passes.qat import Qat
 from compress.passes.training import LabelsTerm, LogitsTerm, TrainingPass
 from compress.passes.tune import Tune
-from compress.quantize.fake import ScaledWeight
-from compress.quantize.grid import round_to_grid
-from compress.quantize.qdq import write_state
-from compress.quantize.rounding import QuantizedWeight
-from compress.quantize.state import GraphState
+from compress.rounding.fake import ScaledWeight
+from compress.rounding.grid import round_to_grid
+from compress.rounding.qdq import write_state
+from compress.rounding.quantized_weight import QuantizedWeight
+from compress.rounding.state import GraphState
 from compress.structure.find import find_structure
 from compress.work import apply_pass
 from compress.work.qat_weights import _round_layers, rounding

@@ -20,7 +20,7 @@ from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Struc
 from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes.rotate import Rotate
-from compress.quantize.hadamard import orthogonal, paley
+from compress.rounding.hadamard import orthogonal, paley
 from compress.structure.find import find_structure
 from compress.work import apply_pass
 

@@ -14,10 +14,10 @@ from compress.formats.targets import TARGETS
 from compress.graph.edit import initializer
 from compress.graph.layers import find_layers
 from compress.passes import Equalize, Int8, SmoothQuant
-from compress.quantize.observers import Observer, choose_range
-from compress.quantize.rounding import round_to_nearest
-from compress.quantize.smooth import apply_smoothing, input_groups, search_smoothing, smoothing_scales
-from compress.quantize.state import GraphState
+from compress.rounding.observers import Observer, choose_range
+from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.smooth import apply_smoothing, input_groups, search_smoothing, smoothing_scales
+from compress.rounding.state import GraphState
 from compress.store.progress import no_progress
 from compress.work import apply_pass, foresee_pass
 from compress.work.contexts import GraphContext

@@ -15,7 +15,7 @@ from compress.context import PassResult
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS
 from compress.passes import SmoothQuant
-from compress.quantize.smooth import search_smoothing
+from compress.rounding.smooth import search_smoothing
 from compress.work import apply_pass
 
 

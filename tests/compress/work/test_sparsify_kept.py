@@ -16,10 +16,10 @@ from compress.passes import AutoRound, Gptq, Tune
 from compress.passes.sparsify import Sparsify
 from compress.prune.masks import choose_zeros
 from compress.prune.sparsity import Sparsity
-from compress.quantize.fake import FakeWeight, LearnedWeight, ShiftedWeight
-from compress.quantize.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, invert_hessian, round_columns
-from compress.quantize.grid import fit_grid, round_to_grid
-from compress.quantize.rounding import LEAST_ZEROS, keep_zeros, zeros_to_keep
+from compress.rounding.fake import FakeWeight, LearnedWeight, ShiftedWeight
+from compress.rounding.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, invert_hessian, round_columns
+from compress.rounding.grid import fit_grid, round_to_grid
+from compress.rounding.quantized_weight import LEAST_ZEROS, keep_zeros, zeros_to_keep
 from compress.work import apply_pass
 
 N = 48

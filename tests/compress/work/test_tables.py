@@ -28,11 +28,11 @@ from compress.passes.hqq import Hqq
 from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
 from compress.planning.latency import round_as_planned
-from compress.quantize import gptq, rounding
-from compress.quantize.gptq import gptq_round, gptq_round_together, invert_hessian
-from compress.quantize.grid import round_to_grid
-from compress.quantize.state import GraphState
 from compress.recipe.exports import CheckpointExport
+from compress.rounding import gptq, rounding
+from compress.rounding.gptq import gptq_round, gptq_round_together, invert_hessian
+from compress.rounding.grid import round_to_grid
+from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")

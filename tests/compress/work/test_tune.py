@@ -21,9 +21,9 @@ from compress.formats.schemes import PRESETS, Scheme, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
-from compress.quantize.fake import LearnedWeight, ShiftedWeight, level_range, to_level
-from compress.quantize.learn import RoundingSchedule, learn
-from compress.quantize.learned_batches import (
+from compress.rounding.fake import LearnedWeight, ShiftedWeight, level_range, to_level
+from compress.rounding.learn import RoundingSchedule, learn
+from compress.rounding.learned_batches import (
     NEXT_TOKENS,
     FloatTeacher,
     arrange_batches,
@@ -33,8 +33,8 @@ from compress.quantize.learned_batches import (
     relative_error,
     soften_logits,
 )
-from compress.quantize.rounding import QuantizedWeight, round_to_nearest
-from compress.quantize.tune import student_of, tune_module, vectors
+from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
+from compress.rounding.tune import student_of, tune_module, vectors
 from compress.work.learning import float_module, samples
 from compress.work.tune import END, apply_tune
 

@@ -1,0 +1,280 @@
+"""GPTQ: rounding a weight column by column, each column's error made up for by those not yet rounded. Torch.
+
+Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (2022), algorithm 1,
+with static groups and activation order as its authors' code has them. Deviations: each group's scale is not the one of
+its range but the one of least error weighted with the Hessian's diagonal, because that is the error that counts; inputs
+that were always zero are rounded to the nearest rather than set to zero, because serving may use them; weights that a
+pass set to zero stay zero, and their errors are made up for like those of rounding (as SparseGPT does both at once);
+and after the loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023,
+arXiv:2309.01885) lower the same error further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.formats.schemes import WeightScheme
+from compress.rounding.descent import descend
+from compress.rounding.gram import Compute
+from compress.rounding.grid import Grid, finite, fit_grid, power_of_two
+from compress.rounding.quantized_weight import ROWS, QuantizedWeight, join_rows, keep_zeros, zeros_to_keep
+
+BLOCK = 128
+"""Columns whose updates are applied to the rest of the weight at once."""
+NEAR = 32
+"""Columns whose updates are applied to the rest of their block at once."""
+MOST_DAMPING = 1.0
+SMALL = 1e-3
+JUDGED_ROWS = 128
+"""Rows of a weight, evenly spaced, on which its output error is measured."""
+
+
+class RoundedWeight(NamedTuple):
+    """A weight, its relative output error, and that of rounding to the nearest on a grid fitted to the same inputs."""
+
+    weight: QuantizedWeight
+    error: float
+    nearest_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Hessian:
+    """`gram` is X^T X / n, [in, in]. `order` [in]: the inputs in the order in which they are rounded.
+
+    `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order, float32.
+    `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal. `damp_percent`: what the
+    factorization needed.
+    """
+
+    gram: Tensor
+    order: Tensor
+    factor: Tensor
+    dead: Tensor
+    added: Tensor
+    damp_percent: float
+
+    @property
+    def importance(self) -> Tensor:
+        """Return the Hessian's diagonal [in]; inputs that were always zero still count a little."""
+        diagonal = self.gram.diagonal()
+        return diagonal + SMALL * diagonal.mean().clamp_min(1e-30)
+
+
+def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
+    """Order (by falling diagonal with `act_order`), damp and factor X^T X / n, float32 or float64.
+
+    float32 is factored in float64 where it fails; damping is raised tenfold until it succeeds; ValueError if it never
+    does, or the matrix is not finite.
+    """
+    if not finite(gram):
+        raise ValueError("NaN or Inf among its inputs on the calibration data")
+    diagonal = gram.diagonal()
+    dead = diagonal == 0
+    order = (
+        torch.argsort(diagonal, descending=True, stable=True)
+        if act_order
+        else torch.arange(len(gram), device=gram.device)
+    )
+    unit = power_of_two(diagonal.amax()).to(gram.dtype)  # what an input that was never seen weighs: about the largest
+    damp = damp_percent
+    while damp <= MOST_DAMPING:
+        added = torch.where(dead, unit, damp * diagonal.sum() / max(int((~dead).sum()), 1))
+        factor = _factor_damped(gram, order, added, gram.dtype)
+        if factor is None and gram.dtype != torch.float64:
+            factor = _factor_damped(gram, order, added, torch.float64)
+        if factor is not None:
+            return Hessian(gram, order, factor.float(), dead, added, damp)
+        damp *= 10
+    raise ValueError(f"the Hessian of its inputs cannot be inverted, not even with damp_percent {damp / 10:g}")
+
+
+@dataclass(frozen=True)
+class GptqRules:
+    """How a weight is rounded. `signed`: scales may be negative (see `fit_grid`).
+
+    `sweeps` of coordinate descent follow the loop; None: more where bits are few. `block`: columns whose updates are
+    applied to the rest of the weight at once. `compute`: the type of the large products.
+    """
+
+    signed: bool = True
+    sweeps: int | None = None
+    block: int = BLOCK
+    compute: Compute = "float32"
+
+    def sweeps_at(self, bits: int) -> int:
+        return self.sweeps if self.sweeps is not None else 1 if bits >= 4 else 3
+
+
+PUBLISHED = GptqRules(sweeps=0)
+"""The loop alone."""
+
+
+def gptq_round(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: GptqRules = GptqRules()) -> RoundedWeight:
+    """Quantize one weight [out, in], as `gptq_round_together` does several; a tall one by ROWS rows at a time.
+
+    Rows are nothing to each other but in the choice of the nearest, which then falls for each part of them.
+    """
+    if len(weight) <= ROWS or not scheme.has_separate_rows:
+        return gptq_round_together([weight], hessian, scheme, rules)[0]
+    parts = weight.split(ROWS)
+    rounded = [gptq_round_together([part], hessian, scheme, rules)[0] for part in parts]
+    energies = torch.tensor(_measure_energies([part[::JUDGED_ROWS].float() for part in parts], hessian.gram))
+    shares = (energies / energies.sum().clamp_min(1e-30)).tolist()
+    errors = sum(share * part.error for share, part in zip(shares, rounded, strict=True))
+    nearest = sum(share * part.nearest_error for share, part in zip(shares, rounded, strict=True))
+    return RoundedWeight(join_rows([part.weight for part in rounded]), errors, nearest)
+
+
+def gptq_round_together(
+    weights: Sequence[Tensor], hessian: Hessian, scheme: WeightScheme, rules: GptqRules = GptqRules()
+) -> list[RoundedWeight]:
+    """Quantize weights [out, in] that read the same inputs, in one loop over those.
+
+    The output error is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse
+    than the nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError
+    as `fit_grid` does.
+    """
+    if scheme.rows > 1 and any(len(part) % scheme.rows for part in weights[:-1]):
+        return [gptq_round(part, hessian, scheme, rules) for part in weights]  # blocks of rows that end with a weight
+    weight = torch.cat([part.float() for part in weights])
+    power = power_of_two(weight.abs().amax(1, keepdim=True))  # [out, 1]
+    if scheme.scales == "e4m3" or scheme.rows > 1 or scheme.group_size == 0:
+        power = power.amax().expand_as(power)  # outputs share what scales are made of
+    weight /= power
+    plain = fit_grid(weight, scheme, hessian.importance, rules.signed)
+    zero_mask = _concat_zero_masks(weights)
+    quantized, grid = round_columns(weight, hessian, plain, rules, zero_mask), plain
+    if sweeps := rules.sweeps_at(scheme.bits):
+        quantized, grid = descend(
+            weight, hessian.gram, hessian.added, quantized, grid, sweeps, rules.compute, zero_mask
+        )
+    grid, plain = grid.multiply(power), plain.multiply(power)
+    if scheme.group_size == 0:  # one scale for all of these weights, whichever levels each of them gets
+        plain = replace(plain, scales=grid.scales)
+    sizes = [len(part) for part in weights]
+    parts = zip(weights, quantized.split(sizes), _split_grid(grid, sizes), _split_grid(plain, sizes), strict=True)
+    return [_choose_better(part.float(), lv, new, old, hessian.gram, scheme) for part, lv, new, old in parts]
+
+
+def _concat_zero_masks(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return a mask over the rows of all weights, True where one is to stay zero; None if all are dense."""
+    masks = [zeros_to_keep(weight) for weight in weights]
+    if all(mask is None for mask in masks):
+        return None
+    return torch.cat(
+        [
+            torch.zeros_like(weight, dtype=torch.bool) if mask is None else mask
+            for weight, mask in zip(weights, masks, strict=True)
+        ]
+    )
+
+
+def _choose_better(
+    weight: Tensor, quantized: Tensor, grid: Grid, plain: Grid, gram: Tensor, scheme: WeightScheme
+) -> RoundedWeight:
+    """Return the record of the levels found, or of the nearest ones where their output error is less."""
+    stride = -(-len(weight) // JUDGED_ROWS)
+    rows, sample = weight[::stride], plain.sampled(stride)
+    nearest = sample.values(sample.quantize(rows))
+    total, error, other = _measure_energies(
+        [rows, rows - grid.sampled(stride).values(quantized[::stride]), rows - nearest], gram
+    )
+    total = max(total, 1e-30)  # a unit's smallest part: only rows that read nothing have less
+    if error <= other:
+        return RoundedWeight(grid.pack(quantized, scheme), error / total, other / total)
+    return RoundedWeight(plain.pack(plain.quantize(weight), scheme), other / total, other / total)
+
+
+def output_error(weight: Tensor, rounded: Tensor, gram: Tensor) -> float:
+    """Return E|(W - Q) x|^2 / E|W x|^2 for inputs with this Gram matrix."""
+    total, error = _measure_energies([weight, weight - rounded], gram)
+    return error / max(total, 1e-30)
+
+
+def _measure_energies(matrices: Sequence[Tensor], gram: Tensor) -> list[float]:
+    """Return E|M x|^2 of each matrix in one unit that is left open: only their ratios mean anything."""
+    power = power_of_two(torch.stack([matrix.abs().amax() for matrix in matrices]).amax())
+    gram = gram / power_of_two(gram.diagonal().amax())
+    matrices = [(matrix / power).to(gram.dtype) for matrix in matrices]
+    return [float(((matrix @ gram) * matrix).sum(dtype=torch.float64)) for matrix in matrices]
+
+
+def round_columns(
+    weight: Tensor, hessian: Hessian, grid: Grid, rules: GptqRules = PUBLISHED, zero_mask: Tensor | None = None
+) -> Tensor:
+    """Return levels [out, in] of `weight` [out, in] on `grid` by algorithm 1: later columns make up for earlier errors.
+
+    `zero_mask` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
+    """
+    order, factor = hessian.order, hessian.factor
+    n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
+    group = (order // size).tolist()
+    left = weight.T[order].contiguous()  # [in, out], in order of work
+    scales = grid.scales.T.contiguous()  # [groups, out]
+    inverse = 1 / scales
+    zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
+    zero_mask = None if zero_mask is None else zero_mask.T[order].contiguous()
+    quantized = torch.empty_like(left)
+    pivots = factor.diagonal().tolist()
+    rough = getattr(torch, rules.compute)
+    for start in range(0, n, rules.block):
+        stop = min(start + rules.block, n)
+        errors = left.new_empty(stop - start, left.shape[1])  # [block, out]
+        near = start
+        for column in range(start, stop):
+            k, g = column - start, group[column]
+            if column == near + NEAR:
+                left[column:stop] -= factor[near:column, column:stop].T @ errors[near - start : k]
+                near = column
+            value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
+            level = torch.mul(value, inverse[g], out=quantized[column])
+            grid.numbers.nearest_(level, None if zeros is None else zeros[g])
+            if zero_mask is not None:
+                keep_zeros(level, zero_mask[column], None if zeros is None else zeros[g])
+            rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
+            torch.div(rest, pivots[column], out=errors[k])
+        left[stop:] -= factor[start:stop, stop:].to(rough).T @ errors.to(rough)
+    placed = torch.empty_like(quantized)
+    placed[order] = quantized
+    return placed.T.contiguous()
+
+
+def _split_grid(grid: Grid, sizes: list[int]) -> list[Grid]:
+    zeros = [None] * len(sizes) if grid.zeros is None else list(grid.zeros.split(sizes))
+    parts = zip(grid.scales.split(sizes), zeros, strict=True)
+    return [replace(grid, scales=scales.contiguous(), zeros=some) for scales, some in parts]
+
+
+def _factor_damped(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return U, upper triangular, with U^T U = the inverse of `gram` damped, in `order`; None unless that has one."""
+    backward = order.flip(0)
+    matrix = gram[backward[:, None], backward].to(dtype)
+    matrix.diagonal().add_(added[backward])
+    lower, failed = torch.linalg.cholesky_ex(matrix)
+    del matrix
+    if failed:
+        return None
+    upper = lower.flip(0, 1)  # R with R R^T = the damped matrix in `order`
+    del lower
+    factor = _invert_triangular(upper)
+    return factor if finite(factor) else None
+
+
+def _invert_triangular(upper: Tensor) -> Tensor:
+    """Invert an upper triangular matrix [n, n] by halves, so that nearly all of the work is products."""
+    n = len(upper)
+    if n <= BLOCK:
+        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype, device=upper.device), upper=True)
+    half = n // 2
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half], inverse[half:, half:] = (
+        _invert_triangular(upper[:half, :half]),
+        _invert_triangular(upper[half:, half:]),
+    )
+    inverse[:half, half:] = -(inverse[:half, :half] @ upper[:half, half:] @ inverse[half:, half:])
+    return inverse
