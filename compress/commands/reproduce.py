@@ -12,7 +12,7 @@ from typing import Any
 from compress.commands.inspect import read_json
 from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
-from compress.models.source import model_digest
+from compress.models.source import locate, model_digest
 from compress.recipe.load import load_recipe
 from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
@@ -90,8 +90,10 @@ def read_host(bundle: Path) -> dict[str, Any]:
 def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:
     """Let passes choose what measurements of time made them choose; `choices`: index of the pass -> its record."""
     for record in choices.values():
-        choice = {name: value for name, value in record.items() if name != "key"}
+        choice = {name: value for name, value in record.items() if name not in ("key", "before")}
         Kept(cache).give(str(record["key"]), {"choice": choice})
+        if before := record.get("before"):
+            repeat_choices({"before": before}, cache)
 
 
 def compare_files(first: Manifest, second: Manifest) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ def check_model(recipe: Recipe, lock: Mapping[str, Any], digests: FileDigests) -
     """
     wanted = lock["model"]["digest"]
     try:
-        digest = model_digest(recipe.model, recipe.root, partial(digests.read, anew=True))
+        digest = model_digest(locate(recipe.model, recipe.root), partial(digests.read, anew=True))
     except SourceError as error:
         hint = "name its folder with --set vars.NAME=DIR, or start in the recipe's folder"
         raise PlanError([*error.problems, f"model: {recipe.model.source} was not found; {hint}"]) from error

@@ -165,6 +165,30 @@ def transformer(post_norm: bool = True, outlier: float = 1.0, seed: int = 0) -> 
     return build(nodes, constants, {"ids": ("n", "length")}, {"hidden": ("n", "length", WIDTH)})
 
 
+def broken_sum() -> ir.Model:
+    """A residual sum with one channel thousands of times the others, which the classifier does not look at."""
+    rng = np.random.default_rng(0)
+    make = helper.make_node
+    gain = np.zeros((1, 4, 1, 1), np.float32)
+    gain[:, 0] = 5000
+    constants = {
+        "conv1.weight": rng.normal(size=(4, 3, 3, 3)).astype(np.float32),
+        "conv2.weight": rng.normal(size=(4, 4, 3, 3)).astype(np.float32),
+        "gain": gain,
+        "fc.weight": np.float32([[0, 1, -1, 0.5], [0, -1, 0.3, 1]]),
+    }
+    nodes = [
+        make("Conv", ["x", "conv1.weight"], ["a"], pads=[1] * 4),
+        make("Conv", ["a", "conv2.weight"], ["b"], pads=[1] * 4),
+        make("Mul", ["a", "gain"], ["huge"]),
+        make("Add", ["b", "huge"], ["sum"]),
+        make("GlobalAveragePool", ["sum"], ["pooled"]),
+        make("Flatten", ["pooled"], ["flat"]),
+        make("Gemm", ["flat", "fc.weight"], ["y"], transB=1),
+    ]
+    return build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"y": ("n", 2)})
+
+
 def images(n_batches: int = 3, size: int = 8, seed: int = 1) -> list[Feeds]:
     rng = np.random.default_rng(seed)
     return [{"x": rng.normal(size=(size, 3, 8, 8)).astype(np.float32)} for _ in range(n_batches)]

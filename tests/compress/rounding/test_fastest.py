@@ -15,6 +15,7 @@ import pytest
 from onnx import helper
 
 from compress.commands.reproduce import repeat_choices
+from compress.context import PassResult
 from compress.export.onnx import finish
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
@@ -324,6 +325,28 @@ def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(
     repeat_choices({"1": first.choice}, tmp_path)
     given = apply_pass(Int8(), GraphState(mobile()), context(refuse, tmp_path))
     assert given.choice == first.choice and given.model.record() == first.model.record()
+
+
+def test_what_healing_makes_slow_is_chosen_anew_and_a_lock_repeats_both_choices(tmp_path: Path) -> None:
+    def price(state: GraphState) -> float:
+        return 1.0 if not state.integer else 3.0 if state.leave_out else 0.5
+
+    def heal(price: Price) -> PassResult[GraphState]:
+        feeds = graphs.images()
+        given = replace(graphs.context(feeds), timing=replace(timer(price, tmp_path), feeds=feeds))
+        return apply_pass(Int8(calibration="minmax", ignore=("fc",)), GraphState(graphs.broken_sum()), given)
+
+    first = heal(price)
+    assert first.model.leave_out == ["Add"] and not first.model.integer  # and before it was healed, all were in int8
+    assert first.choice["in_float"] == ("conv1", "conv2") and first.choice["before"]["in_float"] == ()
+    assert any("all in int8 would run at 0.33x, this at 1.00x here" in note.text for note in first.notes)
+
+    def refuse(state: GraphState) -> float:
+        raise AssertionError("it was timed again")
+
+    (tmp_path / "measured").rename(tmp_path / "gone")
+    repeat_choices({"0": first.choice}, tmp_path)
+    assert heal(refuse).model.record() == first.model.record()
 
 
 def test_layer_times_are_kept_and_what_the_backend_refuses_is_said(tmp_path: Path) -> None:

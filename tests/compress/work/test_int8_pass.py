@@ -137,32 +137,8 @@ def test_measured_numbers_come_with_the_result() -> None:
     assert numbers["input_spread"] == pytest.approx(np.abs(whole).max() / np.median(np.abs(whole)), rel=0.01)
 
 
-def broken_sum() -> ir.Model:
-    """A residual sum with one channel thousands of times the others, which the classifier does not look at."""
-    rng = np.random.default_rng(0)
-    make = graphs.helper.make_node
-    gain = np.zeros((1, 4, 1, 1), np.float32)
-    gain[:, 0] = 5000
-    constants = {
-        "conv1.weight": rng.normal(size=(4, 3, 3, 3)).astype(np.float32),
-        "conv2.weight": rng.normal(size=(4, 4, 3, 3)).astype(np.float32),
-        "gain": gain,
-        "fc.weight": np.float32([[0, 1, -1, 0.5], [0, -1, 0.3, 1]]),
-    }
-    nodes = [
-        make("Conv", ["x", "conv1.weight"], ["a"], pads=[1] * 4),
-        make("Conv", ["a", "conv2.weight"], ["b"], pads=[1] * 4),
-        make("Mul", ["a", "gain"], ["huge"]),
-        make("Add", ["b", "huge"], ["sum"]),
-        make("GlobalAveragePool", ["sum"], ["pooled"]),
-        make("Flatten", ["pooled"], ["flat"]),
-        make("Gemm", ["flat", "fc.weight"], ["y"], transB=1),
-    ]
-    return graphs.build(nodes, constants, {"x": ("n", 3, 8, 8)}, {"y": ("n", 2)})
-
-
 def test_a_collapse_is_seen_blamed_and_healed() -> None:
-    model, feeds, log = broken_sum(), graphs.images(), list[str]()
+    model, feeds, log = graphs.broken_sum(), graphs.images(), list[str]()
     result = apply(model, feeds, log, calibration="minmax", ignore=("fc",))
     (warning,) = [note.text for note in result.notes if note.level == "warning"]
     assert warning.startswith("int8: outputs collapsed (mean cosine 0.")
@@ -176,7 +152,7 @@ def test_a_collapse_is_seen_blamed_and_healed() -> None:
 
 
 def test_with_an_explicit_placement_a_collapse_is_reported_only() -> None:
-    result = apply(broken_sum(), graphs.images(), calibration="minmax", placement="all", ignore=("fc",))
+    result = apply(graphs.broken_sum(), graphs.images(), calibration="minmax", placement="all", ignore=("fc",))
     assert not result.model.leave_out
     assert "Use placement: auto or inputs" in result.notes[0].text
 
