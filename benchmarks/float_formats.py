@@ -83,7 +83,7 @@ def load_unpacked(folder: Path) -> nn.Module:
     from compress.specs import ModelSpec
 
     spec = ModelSpec(source=f"dir:{folder}", task="text-generation")
-    model: Any = read_pretrained(spec, locate(spec, folder))[0]
+    model: Any = read_pretrained(locate(spec, folder))[0]
     return model.wrapped
 
 

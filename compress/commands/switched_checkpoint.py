@@ -21,6 +21,7 @@ from compress.graph.switches import Unit
 from compress.models.checkpoint_names import file_names
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.packed import Files, decode_weights, quantization_of
+from compress.models.source import locate
 from compress.store.cache import default_root
 from compress.store.digests import FileDigests
 from runtime.backends.base import Feeds, choose_outputs
@@ -81,7 +82,7 @@ def open_checkpoint(case: Case) -> SwitchedModel:
         )
     recipe = recall_recipe(case.root)
     check_model(recipe, read_json(case.root / "lock.json") or {}, FileDigests(default_root()))
-    loaded = load_torch_model(recipe.model, recipe.root, SHAPES)
+    loaded = load_torch_model(locate(recipe.model, recipe.root), SHAPES)
     folder = (case.root / artifact.path).parent
     files = _list_tensors(folder)
     decoded = decode_weights(loaded.module, quantization_of(folder), files)

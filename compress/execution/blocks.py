@@ -39,7 +39,7 @@ def open_streamed(inputs: Inputs, loaded: TorchModel | None) -> StreamedModel:
     recipe, structure = inputs.recipe, inputs.facts.structure
     assert structure is not None
     if loaded is None:
-        return open_streamed_model(recipe.model, recipe.root, inputs.feeds, structure)
+        return open_streamed_model(inputs.source, inputs.feeds, structure)
     feeds = {parameter: inputs.feeds[name] for name, parameter in loaded.parameters.items()}
     structure = structure_of_module(recipe.model, loaded.module, feeds)  # blocks may be gone, or widths
     model = open_streamed_module(loaded.module, structure, loaded.parameters, loaded.folder, loaded.shapes)

@@ -166,14 +166,14 @@ def _parity_samples(run: RunContext) -> Samples:
 def load(plan: Plan) -> TorchModel | OnnxModel:
     """Load the recipe's model with its weights."""
     with blame(plan.recipe.root, SourceError):
-        return load_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+        return load_model(plan.inputs.source, plan.inputs.feeds)
 
 
 def _load_torch(run: RunContext) -> TorchModel:
     """Load the recipe's model as a torch module; ExportError where one rebuilt from an ONNX file differs from it."""
     plan = run.plan
     with blame(plan.recipe.root, SourceError):
-        loaded = load_torch_model(plan.recipe.model, plan.recipe.root, plan.inputs.feeds)
+        loaded = load_torch_model(plan.inputs.source, plan.inputs.feeds)
     if plan.before.source == "onnx":
         check_rebuilt(run, lambda: loaded)
     return loaded
@@ -268,7 +268,7 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     return ModelContext(
         **_list_fields(run, loaded.inputs),
         **_list_training_fields(run, loaded.inputs, _trains_apart(run.plan)),
-        student=partial(make_student, run.plan.recipe, run.plan.inputs.feeds, loaded),
+        student=partial(make_student, run.plan.inputs, loaded),
         timing=_make_timing(run, loaded),
     )
 
@@ -494,6 +494,6 @@ def _build_module(run: RunContext, streamed: StreamedModel) -> TorchModel:
         outputs=plan.before.outputs,
         module=module,
         parameters=streamed.parameters,
-        folder=plan.inputs.folder,
+        folder=plan.inputs.source.folder,
         task=plan.recipe.model.task,
     )

@@ -34,7 +34,6 @@ from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.facts import describe_unread
-from compress.models.source import locate
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
 from compress.planning.inputs import (
@@ -44,7 +43,7 @@ from compress.planning.inputs import (
     generation_of,
     leave_out_unlearnable,
     load_set,
-    student_spec,
+    locate_result,
 )
 from compress.planning.judging import explain_not_run
 from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
@@ -304,7 +303,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
                 lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
                 host=describe_host(recipe, portable),
                 preprocess=inputs.preprocess,
-                folder=inputs.folder,
+                folder=inputs.source.folder,
                 tokenizer=inputs.tokenizer,
                 samples=evaluation.columns,
                 slices=evaluation.slices,
@@ -338,11 +337,7 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
     allowed = allowed_bytes(recipe, held=int(2 * rss_mib() * 2**20))  # this process, and another's libraries
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
-    spec = recipe.model
-    for config in recipe.passes:
-        if (student := config.find_student()) is not None:
-            spec = student_spec(spec, student)
-    return LoadBack(spec, recipe.root, feeds, allowed, run.run_log.log)
+    return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log)
 
 
 def _run_candidate(
@@ -368,8 +363,7 @@ def _collect_graphs(plan: Plan, exported: FloatModel | None, passed: Passed, wit
 
 
 def _source_bytes(plan: Plan) -> int:
-    weights = locate(plan.recipe.model, plan.recipe.root).weights
-    return sum(path.stat().st_size for path in weights) - sum(plan.before.unread.values())
+    return sum(path.stat().st_size for path in plan.inputs.source.weights) - sum(plan.before.unread.values())
 
 
 def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -49,9 +49,8 @@ from compress.models.fresh_reader import (
     LoadRequest,
     Reader,
 )
-from compress.models.source import SHAPES
+from compress.models.source import SHAPES, Source
 from compress.recipe.exports import CheckpointExport
-from compress.specs import ModelSpec
 from runtime.bundle.samples import read_npz, write_npz
 from runtime.processes.isolated import last_line, start_python
 
@@ -87,8 +86,7 @@ class LoadBack:
     `memory_bytes`: what a process may take; `log`: one line for the run's log.
     """
 
-    spec: ModelSpec
-    root: Path
+    source: Source
     feeds: Sequence[Mapping[str, np.ndarray]]
     memory_bytes: int
     log: Callable[[str], None]
@@ -117,13 +115,13 @@ def check_loads_back(
     """
     n_bytes = sum(tensor.numel() for tensor in model.build().state_dict().values()) * 4
     whole = n_bytes * HEADROOM <= how.memory_bytes and bool(how.feeds)
-    reader, why = choose_reader(folder, model, export, how.spec)
+    reader, why = choose_reader(folder, model, export, how.source)
     with tempfile.TemporaryDirectory(prefix="compress-loading-") as name:
         work = Path(name)
         given = [{model.parameters[key]: value for key, value in feeds.items()} for feeds in how.feeds] if whole else []
         for i, feeds in enumerate(given):
             write_npz(work / f"feeds-{i}.npz", feeds)
-        spec, root = how.spec.model_dump_json(), str(how.root.resolve())
+        spec, root = how.source.spec.model_dump_json(), str(how.source.root.resolve())
         rounds = whole and reader == "transformers" and _rounds_as_it_runs(model)
         threads = torch.get_num_threads()
         job = LoadRequest(str(folder.resolve()), spec, root, reader, whole, rounds, len(given), threads)
@@ -144,9 +142,9 @@ def check_loads_back(
     return [reader_note, _make_comparison_note(folder, whole, len(given), n_bytes), *notes]
 
 
-def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, spec: ModelSpec) -> tuple[Reader, str]:
+def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, source: Source) -> tuple[Reader, str]:
     """Return who reads a checkpoint, and why it is not transformers; "" where it is."""
-    if spec.source.startswith("python:"):
+    if source.kind == "python":
         return "compress", "its code is not one of transformers'"
     if (folder / SHAPES).is_file():
         return "compress", f"transformers does not: config.json cannot say the pruned sizes, which {SHAPES} holds"

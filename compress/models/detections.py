@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from compress.errors import SourceError
 from compress.models.preprocess import find_class_names
-from compress.specs import ModelSpec
+from compress.models.source import Source
 from runtime.bundle.detections import Detections, complete_detections
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
 from runtime.tasks import find_task
 
 
-def read_detections(spec: ModelSpec, root: Path, outputs: Sequence[TensorSpec]) -> Detections | None:
+def read_detections(source: Source, outputs: Sequence[TensorSpec]) -> Detections | None:
     """Return how detections are read from a model with these outputs; None where the task finds no boxes.
 
     SourceError where they do not say what they mean, and the recipe does not either.
     """
-    if find_task(spec.task).outputs != "boxes":
+    if find_task(source.task).outputs != "boxes":
         return None
     try:
-        return complete_detections(spec.detections or Detections(), outputs, find_class_names(spec, root))
+        return complete_detections(source.spec.detections or Detections(), outputs, find_class_names(source))
     except UsageError as error:
         raise SourceError([f"model.{problem}" for problem in error.problems]) from error

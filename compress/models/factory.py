@@ -19,7 +19,6 @@ from compress.errors import SourceError
 from compress.models.pruned import fit_record
 from compress.models.source import Source, factory_file
 from compress.models.weights import read_shapes
-from compress.specs import ModelSpec
 
 USER_ERRORS = (
     ImportError,
@@ -35,7 +34,7 @@ USER_ERRORS = (
 """What a user's code may raise when it is wrong; all but memory, interrupts and assertions."""
 
 
-def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def build(source: Source) -> nn.Module:
     """Call the factory with the recipe's `args`, and make what it gives as small as a pruned model's record says.
 
     Weights that it computes from other parameters are parameters themselves where the weight files have them so; the
@@ -44,19 +43,19 @@ def build(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
     """
     code = source.code
     assert code is not None
-    factory = load_factory(code, root)
+    factory = load_factory(code, source.root)
     try:
-        inspect.signature(factory).bind(**spec.args)
+        inspect.signature(factory).bind(**source.spec.args)
     except TypeError as error:
         raise SourceError(
-            f"{spec.source}: model.args: {error}; the factory is {code[1]}{inspect.signature(factory)}"
+            f"{source.name}: model.args: {error}; the factory is {code[1]}{inspect.signature(factory)}"
         ) from error
     try:
-        module = factory(**spec.args)
+        module = factory(**source.spec.args)
     except USER_ERRORS as error:
-        raise SourceError(f"{spec.source}: the factory failed: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{source.name}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise SourceError(f"{spec.source}: the factory gave {type(module).__name__}, not a torch.nn.Module")
+        raise SourceError(f"{source.name}: the factory gave {type(module).__name__}, not a torch.nn.Module")
     module.eval()
     if source.weights and list_computed(module):
         fold_computed(module, {name for path in source.weights for name in read_shapes(path)}.__contains__)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.rebuilt import rebuild_onnx
-from compress.models.source import Source, locate
+from compress.models.source import Source
 from compress.prune.coupling import find_coupling
 from compress.prune.dimensions import Coupling
 from compress.specs import ModelSpec
@@ -51,55 +50,52 @@ OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 def model_facts(
-    spec: ModelSpec,
-    root: Path,
+    source: Source,
     feeds_shapes: SampleShapes,
     coupling: bool = False,
     blocks: bool = False,
-    config: Mapping[str, Any] | None = None,
     opened: OpenedModel | None = None,
 ) -> ModelFacts:
     """Return layers, shapes, work and memory for one sample of a recipe's model.
 
     `feeds_shapes`: by input. `coupling`: with the units that can be pruned. `blocks`: with the blocks that can go.
-    `config`: what is different in config.json, of a model that is to be built anew. `opened`: the model, where it is
-    built already; stacked experts become layers in it.
+    `opened`: the model, where it is built already; stacked experts become layers in it.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
     `peak_activation_bytes` is that of torch's eager order; `operators` are aten's for torch, ONNX's for ONNX.
     Raises SourceError.
     """
-    opened = opened or open_on_meta(spec, root, config)
+    opened = opened or open_on_meta(source)
     source, module, notes = opened.source, opened.module, opened.notes
     if source.onnx is not None:
-        return onnx_facts(source.onnx, spec.task, feeds_shapes, spec.inputs, spec.state)
+        return onnx_facts(source.onnx, source.task, feeds_shapes, source.spec.inputs, source.spec.state)
     assert module is not None
     parts = expert_parts(module)
     unstack_experts(module)
     unread: dict[str, int] = {}
     if source.kind == "huggingface" and not source.config and not quantization_of(source.folder):
         unread = find_unread_tensors(source.weights, module, parts)
-        _refuse_lost_blocks(spec, module, unread)
+        _refuse_lost_blocks(source.spec, module, unread)
     if unread:  # more than transformers tells, which is silent on next-token blocks of some families
         notes = (*(note for note in notes if not note.startswith(huggingface.UNUSED)), describe_unread(unread))
-    names = parameters(spec, source, module)
-    check_feeds(spec, names, feeds_shapes)
+    names = parameters(source, module)
+    check_feeds(source.spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
-    traced, more, structure = _look_at(spec, source, root, module, feeds)
+    traced, more, structure = _look_at(source, module, feeds)
     layers = assign_roles(_describe_layers(module, traced), structure)
     other_bytes = count_other_bytes(module, layers)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     if source.kind == "python" and n_bytes <= MOST_BUILT:
-        check_batch(spec, _build_untrained(spec, source, root), feeds)
-    pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
+        check_batch(source.spec, _build_untrained(source), feeds)
+    pruning = _trace_coupling(source, module, feeds) if coupling else None
     facts = ModelFacts(
         source="torch",
         architecture=architecture(module),
-        task=spec.task,
-        inputs=input_specs(spec, names, feeds_shapes),
-        outputs=output_specs(spec, outputs),
+        task=source.task,
+        inputs=input_specs(source.spec, names, feeds_shapes),
+        outputs=output_specs(source.spec, outputs),
         layers=layers,
         other_bytes=other_bytes,
         float_bytes=find_float_bytes(n_bytes, other_bytes, layers),
@@ -110,15 +106,14 @@ def model_facts(
         structure=structure,
         prunable=pruning.facts if pruning else None,
         unprunable=pruning.kept if pruning else {},
-        removable=_trace_removable(spec, source, root, module, feeds, structure) if blocks else None,
+        removable=_trace_removable(source, module, feeds, structure) if blocks else None,
     )
     return facts.keep_worth_naming(_count_outside(module))
 
 
 def rebuilt_facts(
     facts: ModelFacts,
-    spec: ModelSpec,
-    root: Path,
+    source: Source,
     feeds_shapes: SampleShapes,
     layers: bool = True,
     coupling: bool = False,
@@ -129,10 +124,9 @@ def rebuilt_facts(
     `layers`: as the module has them, and what is known of a torch model alone; without it, the graph's. `coupling`,
     `blocks`: as for `model_facts`.
     """
-    source = locate(spec, root)
     assert source.onnx is not None
     try:
-        rebuilt = rebuild_onnx(open_onnx(source.onnx, spec.inputs).model, facts.inputs, feeds_shapes)
+        rebuilt = rebuild_onnx(open_onnx(source.onnx, source.spec.inputs).model, facts.inputs, feeds_shapes)
     except SourceError as error:
         return replace(facts, not_rebuilt="; ".join(error.problems))
     notes = facts.notes
@@ -144,9 +138,9 @@ def rebuilt_facts(
     if not layers:
         return replace(facts, rebuilt=True, notes=notes)
     module, feeds = rebuilt.module, {rebuilt.parameters[name]: feeds_shapes[name] for name in rebuilt.parameters}
-    traced, more = _trace_module(spec, source, root, module, feeds)
-    pruning = _trace_coupling(spec, source, root, module, feeds) if coupling else None
-    structure = _trace_structure(spec, source, root, module, feeds)
+    traced, more = _trace_module(source, module, feeds)
+    pruning = _trace_coupling(source, module, feeds) if coupling else None
+    structure = _trace_structure(source, module, feeds)
     found = assign_roles(_describe_layers(module, traced), structure)
     return replace(
         facts,
@@ -159,7 +153,7 @@ def rebuilt_facts(
         structure=structure,
         prunable=pruning.facts if pruning else None,
         unprunable=pruning.kept if pruning else {},
-        removable=_trace_removable(spec, source, root, module, feeds, structure) if blocks else None,
+        removable=_trace_removable(source, module, feeds, structure) if blocks else None,
     )
 
 
@@ -176,19 +170,17 @@ def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
     }
 
 
-def _look_at(
-    spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes
-) -> tuple[Trace, list[str], Structure]:
+def _look_at(source: Source, module: nn.Module, feeds: SampleShapes) -> tuple[Trace, list[str], Structure]:
     """Return what running the module shows, notes, and how it is built: from its first blocks where they tell all."""
     with cut_chain(module) as cut:
         if cut is not None:
             with contextlib.suppress(*factory.USER_ERRORS):
                 traced = _run_on_meta(module, feeds)
-                structure = cut.extend(find_structure(module, zeros(short_feeds(spec, feeds), "cpu")))
+                structure = cut.extend(find_structure(module, zeros(short_feeds(source.spec, feeds), "cpu")))
                 if structure is not None:
                     return replace(traced, macs=cut.spread(traced.macs), ops=cut.spread(traced.ops)), [], structure
-    whole, notes = _trace_module(spec, source, root, module, feeds)
-    return whole, notes, _trace_structure(spec, source, root, module, feeds)
+    whole, notes = _trace_module(source, module, feeds)
+    return whole, notes, _trace_structure(source, module, feeds)
 
 
 def _run_on_meta(module: nn.Module, feeds: SampleShapes) -> Trace:
@@ -199,28 +191,26 @@ def _run_on_meta(module: nn.Module, feeds: SampleShapes) -> Trace:
     return traced
 
 
-def _trace_module(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Traced:
+def _trace_module(source: Source, module: nn.Module, feeds: SampleShapes) -> Traced:
     try:
         return _run_on_meta(module, feeds), []
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
-        return _build_and_run(spec, source, root, feeds), [
-            f"the forward pass needs values ({first}); it was run on the CPU"
-        ]
+        return _build_and_run(source, feeds), [f"the forward pass needs values ({first}); it was run on the CPU"]
     except factory.USER_ERRORS as error:
-        images = find_task(spec.task).preprocess in ("image", "image-text")
-        found = _find_channels(lambda others: _build_and_run(spec, source, root, others), feeds) if images else None
+        images = find_task(source.task).preprocess in ("image", "image-text")
+        found = _find_channels(lambda others: _build_and_run(source, others), feeds) if images else None
         if found is not None:
             raise SourceError(
-                f"preprocess.channels: {spec.source} takes images with {found} of them, and gets {4 - found}: set "
+                f"preprocess.channels: {source.name} takes images with {found} of them, and gets {4 - found}: set "
                 f"channels: {'RGB' if found == 3 else 'L'}"
             ) from error
-        raise forward_failure(spec, feeds, error) from error
+        raise forward_failure(source.spec, feeds, error) from error
 
 
-def _build_and_run(spec: ModelSpec, source: Source, root: Path, feeds: SampleShapes) -> Trace:
-    return trace(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+def _build_and_run(source: Source, feeds: SampleShapes) -> Trace:
+    return trace(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
 
 
 def _find_channels(run: Callable[[SampleShapes], Trace], feeds: SampleShapes) -> int | None:
@@ -277,15 +267,15 @@ def check_batch(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> None
         )
 
 
-def _trace_structure(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Structure:
+def _trace_structure(source: Source, module: nn.Module, feeds: SampleShapes) -> Structure:
     """Return how the module is built; one block and a note where no run shows it."""
-    feeds = short_feeds(spec, feeds)
+    feeds = short_feeds(source.spec, feeds)
     try:
         return find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:
         first = str(error).partition("\n")[0]
     try:
-        return find_structure(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+        return find_structure(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
     except factory.USER_ERRORS:
         return one_block(module, f"no blocks were found: a run without values fails ({first})")
 
@@ -299,32 +289,32 @@ def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes)
         return find_structure(module, zeros(feeds, "cpu"), compute=True)
 
 
-def _trace_coupling(spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes) -> Coupling:
+def _trace_coupling(source: Source, module: nn.Module, feeds: SampleShapes) -> Coupling:
     """Return what can be pruned. SourceError where no run shows it."""
-    feeds = short_feeds(spec, feeds)
+    feeds = short_feeds(source.spec, feeds)
     try:
         return find_coupling(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS:
         pass  # its forward looks at values: it gets some
     try:
-        return find_coupling(_build_untrained(spec, source, root), zeros(feeds, "cpu"), compute=True)
+        return find_coupling(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
     except factory.USER_ERRORS as error:
-        raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
+        raise SourceError(f"{source.name}: cannot be traced for pruning: {last_line(error)}") from error
 
 
 def _trace_removable(
-    spec: ModelSpec, source: Source, root: Path, module: nn.Module, feeds: SampleShapes, structure: Structure
+    source: Source, module: nn.Module, feeds: SampleShapes, structure: Structure
 ) -> tuple[Removable, ...]:
     """Return the blocks that can be removed. SourceError where no run shows it."""
-    feeds, chain = short_feeds(spec, feeds), [block.name for block in structure.blocks if block.name]
+    feeds, chain = short_feeds(source.spec, feeds), [block.name for block in structure.blocks if block.name]
     try:
         return find_removable(module, zeros(feeds, "cpu"), chain)
     except factory.USER_ERRORS:
         pass  # its forward looks at values: it gets some
     try:
-        return find_removable(_build_untrained(spec, source, root), zeros(feeds, "cpu"), chain, compute=True)
+        return find_removable(_build_untrained(source), zeros(feeds, "cpu"), chain, compute=True)
     except factory.USER_ERRORS as error:
-        raise SourceError(f"{spec.source}: cannot be traced for pruning: {last_line(error)}") from error
+        raise SourceError(f"{source.name}: cannot be traced for pruning: {last_line(error)}") from error
 
 
 def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
@@ -359,12 +349,12 @@ def _is_machinery(path: Path) -> bool:
     return path.is_relative_to(TORCHS) or not path.is_absolute()
 
 
-def _build_untrained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def _build_untrained(source: Source) -> nn.Module:
     if source.kind == "huggingface":
-        module = huggingface.build_untrained(spec, source)
+        module = huggingface.build_untrained(source)
     else:
         with torch.random.fork_rng(devices=[]):
-            module = factory.build(spec, source, root)
+            module = factory.build(source)
         fold_computed(module)
     unstack_experts(module)
     return module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import nn
 
@@ -13,7 +12,7 @@ from compress.facts import SampleShapes
 from compress.models import huggingface
 from compress.models.meta import OpenedModel
 from compress.models.onnx_ends import onnx_io
-from compress.models.source import Source, locate
+from compress.models.source import Source
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from compress.tasks.base import FREE_AXES
@@ -38,13 +37,13 @@ from runtime.tasks import find_task
 def model_inputs(opened: OpenedModel) -> tuple[str, ...]:
     """Return the names of the model's inputs, as the ONNX file will have them."""
     if opened.source.onnx is not None:
-        return tuple(value.name for value in onnx_io(opened.spec, opened.source.onnx).inputs)
+        return tuple(value.name for value in onnx_io(opened.source.spec, opened.source.onnx).inputs)
     assert opened.module is not None
-    return tuple(parameters(opened.spec, opened.source, opened.module))
+    return tuple(parameters(opened.source, opened.module))
 
 
 def feeds_shapes(
-    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
+    source: Source, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
 ) -> SampleShapes:
     """Return shape and dtype of what each input is fed with for one sample, by name. `samples`: the data's, by role.
 
@@ -52,21 +51,19 @@ def feeds_shapes(
     say the size of an input.
     """
     if not isinstance(preprocess, Seq2SeqPreprocess):
-        dtypes = _declared_dtypes(spec, root)
-        shapes = _shapes_of(spec, root, preprocess, samples, names)
+        dtypes = _declared_dtypes(source)
+        shapes = _shapes_of(source, preprocess, samples, names)
         return {name: (shape, dtypes.get(name, dtype)) for name, (shape, dtype) in shapes.items()}
     read = [name for name in names if name != DECODER_IDS]
-    source = _shapes_of(spec, root, preprocess.source or TensorPreprocess(), samples, read)
-    return {**source, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
+    given = _shapes_of(source, preprocess.source or TensorPreprocess(), samples, read)
+    return {**given, DECODER_IDS: ((preprocess.target.most_tokens - 1,), "int64")}
 
 
-def _shapes_of(
-    spec: ModelSpec, root: Path, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]
-) -> SampleShapes:
+def _shapes_of(source: Source, preprocess: PreprocessSpec, samples: SampleShapes, names: Sequence[str]) -> SampleShapes:
     """Return shape and dtype of what these inputs are fed with for one sample, made by one kind of preprocessing."""
-    if isinstance(preprocess, TextPreprocess) and (path := locate(spec, root).onnx) is not None:
+    if isinstance(preprocess, TextPreprocess) and source.onnx is not None:
         with place_errors("preprocess"):
-            width = find_width(preprocess, onnx_io(spec, path).inputs)
+            width = find_width(preprocess, onnx_io(source.spec, source.onnx).inputs)
         return dict.fromkeys(names, ((width or preprocess.max_length,), "int64"))
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
         return dict.fromkeys(names, ((preprocess.max_length,), "int64"))
@@ -77,7 +74,7 @@ def _shapes_of(
         text, image = (preprocess.text.max_length,), _image_shape(preprocess.image, samples)
         return {name: (text, "int64") if name in FEEDS else (image, "float32") for name in names}
     if isinstance(preprocess, AudioPreprocess):
-        return _audio_shapes(spec, root, preprocess, samples, names)
+        return _audio_shapes(source, preprocess, samples, names)
     missing = [name for name in names if name not in samples]
     if missing:
         raise SourceError(
@@ -87,17 +84,17 @@ def _shapes_of(
     return {name: (samples[name][0], _tensor_dtype(samples[name][1])) for name in names}
 
 
-def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, str]:
+def parameters(source: Source, module: nn.Module) -> dict[str, str]:
     """Return input name -> the parameter of the module's forward that takes it, in forward's order.
 
     An image model's input is always "pixel_values". Parameters with a default are not fed, but for a text model's own.
     """
     if source.kind == "huggingface":
-        names = huggingface.input_names(spec, module.wrapped, huggingface.load_config(spec, source), source.folder)  # type: ignore[arg-type]
+        names = huggingface.input_names(source.spec, module.wrapped, huggingface.load_config(source), source.folder)  # type: ignore[arg-type]
         return dict(zip(names, inspect.signature(module.forward).parameters, strict=False))
     taken = inspect.signature(module.forward).parameters
     positional = [p for p in taken.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    task = find_task(spec.task)
+    task = find_task(source.task)
     if task.reads_texts:
         positional = [p for p in positional if p.name in FEEDS]
     else:
@@ -108,7 +105,7 @@ def parameters(spec: ModelSpec, source: Source, module: nn.Module) -> dict[str, 
     if not positional or (task.preprocess in ("image", "audio") and len(single) != 1):
         wanted = "one input" if task.preprocess in ("image", "audio") else "named inputs"
         raise SourceError(
-            f"{spec.source}: task {spec.task} needs {wanted}, but forward is {inspect.signature(module.forward)}"
+            f"{source.name}: task {source.task} needs {wanted}, but forward is {inspect.signature(module.forward)}"
         )
     if of_images:
         return {"pixel_values": positional[0].name}
@@ -186,7 +183,7 @@ def _image_size(preprocess: ImagePreprocess, samples: SampleShapes) -> tuple[int
 
 
 def _audio_shapes(
-    spec: ModelSpec, root: Path, preprocess: AudioPreprocess, samples: SampleShapes, names: Sequence[str]
+    source: Source, preprocess: AudioPreprocess, samples: SampleShapes, names: Sequence[str]
 ) -> SampleShapes:
     """Return the feeds of a model of sound, at the declared length, else at that of the first sample."""
     if "audio" not in samples and preprocess.n_samples is None and preprocess.frames is None:
@@ -196,8 +193,7 @@ def _audio_shapes(
     n_samples = samples["audio"][0][0] if "audio" in samples else 0
     shape = feature_shape(preprocess, n_samples)
     n_places = shape[0] if preprocess.features == "kaldi" else shape[-1]
-    source = locate(spec, root)
-    declared = {value.name: value for value in onnx_io(spec, source.onnx).inputs} if source.onnx else {}
+    declared = {value.name: value for value in onnx_io(source.spec, source.onnx).inputs} if source.onnx else {}
     feeds = {}
     for name in names:
         value = declared.get(name)
@@ -208,12 +204,11 @@ def _audio_shapes(
     return feeds
 
 
-def _declared_dtypes(spec: ModelSpec, root: Path) -> dict[str, str]:
+def _declared_dtypes(source: Source) -> dict[str, str]:
     """Return the dtypes of an ONNX file's inputs, which its samples are encoded in; {} of another source."""
-    source = locate(spec, root)
     if source.onnx is None:
         return {}
-    return {value.name: value.dtype for value in onnx_io(spec, source.onnx).inputs}
+    return {value.name: value.dtype for value in onnx_io(source.spec, source.onnx).inputs}
 
 
 def _tensor_dtype(dtype: str) -> str:

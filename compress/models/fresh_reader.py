@@ -108,30 +108,26 @@ def _name_reader(reader: Reader) -> str:
 def _load_checkpoint(job: LoadRequest) -> nn.Module:
     spec, root, folder = ModelSpec.model_validate_json(job.spec), Path(job.root), Path(job.folder)
     if spec.source.startswith("python:"):
-        return _load_into_factory(spec, root, folder, job.whole)
+        return _load_into_factory(locate(spec, root), folder, job.whole)
     spec = spec.model_copy(update={"source": f"dir:{folder.resolve()}", "revision": None})
     source = locate(spec, root)
     if job.reader == "compress":
         whole, on_meta = huggingface.load_trained, huggingface.build_on_meta
-        return whole(spec, source, alone=True) if job.whole else on_meta(spec, source, alone=True)[0]
+        return whole(source, alone=True) if job.whole else on_meta(source, alone=True)[0]
     placement = {} if job.whole else {"device_map": "meta"}
-    module, unused = huggingface.read_pretrained(spec, source, **placement)
+    module, unused = huggingface.read_pretrained(source, **placement)
     if unused:
         raise SourceError(unused)  # it would be lost on whoever loads the checkpoint
     return module
 
 
-def _load_into_factory(spec: ModelSpec, root: Path, folder: Path, whole: bool) -> nn.Module:
+def _load_into_factory(source: Source, folder: Path, whole: bool) -> nn.Module:
     """Load the folder's tensors into the factory's module, in the place of its own, and return it."""
     files = tuple(sorted(folder.glob("*.safetensors")))
-    source: Source = replace(
-        locate(spec, root),
-        folder=folder,
-        weights=files,
-        shapes=folder / SHAPES if (folder / SHAPES).is_file() else None,
-    )
+    shapes = folder / SHAPES if (folder / SHAPES).is_file() else None
+    source = replace(source, folder=folder, weights=files, shapes=shapes)
     with torch.random.fork_rng(devices=[]):
-        module = factory.build(spec, source, root).float().eval().requires_grad_(False)
+        module = factory.build(source).float().eval().requires_grad_(False)
     if whole:
         load_recorded(module, source)
     else:

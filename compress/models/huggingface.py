@@ -173,37 +173,37 @@ class ImageTextModel(nn.Module):
         return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
-def build_on_meta(spec: ModelSpec, source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
+def build_on_meta(source: Source, alone: bool = False) -> tuple[nn.Module, list[str]]:
     """Return the wrapped model on the meta device, weights' names and shapes checked but not read, and notes.
 
     `alone`: as of `load_trained`.
     """
     if source.config:
         with torch.device("meta"):
-            return build_untrained(spec, source), []
+            return build_untrained(source), []
     if alone or reads_alone(source):
         with torch.device("meta"):
-            module = build_untrained(spec, source)
+            module = build_untrained(source)
         open_recorded_store(module, source)
         return module, [NOTE if source.shapes is not None else DECODED]
-    return read_pretrained(spec, source, device_map="meta")
+    return read_pretrained(source, device_map="meta")
 
 
-def build_untrained(spec: ModelSpec, source: Source) -> nn.Module:
+def build_untrained(source: Source) -> nn.Module:
     """Return the wrapped model with random weights, for a look at a forward pass that a meta device cannot do.
 
     It is on the CPU unless torch has another default device.
     """
-    auto, config, kwargs = _choose_class(spec, source)
+    auto, config, kwargs = _choose_class(source)
     try:
         with torch.random.fork_rng(devices=[]), quiet(), _limit_parameters(source):
-            model = auto.from_config(config, trust_remote_code=spec.trust_remote_code, **kwargs)
+            model = auto.from_config(config, trust_remote_code=source.spec.trust_remote_code, **kwargs)
     except (*UNFIT_NUMBERS, OSError, ImportError) as error:
         sizes = ", ".join(f"{key} {value}" for key, value in source.config.items())
         raise SourceError(
-            f"{spec.source}: cannot be built as {auto.__name__}{sizes and f' with {sizes}'}: {_shorten_reason(error)}"
+            f"{source.name}: cannot be built as {auto.__name__}{sizes and f' with {sizes}'}: {_shorten_reason(error)}"
         ) from error
-    module = _wrap_model(spec, model)
+    module = _wrap_model(source.spec, model)
     fit_record(module, source.shapes)
     return module
 
@@ -213,13 +213,13 @@ def reads_alone(source: Source) -> bool:
     return source.shapes is not None or quantization_of(source.folder).get("quant_method") == "gptq"
 
 
-def load_trained(spec: ModelSpec, source: Source, alone: bool = False) -> nn.Module:
+def load_trained(source: Source, alone: bool = False) -> nn.Module:
     """Return the wrapped model on the CPU in float32, with its weights. `alone`: without transformers' reader."""
     if alone or reads_alone(source):
-        module = build_untrained(spec, source)
+        module = build_untrained(source)
         load_recorded(module, source)
         return module
-    return read_pretrained(spec, source)[0]
+    return read_pretrained(source)[0]
 
 
 def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | None = None) -> tuple[str, ...]:
@@ -248,9 +248,9 @@ def class_names(config: Any) -> tuple[str, ...]:
     return () if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
-def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[nn.Module, list[str]]:
+def read_pretrained(source: Source, **placement: Any) -> tuple[nn.Module, list[str]]:
     """Return the wrapped model as transformers reads it, and a note of tensors that it has no use for. SourceError."""
-    auto, config, kwargs = _choose_class(spec, source)
+    auto, config, kwargs = _choose_class(source)
     for path in source.weights:
         if path.suffix == ".safetensors":
             safetensors_shapes(path)  # a damaged file is named here
@@ -263,7 +263,7 @@ def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[
             model, info = auto.from_pretrained(
                 source.folder,
                 config=config,
-                trust_remote_code=spec.trust_remote_code,
+                trust_remote_code=source.spec.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported below, all at once
@@ -271,10 +271,10 @@ def read_pretrained(spec: ModelSpec, source: Source, **placement: Any) -> tuple[
                 **placement,
             )
     except (*UNFIT_NUMBERS, OSError, ImportError) as error:
-        raise SourceError(f"{spec.source}: cannot be loaded as {auto.__name__}: {_shorten_reason(error)}") from error
+        raise SourceError(f"{source.name}: cannot be loaded as {auto.__name__}: {_shorten_reason(error)}") from error
     if has_small_floats(quantization_of(source.folder)) and not placement:
         _unpack_as_float32(model)
-    return _wrap_model(spec, model), _check_loaded(spec, source, info)
+    return _wrap_model(source.spec, model), _check_loaded(source, info)
 
 
 def _unpack_as_float32(model: Any) -> None:
@@ -292,16 +292,16 @@ def _unpack_as_float32(model: Any) -> None:
     model.hf_quantizer.compressor.remove_decompression_hook(model)
 
 
-def _check_loaded(spec: ModelSpec, source: Source, info: dict[str, Any]) -> list[str]:
+def _check_loaded(source: Source, info: dict[str, Any]) -> list[str]:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    problems = [f"{spec.source}: the weights lack '{name}', which a {spec.task} model needs" for name in missing]
+    problems = [f"{source.name}: the weights lack '{name}', which a {source.task} model needs" for name in missing]
     problems += [
-        f"{spec.source}: '{name}' is {list(have)} in the weights, {list(want)} in the model that config.json describes"
+        f"{source.name}: '{name}' is {list(have)} in the weights, {list(want)} in the model that config.json describes"
         for name, have, want in sorted(info["mismatched_keys"])
     ]
     if problems:
         raise SourceError(problems)
-    return [f"{UNUSED} a {spec.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
+    return [f"{UNUSED} a {source.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
 
 
 def _find_auto_class(task: str, model_type: str) -> Any:
@@ -315,21 +315,21 @@ def _find_auto_class(task: str, model_type: str) -> Any:
     return TasksManager.get_model_class_for_task(task, model_type=model_type)
 
 
-def _choose_class(spec: ModelSpec, source: Source) -> tuple[Any, Any, dict[str, Any]]:
-    task = find_torch_task(spec.task)
+def _choose_class(source: Source) -> tuple[Any, Any, dict[str, Any]]:
+    task = find_torch_task(source.task)
     if not task.outputs or task.task.preprocess is None:
         known = [name for name, other in TORCH_TASKS.items() if other.outputs and other.task.preprocess]
         raise SourceError(
-            f"{spec.source}: task {spec.task} is for python: and onnx: sources; give one of {', '.join(known)}"
+            f"{source.name}: task {source.task} is for python: and onnx: sources; give one of {', '.join(known)}"
         )
-    config = load_config(spec, source)
+    config = load_config(source)
     kwargs = {"dtype": torch.float32, "attn_implementation": "eager", **task.class_arguments(config)}
-    auto = _find_auto_class(task.model_task or spec.task, config.model_type)
-    _check_task(spec.source, spec.task, config, auto)
+    auto = _find_auto_class(task.model_task or source.task, config.model_type)
+    _check_task(source.name, source.task, config, auto)
     return auto, config, kwargs
 
 
-def load_config(spec: ModelSpec, source: Source) -> Any:
+def load_config(source: Source) -> Any:
     """Return the folder's transformers configuration, with `source.config`'s changes. SourceError: unusable."""
     from transformers import AutoConfig
 
@@ -337,17 +337,17 @@ def load_config(spec: ModelSpec, source: Source) -> Any:
     _check_numbers(source)
     try:
         config = AutoConfig.from_pretrained(
-            source.folder, trust_remote_code=spec.trust_remote_code, local_files_only=True
+            source.folder, trust_remote_code=source.spec.trust_remote_code, local_files_only=True
         )
     except (*UNFIT_NUMBERS, OSError, ImportError) as error:
-        raise SourceError(f"{spec.source}: config.json cannot be used: {_shorten_reason(error)}") from error
+        raise SourceError(f"{source.name}: config.json cannot be used: {_shorten_reason(error)}") from error
     try:
         for key, value in source.config.items():
             setattr(config, key, value)
         rebuild_config(config, {})  # numbers that go together are checked only as a configuration is built
     except UNFIT_NUMBERS as error:
         changes = ", ".join(f"{key} {value}" for key, value in source.config.items())
-        raise SourceError(f"{spec.source}: config.json cannot have {changes}: {_shorten_reason(error)}") from error
+        raise SourceError(f"{source.name}: config.json cannot have {changes}: {_shorten_reason(error)}") from error
     return config
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from compress.errors import SourceError
 from compress.models.huggingface import quiet
-from compress.models.source import locate
-from compress.specs import ModelSpec
+from compress.models.source import Source
 from compress.store.cache import ResultCache
 from runtime.bundle.manifest import Generation
 
@@ -25,21 +24,20 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 UNKNOWN_LENGTH = 2048
 
 
-def tokenizer_folder(spec: ModelSpec, root: Path, cache: Path) -> tuple[Path | None, list[str]]:
+def tokenizer_folder(source: Source, cache: Path) -> tuple[Path | None, list[str]]:
     """Return the folder that holds the tokenizer.json to read, and notes. `cache`: keeps made ones, by content.
 
     Of a language model's folder transformers rebuilds the tokenizer (its class has rules of its own for unknown and
     special tokens); the model was measured with those, so calibration, evaluation and serving use them, too.
     """
-    source = locate(spec, root)
-    if not spec.generates or spec.encodes or source.kind != "huggingface" or source.folder is None:
+    if not source.spec.generates or source.spec.encodes or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
     notes: list[str] = []
     made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
     cached = made.get(key)
     if cached is None:
         try:
-            text = _rebuild_tokenizer(source.folder, spec.trust_remote_code)
+            text = _rebuild_tokenizer(source.folder, source.spec.trust_remote_code)
         except Exception as error:  # noqa: BLE001  (the tokenizers library raises Exception itself)
             notes.append(f"transformers cannot build the tokenizer ({error}); tokenizer.json is read as it is")
             return source.folder, notes

@@ -25,9 +25,8 @@ from compress.models.feeds import check_feeds, input_specs, output_specs, parame
 from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import check_finite_onnx, open_onnx
 from compress.models.rebuilt import rebuild_onnx
-from compress.models.source import Source, locate, read_shared
+from compress.models.source import Source, read_shared
 from compress.models.weights import check_finite, load_state
-from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.bundle.detections import Detections
 from runtime.bundle.tensors import TensorSpec
@@ -87,91 +86,89 @@ class OnnxModel(SourceModel):
     shared: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def load_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
+def load_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel | OnnxModel:
     """Load a recipe's model with its weights. `feeds_shapes`: by input name, as for `model_facts`. SourceError."""
-    source = locate(spec, root)
     if source.onnx is None:
-        return load_torch_model(spec, root, feeds_shapes)
-    return _load_onnx(spec, source, source.onnx, feeds_shapes)
+        return load_torch_model(source, feeds_shapes)
+    return _load_onnx(source, source.onnx, feeds_shapes)
 
 
-def load_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
+def load_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
     """Load a torch model with its weights; of an ONNX file, the module that is rebuilt from its graph.
 
     Only safetensors and pickles of plain tensors are read. The global random state is left as it was.
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
-    source = locate(spec, root)
     if source.onnx is not None:
-        return _load_rebuilt(spec, root, source, source.onnx, feeds_shapes)
-    module = _load_trained(spec, source, root).float().eval().requires_grad_(False)
-    check_finite(module, spec.source)
-    return _describe_model(spec, root, source, module, feeds_shapes)
+        return _load_rebuilt(source, source.onnx, feeds_shapes)
+    module = _load_trained(source).float().eval().requires_grad_(False)
+    check_finite(module, source.name)
+    return _describe_model(source, module, feeds_shapes)
 
 
-def build_torch_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> TorchModel:
+def build_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
     """Build a torch model with random weights; none are read. Otherwise as `load_torch_model`."""
-    source = locate(spec, root)
     if source.kind == "huggingface":
-        module = huggingface.build_untrained(spec, source)
+        module = huggingface.build_untrained(source)
     else:
         with torch.random.fork_rng(devices=[]):
-            module = factory.build(spec, source, root)
+            module = factory.build(source)
         fold_computed(module)
-    return _describe_model(spec, root, source, module.float().eval().requires_grad_(False), feeds_shapes)
+    return _describe_model(source, module.float().eval().requires_grad_(False), feeds_shapes)
 
 
-def _describe_model(
-    spec: ModelSpec, root: Path, source: Source, module: nn.Module, feeds_shapes: SampleShapes
-) -> TorchModel:
+def _describe_model(source: Source, module: nn.Module, feeds_shapes: SampleShapes) -> TorchModel:
     unstack_experts(module)
-    names = parameters(spec, source, module)
-    check_feeds(spec, names, feeds_shapes)
+    names = parameters(source, module)
+    check_feeds(source.spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
     if source.kind == "python":
-        check_batch(spec, module, feeds)
+        check_batch(source.spec, module, feeds)
     try:
         outputs = run(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS as error:
-        raise forward_failure(spec, feeds, error) from error
+        raise forward_failure(source.spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}
-    specs = output_specs(spec, shapes)
+    specs = output_specs(source.spec, shapes)
     return TorchModel(
         architecture=architecture(module),
-        inputs=input_specs(spec, names, feeds_shapes),
+        inputs=input_specs(source.spec, names, feeds_shapes),
         outputs=specs,
         module=module,
         parameters=names,
         folder=source.folder,
-        class_names=spec.class_names or _read_class_names(spec, source),
-        task=spec.task,
-        detections=read_detections(spec, root, specs),
+        class_names=source.spec.class_names or _read_class_names(source),
+        task=source.task,
+        detections=read_detections(source, specs),
         shapes=read_shapes_record(source.shapes),
     )
 
 
-def _load_trained(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def _load_trained(source: Source) -> nn.Module:
     if source.kind == "huggingface":
-        return huggingface.load_trained(spec, source)
+        return huggingface.load_trained(source)
     with torch.random.fork_rng(devices=[]):
-        module = factory.build(spec, source, root)
+        module = factory.build(source)
     if source.weights:
         load_state(module, source.weights[0])
     fold_computed(module)
     return module
 
 
-def _read_class_names(spec: ModelSpec, source: Source) -> tuple[str, ...]:
-    task = find_torch_task(spec.task)
+def _read_class_names(source: Source) -> tuple[str, ...]:
+    task = find_torch_task(source.task)
     if task.read_class_names is not None and source.folder is not None:
         return task.read_class_names(source.folder)
     if source.kind != "huggingface" or not (task.chooses or task.needs_class_names):
         return ()
-    return huggingface.class_names(huggingface.load_config(spec, source))
+    return huggingface.class_names(huggingface.load_config(source))
 
 
-def _load_onnx(spec: ModelSpec, source: Source, path: Path, feeds_shapes: SampleShapes) -> OnnxModel:
-    opened, ends = open_onnx(path, spec.inputs), read_ends(path, spec.task, feeds_shapes, spec.inputs, spec.state)
+def _load_onnx(source: Source, path: Path, feeds_shapes: SampleShapes) -> OnnxModel:
+    opened, ends = (
+        open_onnx(path, source.spec.inputs),
+        read_ends(path, source.task, feeds_shapes, source.spec.inputs, source.spec.state),
+    )
     ends.fix_batch(opened.model)
     ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
     check_finite_onnx(opened.model, path)
@@ -182,16 +179,16 @@ def _load_onnx(spec: ModelSpec, source: Source, path: Path, feeds_shapes: Sample
         path=path,
         graph=opened.model,
         clean_up=opened.clean_up,
-        shared=read_shared(path, spec.inputs),
+        shared=read_shared(path, source.spec.inputs),
         folder=source.folder,
-        class_names=spec.class_names,
-        task=spec.task,
+        class_names=source.spec.class_names,
+        task=source.task,
     )
 
 
-def _load_rebuilt(spec: ModelSpec, root: Path, source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    file = _load_onnx(spec, source, path, feeds_shapes)
-    check_feeds(spec, {name: name for name in file.input_names}, feeds_shapes)
+def _load_rebuilt(source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
+    file = _load_onnx(source, path, feeds_shapes)
+    check_feeds(source.spec, {name: name for name in file.input_names}, feeds_shapes)
     rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
     return TorchModel(
         architecture=file.architecture,
@@ -202,5 +199,5 @@ def _load_rebuilt(spec: ModelSpec, root: Path, source: Source, path: Path, feeds
         folder=file.folder,
         class_names=file.class_names,
         task=file.task,
-        detections=read_detections(spec, root, file.outputs),
+        detections=read_detections(source, file.outputs),
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,43 +10,36 @@ from torch import nn
 from compress.blocks.parametrized import fold_computed
 from compress.errors import SourceError
 from compress.models import factory, huggingface
-from compress.models.source import Source, locate
+from compress.models.source import Source
 from compress.models.weights import check_shapes, read_shapes
-from compress.specs import ModelSpec
 
 
 @dataclass(frozen=True)
 class OpenedModel:
     """Where a model lies, its module on the meta device (None: an ONNX file), and notes on how it was built."""
 
-    spec: ModelSpec
-    root: Path
     source: Source
     module: nn.Module | None
     notes: tuple[str, ...] = ()
 
 
-def open_on_meta(spec: ModelSpec, root: Path, config: Mapping[str, Any] | None = None) -> OpenedModel:
-    """Find a model, and build it on the meta device unless it is an ONNX file. No weights are read.
-
-    `config`: what is different in config.json, of a model that is to be built anew. Raises SourceError.
-    """
-    source = replace(locate(spec, root), config=config or {})
+def open_on_meta(source: Source) -> OpenedModel:
+    """Build a model on the meta device unless it is an ONNX file. No weights are read. Raises SourceError."""
     if source.onnx is not None:
-        return OpenedModel(spec, root, source, None)
-    module, notes = module_on_meta(spec, source, root)
-    return OpenedModel(spec, root, source, module, tuple(notes))
+        return OpenedModel(source, None)
+    module, notes = module_on_meta(source)
+    return OpenedModel(source, module, tuple(notes))
 
 
-def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
+def module_on_meta(source: Source) -> tuple[nn.Module, list[str]]:
     """Return the module on the meta device, in eval mode, and notes.
 
     A factory that cannot build on the meta device builds on the CPU, and a note says so. SourceError if the weight
     files do not fit the module.
     """
     if source.kind == "huggingface":
-        return huggingface.build_on_meta(spec, source)
-    module, notes = _build_from_factory(spec, source, root)
+        return huggingface.build_on_meta(source)
+    module, notes = _build_from_factory(source)
     if source.weights:
         check_shapes(module, read_shapes(source.weights[0]), str(source.weights[0]))
     else:
@@ -60,12 +50,12 @@ def module_on_meta(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Modu
     return module, notes
 
 
-def _build_from_factory(spec: ModelSpec, source: Source, root: Path) -> tuple[nn.Module, list[str]]:
+def _build_from_factory(source: Source) -> tuple[nn.Module, list[str]]:
     try:
         with torch.device("meta"):
-            return factory.build(spec, source, root), []
+            return factory.build(source), []
     except SourceError as error:
         first = error
     with torch.random.fork_rng(devices=[]):
-        module = factory.build(spec, source, root)  # a factory that is simply wrong fails here again
+        module = factory.build(source)  # a factory that is simply wrong fails here again
     return module, [f"the factory cannot build on the meta device ({first}); it was built on the CPU to look at it"]

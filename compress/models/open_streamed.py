@@ -26,25 +26,23 @@ from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
 from compress.models.load import load_torch_model
 from compress.models.packed import quantization_of
-from compress.models.source import Source, locate
-from compress.specs import ModelSpec
+from compress.models.source import Source
 
 
-def open_streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, structure: Structure) -> StreamedModel:
+def open_streamed_model(source: Source, feeds_shapes: SampleShapes, structure: Structure) -> StreamedModel:
     """Return a torch source with its weights left in their files, where their names are the module's.
 
     Otherwise the weights are read at once and held in memory, and `notes` say so. Stacked experts become layers.
     Attention is torch's fused one where the model has it. Raises SourceError.
     """
     heap.return_large()
-    source = locate(spec, root)
     if source.kind == "onnx":
-        raise SourceError(f"{spec.source}: an ONNX file cannot be worked on block by block; give the torch model")
+        raise SourceError(f"{source.name}: an ONNX file cannot be worked on block by block; give the torch model")
     notes: tuple[str, ...] = ()
     try:
         if quantization_of(source.folder):
             raise NotAsNamed("they are quantized")
-        template = _build_empty(spec, source, root)
+        template = _build_empty(source)
         parts = expert_parts(template)
         unstack_experts(template)
         store = open_store(source.weights, template, parts)
@@ -53,10 +51,10 @@ def open_streamed_model(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes,
             raise NotAsNamed(f"no tensor of the files is called '{lacking[0]}'")
     except NotAsNamed as error:
         notes = (f"the weights are held in memory as a whole: {error}",)
-        template, store = _load_in_memory(spec, root, feeds_shapes)
+        template, store = _load_in_memory(source, feeds_shapes)
     _fuse_attention(template)
-    names = parameters(spec, source, template)
-    check_feeds(spec, names, feeds_shapes)
+    names = parameters(source, template)
+    check_feeds(source.spec, names, feeds_shapes)
     build = functools.partial(copy.deepcopy, template)
     shapes = read_shapes_record(source.shapes)
     return StreamedModel(
@@ -83,24 +81,24 @@ def open_streamed_module(
     return StreamedModel(build, store, structure, names, architecture(template), folder, shapes=shapes)
 
 
-def _load_in_memory(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
+def _load_in_memory(source: Source, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
     """Load the model and return its module without weights, and a store of the weights in memory."""
-    module = load_torch_model(spec, root, feeds_shapes).module
+    module = load_torch_model(source, feeds_shapes).module
     return copy_without_weights(module), memory_store(module)
 
 
-def _build_empty(spec: ModelSpec, source: Source, root: Path) -> nn.Module:
+def _build_empty(source: Source) -> nn.Module:
     """Return the module without weights. NotAsNamed where only the module itself can tell what its weights are."""
     if source.kind == "huggingface":
         with empty_weights():
-            return huggingface.build_untrained(spec, source).requires_grad_(False)
+            return huggingface.build_untrained(source).requires_grad_(False)
     if not source.weights:
         raise NotAsNamed("the factory itself gives the trained model")
     if source.weights[0].suffix != ".safetensors":
         raise NotAsNamed(f"{source.weights[0].name} is no safetensors file")
     try:
         with empty_weights(), torch.random.fork_rng(devices=[]):
-            module = factory.build(spec, source, root).float().requires_grad_(False)
+            module = factory.build(source).float().requires_grad_(False)
     except SourceError as error:
         raise NotAsNamed(f"the factory cannot build without weights ({error})") from error
     if computed := list_computed(module):

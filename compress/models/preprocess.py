@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.errors import SourceError
 from compress.models.answers import resolve_target
-from compress.models.source import Source, locate
+from compress.models.source import Source
 from compress.specs import ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
@@ -36,22 +36,21 @@ OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer"
 """Model types whose position table starts after the padding index, so that fewer positions are usable."""
 
 
-def resolve_preprocess(spec: ModelSpec, declared: PreprocessSpec | None, root: Path) -> PreprocessSpec:
+def resolve_preprocess(source: Source, declared: PreprocessSpec | None) -> PreprocessSpec:
     """Return `declared`, checked against the task and the model's folder; or, if None, what the folder's files say.
 
     Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
     """
-    source = locate(spec, root)
-    if find_task(spec.task).encodes:
-        return _resolve_seq2seq(spec, declared, source)
+    if find_task(source.task).encodes:
+        return _resolve_seq2seq(source, declared)
     if declared is not None:
-        return _check_fit(spec, source, _fill_first_token(declared, source))
-    kind = find_task(spec.task).preprocess
+        return _check_fit(source, _fill_first_token(declared, source))
+    kind = find_task(source.task).preprocess
     if kind is None:
         return TensorPreprocess()
     if source.folder is None:
-        raise SourceError(explain_missing(spec))
-    return _check_fit(spec, source, _READERS[kind](source.folder))
+        raise SourceError(explain_missing(source.spec))
+    return _check_fit(source, _READERS[kind](source.folder))
 
 
 def explain_missing(spec: ModelSpec) -> str:
@@ -66,41 +65,41 @@ def explain_missing(spec: ModelSpec) -> str:
     )
 
 
-def _resolve_seq2seq(spec: ModelSpec, declared: PreprocessSpec | None, source: Source) -> Seq2SeqPreprocess:
+def _resolve_seq2seq(source: Source, declared: PreprocessSpec | None) -> Seq2SeqPreprocess:
     """Return the preprocessing of an encoder-decoder: of its encoder's inputs alone where only these are declared."""
     if source.kind != "huggingface" or source.folder is None:
-        raise SourceError(f"{spec.source}: a {spec.task} model is a Hugging Face folder: give dir: or hf:")
-    kind = find_task(spec.task).columns[0]
+        raise SourceError(f"{source.name}: a {source.task} model is a Hugging Face folder: give dir: or hf:")
+    kind = find_task(source.task).columns[0]
     if isinstance(declared, ImagePreprocess | ImageTextPreprocess | LanguagePreprocess):
-        raise _make_misfit(declared.kind, spec.task)
+        raise _make_misfit(declared.kind, source.task)
     whole = declared if isinstance(declared, Seq2SeqPreprocess) else Seq2SeqPreprocess(source=declared)
     read = whole.source or _READERS[kind](source.folder)
     if not isinstance(read, TextPreprocess | AudioPreprocess | TensorPreprocess) or read.kind not in (kind, "tensor"):
         raise SourceError(
-            f"preprocess: source of kind: {read.kind} does not fit the task {spec.task}; use {kind}, or tensor"
+            f"preprocess: source of kind: {read.kind} does not fit the task {source.task}; use {kind}, or tensor"
         )
     if isinstance(read, TextPreprocess):
         _check_tokenizer(source, "text", read.tokenizer)
         _check_positions(source.folder, read.max_length)
-        _check_stride(spec, read)
+        _check_stride(source.spec, read)
     if isinstance(read, AudioPreprocess):
-        read = _resolve_longer(spec, read)
+        read = _resolve_longer(source.spec, read)
     _check_tokenizer(source, "seq2seq", whole.target.tokenizer)
     return replace(whole, source=read, target=resolve_target(source.folder, whole.target))
 
 
-def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
+def find_class_names(source: Source) -> tuple[str, ...]:
     """Return the names that the recipe gives the classes; else, where the task uses them, those of config.json.
 
     SourceError where the task needs them and there are none.
     """
-    task = find_torch_task(spec.task)
-    if spec.class_names or not (task.needs_class_names or task.uses_class_names or task.read_class_names):
-        return spec.class_names
-    folder = locate(spec, root).folder
+    task = find_torch_task(source.task)
+    if source.spec.class_names or not (task.needs_class_names or task.uses_class_names or task.read_class_names):
+        return source.spec.class_names
+    folder = source.folder
     if task.read_class_names is not None:
         if folder is None:
-            raise SourceError(f'model.class_names: {spec.task} needs what each output writes, "" for the blank')
+            raise SourceError(f'model.class_names: {source.task} needs what each output writes, "" for the blank')
         return task.read_class_names(folder)
     labels = _read_object(folder / "config.json").get("id2label") if folder is not None else None
     if isinstance(labels, dict) and not all(str(key).isdecimal() for key in labels):
@@ -110,18 +109,18 @@ def find_class_names(spec: ModelSpec, root: Path) -> tuple[str, ...]:
         if not task.needs_class_names:
             return ()
         some = "O, B-PER" if task.loss == "token classes" else "cat, dog"
-        raise SourceError(f"model.class_names: {spec.task} needs them, in the order of the outputs: [{some}, ...]")
+        raise SourceError(f"model.class_names: {source.task} needs them, in the order of the outputs: [{some}, ...]")
     return names
 
 
-def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
+def _check_fit(source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess):
-        _check_text(spec, source, preprocess)
-    task = find_task(spec.task)
+        _check_text(source, preprocess)
+    task = find_task(source.task)
     others = ImagePreprocess | AudioPreprocess | ImageTextPreprocess | Seq2SeqPreprocess
     given = ("image", None) if isinstance(preprocess, ImagePreprocess) else (preprocess.kind,)
     if isinstance(preprocess, others) and task.preprocess not in given:
-        raise _make_misfit(preprocess.kind, spec.task)
+        raise _make_misfit(preprocess.kind, source.task)
     if isinstance(preprocess, ImageTextPreprocess):
         _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
     if isinstance(preprocess, TensorPreprocess) and task.facts:
@@ -130,8 +129,8 @@ def _check_fit(spec: ModelSpec, source: Source, preprocess: PreprocessSpec) -> P
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
         return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
     if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts:
-        _check_stride(spec, preprocess)
-    return _resolve_longer(spec, preprocess) if isinstance(preprocess, AudioPreprocess) else preprocess
+        _check_stride(source.spec, preprocess)
+    return _resolve_longer(source.spec, preprocess) if isinstance(preprocess, AudioPreprocess) else preprocess
 
 
 def _check_stride(spec: ModelSpec, preprocess: TextPreprocess) -> None:
@@ -165,9 +164,9 @@ def shifts_masks(folder: Path | None) -> bool:
     return bool(config.get("do_reduce_labels", config.get("reduce_labels", False)))
 
 
-def _check_text(spec: ModelSpec, source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
-    if find_task(spec.task).preprocess != preprocess.kind:
-        raise _make_misfit(preprocess.kind, spec.task)
+def _check_text(source: Source, preprocess: TextPreprocess | LanguagePreprocess) -> None:
+    if find_task(source.task).preprocess != preprocess.kind:
+        raise _make_misfit(preprocess.kind, source.task)
     _check_positions(_check_tokenizer(source, preprocess.kind, preprocess.tokenizer), preprocess.max_length)
 
 

@@ -36,13 +36,16 @@ SHAPES = "shapes.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A located model. `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
+    """A located model: what the recipe says of it (`spec`), with paths relative to `root`, and its files.
 
+    `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
     `code`: (module or file.py, factory) of a python: source. `shapes`: how sizes differ from those that it, or
     config.json, builds (of a pruned model, beside its weights). `onnx`: the graph of an onnx: source.
     `config`: what is to be otherwise in config.json, of a model that is to be built and not read.
     """
 
+    spec: ModelSpec
+    root: Path
     kind: Literal["huggingface", "python", "onnx"]
     folder: Path | None
     weights: tuple[Path, ...]
@@ -50,6 +53,15 @@ class Source:
     onnx: Path | None = None
     shapes: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return what the recipe calls it, such as hf:org/name: messages begin with it."""
+        return self.spec.source
+
+    @property
+    def task(self) -> str:
+        return self.spec.task
 
 
 def locate(spec: ModelSpec, root: Path) -> Source:
@@ -60,24 +72,23 @@ def locate(spec: ModelSpec, root: Path) -> Source:
     kind, _, rest = spec.source.partition(":")
     if kind in ("hf", "dir"):
         folder = _download_snapshot(rest, spec.revision) if kind == "hf" else resolve_path(root, rest)
-        return _locate_huggingface(spec, folder)
+        return _locate_huggingface(spec, root, folder)
     if kind == "onnx":
-        return _locate_onnx(spec, resolve_path(root, rest))
+        return _locate_onnx(spec, root, resolve_path(root, rest))
     return _locate_python(spec, rest, root)
 
 
-def model_digest(spec: ModelSpec, root: Path, digest_of: DigestOf = sha256_of) -> str:
+def model_digest(source: Source, digest_of: DigestOf = sha256_of) -> str:
     """Return the sha256 (hex) over the model's weight files, configuration or factory source, and factory arguments.
 
     Of a factory, only the file that defines it counts, not what that file imports. `digest_of`: what stands for a
     weight file (see `compress.store.digests`); with another than its sha256 the result stands for no content.
     """
-    source = locate(spec, root)
-    weights = set(list_weight_files(source))
+    spec, weights = source.spec, set(list_weight_files(source))
     said = {"task": spec.task, "args": spec.args}
     said |= {key: value for key, value in (("inputs", spec.inputs), ("state", spec.state)) if value}
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for path in _list_deciding_files(source, root):
+    for path in _list_deciding_files(source):
         sha.update(f"\n{path.name} {digest_of(path) if path in weights else sha256_of(path)}".encode())
     if source.code is not None:
         sha.update(f"\n{source.code[1]}".encode())
@@ -222,18 +233,18 @@ def _parse_onnx(path: Path) -> onnx.ModelProto:
     return model
 
 
-def _list_deciding_files(source: Source, root: Path) -> list[Path]:
+def _list_deciding_files(source: Source) -> list[Path]:
     files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
     if source.kind == "huggingface" and source.folder is not None:
         files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
     if source.onnx is not None:
         files += list_weight_files(source)
     if source.code is not None:
-        files.append(factory_file(source.code, root))
+        files.append(factory_file(source.code, source.root))
     return files
 
 
-def _locate_huggingface(spec: ModelSpec, folder: Path) -> Source:
+def _locate_huggingface(spec: ModelSpec, root: Path, folder: Path) -> Source:
     _refuse_weights_key(spec)
     if not folder.is_dir():
         raise SourceError(f"{spec.source}: {folder} is a file; give the model's folder")
@@ -244,7 +255,7 @@ def _locate_huggingface(spec: ModelSpec, folder: Path) -> Source:
         raise SourceError(f"{spec.source}: {folder} has no *.safetensors (nor pytorch_model*.bin)")
     _check_shards(folder)
     shapes = folder / SHAPES
-    return Source("huggingface", folder, tuple(weights), shapes=shapes if shapes.is_file() else None)
+    return Source(spec, root, "huggingface", folder, tuple(weights), shapes=shapes if shapes.is_file() else None)
 
 
 def _check_shards(folder: Path) -> None:
@@ -285,11 +296,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return record
 
 
-def _locate_onnx(spec: ModelSpec, path: Path) -> Source:
+def _locate_onnx(spec: ModelSpec, root: Path, path: Path) -> Source:
     _refuse_weights_key(spec)
     if not path.is_file():
         raise SourceError(f"{spec.source}: {path} is a folder; give the .onnx file")
-    return Source("onnx", _find_processor_folder(path.parent), (), onnx=path)
+    return Source(spec, root, "onnx", _find_processor_folder(path.parent), (), onnx=path)
 
 
 def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
@@ -308,9 +319,9 @@ def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
         weights = (path,)
     folder = _find_processor_folder(weights[0].parent) if weights else None
     shapes = weights[0].with_name(SHAPES) if weights else None
-    return Source(
-        "python", folder, weights, code=(module, factory), shapes=shapes if shapes and shapes.is_file() else None
-    )
+    if shapes is not None and not shapes.is_file():
+        shapes = None
+    return Source(spec, root, "python", folder, weights, code=(module, factory), shapes=shapes)
 
 
 def _find_weights(text: str, root: Path) -> Path:

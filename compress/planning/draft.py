@@ -20,7 +20,7 @@ from compress.formats.targets import TARGETS
 from compress.models.find_task import explain_other_task, find_task_of_folder
 from compress.models.meta import open_on_meta
 from compress.models.preprocess import resolve_preprocess
-from compress.models.source import locate
+from compress.models.source import Source, locate
 from compress.planning.inputs import Inputs, read_inputs
 from compress.planning.validation import class_problems
 from compress.recipe.explain import explain
@@ -289,19 +289,19 @@ def make_model_spec(base: Mapping[str, Any], task: str) -> ModelSpec:
 
 def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None, root: Path, reason: str) -> Draft:
     """Return the draft with this task, checked against the model's files and the set. Errors as `draft_recipe`."""
-    model = make_model_spec(base, task)
+    source = locate(make_model_spec(base, task), root)
     recipe = {**base, "model": {**base["model"], "task": task}}
     recipe = {key: recipe[key] for key in ("version", "name", "model", "preprocess") if key in recipe}
     reasons = {"model.task": reason}
     if spec is None:
         declared = make_recipe(recipe, root).preprocess
-        resolve_preprocess(model, declared, root)
+        resolve_preprocess(source, declared)
         return Draft(recipe, reasons)
     typed = check_set(spec, "--data")
     table = open_source(typed, root, task)
     spec = _name_columns(spec, table, task)
-    if "preprocess" not in base and locate(model, root).folder is None and find_task(task).preprocess is not None:
-        spec = _take_ready_inputs(model, spec, table, task, root)
+    if "preprocess" not in base and source.folder is None and find_task(task).preprocess is not None:
+        spec = _take_ready_inputs(source, spec, table, task)
         recipe["preprocess"] = {"kind": "tensor"}
         reasons["preprocess"] = "the data holds the model's inputs ready"
     inputs = read_inputs(make_recipe({**recipe, "data": {"evaluation": spec}}, root))
@@ -335,9 +335,7 @@ def _name_columns(spec: Mapping[str, Any], table: Table, task: str) -> Mapping[s
     return {**spec, "columns": {role: others[0], **({"label": labels[0]} if len(labels) == 1 else {})}}
 
 
-def _take_ready_inputs(
-    model: ModelSpec, spec: Mapping[str, Any], table: Table, task: str, root: Path
-) -> Mapping[str, Any]:
+def _take_ready_inputs(source: Source, spec: Mapping[str, Any], table: Table, task: str) -> Mapping[str, Any]:
     """Return the set with its array of floats as the model's one input. RecipeError where it holds no such array."""
     import numpy as np
 
@@ -347,10 +345,10 @@ def _take_ready_inputs(
     roles = resolve_roles(check_set(spec, "--data"), table, task, ())
     role = next(name for name in roles if name != "label")
     first = table.read(roles[role], np.array([0]))
-    names = model_inputs(open_on_meta(model, root))
+    names = model_inputs(open_on_meta(source))
     if not isinstance(first, np.ndarray) or first.dtype.kind != "f" or len(names) != 1:
         raise RecipeError(
-            f"--preprocess: {model.source} does not say how its inputs are made of samples; give it as in the model's "
+            f"--preprocess: {source.name} does not say how its inputs are made of samples; give it as in the model's "
             f"training, such as --preprocess '{{kind: {kind}, ...}}'"
         )
     columns = {names[0]: roles[role]} | {name: column for name, column in roles.items() if name == "label"}

@@ -50,7 +50,7 @@ def suggest_states(opened: OpenedModel, problems: Sequence[str]) -> list[str]:
     """Return what a recipe may say of inputs that an output is like, where something is wrong with the data."""
     if opened.source.onnx is None or not problems:
         return []
-    ends = onnx_io(opened.spec, opened.source.onnx)
+    ends = onnx_io(opened.source.spec, opened.source.onnx)
     like = {spec.name: find_alike(spec, ends.outputs) for spec in ends.inputs if len(ends.inputs) > 1}
     return [
         f"model: input '{name}' is of the shape of output '{output}'; if the next call reads there what a call gives, "
@@ -177,7 +177,7 @@ def note_unpacked(opened: OpenedModel) -> list[str]:
     if not record or opened.module is None:
         return []
     what = (
-        f"{opened.spec.source}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
+        f"{opened.source.name}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
     )
     packed = [name for name, layer in opened.module.named_modules() if is_layer(layer) and not _has_floats(layer)]
     if packed:

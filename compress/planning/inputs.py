@@ -101,7 +101,7 @@ class Inputs:
 
     `unread`: weight files, the students' too, whose sha256 is not known yet: `digest` and `students` then rest on
     marks of these files, and name no result (`settle_digests`).
-    `folder`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
+    `source`: the model's own files; `tokenizer`: the folder whose tokenizer is read. `problems`: what is wrong with the
     sets that are not in `data`, and with students. `students`: digests of the models that passes put in this one's
     place, by `Student.key`.
     """
@@ -113,7 +113,7 @@ class Inputs:
     feeds: SampleShapes
     facts: ModelFacts
     digest: str
-    folder: Path | None
+    source: Source
     tokenizer: Path | None = None
     problems: tuple[str, ...] = ()
     students: Mapping[str, str] = field(default_factory=dict)
@@ -133,13 +133,13 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
 
     Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
     """
-    root, spec = recipe.root, recipe.model
-    preprocess = resolve_preprocess(spec, recipe.preprocess, root)
-    opened = open_on_meta(spec, root)
+    root, spec, source = recipe.root, recipe.model, locate(recipe.model, recipe.root)
+    preprocess = resolve_preprocess(source, recipe.preprocess)
+    opened = open_on_meta(source)
     unpacked = note_unpacked(opened)
     names = model_inputs(opened)
-    class_names = find_class_names(spec, root)
-    data, problems, chats = {}, [], _make_chat_encoder(recipe)
+    class_names = find_class_names(source)
+    data, problems, chats = {}, [], _make_chat_encoder(recipe, source)
     for name, declared in recipe.data.declared.items():
         try:
             slices, images = recipe.validate_.slices if name == "evaluation" else (), preprocess.kind == "image"
@@ -154,21 +154,21 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     problems += find_rate_problems(preprocess, data)
     shapes = next(iter(data.values())).shapes
-    feeds = feeds_shapes(spec, root, preprocess, shapes, names)
+    feeds = feeds_shapes(source, preprocess, shapes, names)
     if opened.source.onnx is not None:
         with place_errors("preprocess"):
             make_image_part(preprocess, onnx_io(spec, opened.source.onnx).inputs)
     coupling, blocks = (
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
-    facts = model_facts(spec, root, feeds, coupling, blocks, opened=opened)
+    facts = model_facts(source, feeds, coupling, blocks, opened=opened)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
-        facts = rebuilt_facts(facts, spec, root, feeds, rewritten, coupling, blocks)
-    folder = locate(spec, root).folder
-    students = _look_at_students(recipe, feeds, coupling, blocks)
-    tokenizer, notes = tokenizer_folder(spec, root, cache or default_root())
-    detections = read_detections(spec, root, facts.outputs)
+        facts = rebuilt_facts(facts, source, feeds, rewritten, coupling, blocks)
+    folder = source.folder
+    students = _look_at_students(recipe, source, feeds, coupling, blocks)
+    tokenizer, notes = tokenizer_folder(source, cache or default_root())
+    detections = read_detections(source, facts.outputs)
     notes = [*notes, *unpacked, *note_masks(recipe, data, folder)]
     if spec.encodes and folder is not None:
         notes += describe_not_followed(folder)
@@ -188,24 +188,24 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         data,
         feeds,
         facts,
-        model_digest(spec, root, identify_file),
-        folder,
+        model_digest(source, identify_file),
+        source,
         tokenizer,
         tuple(problems),
         students.digests,
         class_names,
         chats,
-        tuple(_list_weight_files(recipe)),
+        tuple(_list_weight_files(recipe, source)),
         tuple(passed_over),
     )
 
 
-def _make_chat_encoder(recipe: Recipe) -> ChatEncoder | None:
+def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
     """Return what encodes conversations for the recipe's model; None where it reads none."""
     spec = recipe.model
     if not find_torch_task(spec.task).chats:
         return None
-    return ChatEncoder(recipe.chat, locate(spec, recipe.root).folder, recipe.root, spec.trust_remote_code)
+    return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code)
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
@@ -215,7 +215,7 @@ def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, ver
     remembered. Raises OSError.
     """
     recipe = inputs.recipe
-    files = _list_weight_files(recipe)
+    files = _list_weight_files(recipe, inputs.source)
     if read or verify:
         digests.read_all(files, verify)
     unread = digests.find_unread(files)
@@ -224,11 +224,11 @@ def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, ver
         return identify_file(path) if path in unread else digests.look(path)
 
     students = {
-        student.key: model_digest(student_spec(recipe.model, student), recipe.root, digest_of)
+        student.key: model_digest(locate_student(inputs.source, student), digest_of)
         for student in _list_students(recipe)
         if student.key in inputs.students
     }
-    digest = model_digest(recipe.model, recipe.root, digest_of)
+    digest = model_digest(inputs.source, digest_of)
     return replace(inputs, digest=digest, students=students, unread=unread)
 
 
@@ -238,12 +238,12 @@ def _list_students(recipe: Recipe) -> list[Student]:
     return [student for student in found if student is not None and student.separate]
 
 
-def _list_weight_files(recipe: Recipe) -> list[Path]:
+def _list_weight_files(recipe: Recipe, source: Source) -> list[Path]:
     """Return the weight files of the model and of students that have some; those not to be found are told elsewhere."""
-    files = list_weight_files(locate(recipe.model, recipe.root))
+    files = list_weight_files(source)
     for student in _list_students(recipe):
         with suppress(SourceError):
-            files += list_weight_files(locate(student_spec(recipe.model, student), recipe.root))
+            files += list_weight_files(locate_student(source, student))
     return list(dict.fromkeys(files))
 
 
@@ -262,11 +262,11 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
 
 def generation_of(inputs: Inputs) -> Generation | None:
     """Return what generating text needs to know; None for another task, or a source without a folder of its own."""
-    if not inputs.recipe.model.generates or inputs.folder is None:
+    if not inputs.recipe.model.generates or inputs.source.folder is None:
         return None
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    generation = read_generation(inputs.folder, vocab_size)
+    generation = read_generation(inputs.source.folder, vocab_size)
     if not isinstance(inputs.preprocess, Seq2SeqPreprocess):
         return generation
     target = inputs.preprocess.target
@@ -480,10 +480,9 @@ class _FloatCalls:
 
     @cached_property
     def graph(self) -> ir.Model:
-        spec = self.inputs.recipe.model
-        source = locate(spec, self.inputs.recipe.root)
+        source = self.inputs.source
         assert source.onnx is not None
-        model = open_onnx(source.onnx, spec.inputs).model
+        model = open_onnx(source.onnx, source.spec.inputs).model
         ir.external_data.load_to_model(model)
         return model
 
@@ -520,60 +519,67 @@ class Students:
     problems: list[str] = field(default_factory=list)
 
 
-def _look_at_students(recipe: Recipe, feeds: SampleShapes, coupling: bool, blocks: bool) -> Students:
+def _look_at_students(recipe: Recipe, source: Source, feeds: SampleShapes, coupling: bool, blocks: bool) -> Students:
     """Look at all students of a recipe; no weight is read. `feeds`, `coupling`, `blocks`: as for `model_facts`."""
-    students, spec, root = Students(), recipe.model, recipe.root
+    students = Students()
     for number, pass_ in enumerate(recipe.passes):
         student = pass_.find_student()
         if student is None or not student.separate:
             continue
-        its_spec = student_spec(spec, student)
         try:
-            config = _collect_changes(spec, locate(its_spec, root), student)
-            students.facts[student.key] = model_facts(its_spec, root, feeds, coupling, blocks, config)
-            students.digests[student.key] = model_digest(its_spec, root, identify_file)
+            its = locate_student(source, student)
+            changed = replace(its, config=_collect_changes(its, student))
+            students.facts[student.key] = model_facts(changed, feeds, coupling, blocks)
+            students.digests[student.key] = model_digest(its, identify_file)
         except SourceError as error:
             students.problems.extend(f"passes.{number}: distill: {problem}" for problem in error.problems)
     return students
 
 
-def student_spec(spec: ModelSpec, student: Student) -> ModelSpec:
-    """Return where the student comes from, as a model's spec; `spec`: the recipe's own model."""
+def locate_student(source: Source, student: Student) -> Source:
+    """Return where the student comes from; `source`: the recipe's own model. SourceError if it is not there."""
     if student.source is None:
-        return spec
+        return source
     changes = {"source": student.source, "weights": student.weights, "args": student.args, "revision": None}
-    return spec.model_copy(update=changes)
+    return locate(source.spec.model_copy(update=changes), source.root)
 
 
-def make_student(recipe: Recipe, feeds: SampleShapes, loaded: TorchModel, student: Student, seed: int) -> TorchModel:
+def locate_result(inputs: Inputs) -> Source:
+    """Return the model whose code the result has: the last that a pass puts in the place of the recipe's own."""
+    source = inputs.source
+    for pass_ in inputs.recipe.passes:
+        if (student := pass_.find_student()) is not None:
+            source = locate_student(source, student)
+    return source
+
+
+def make_student(inputs: Inputs, loaded: TorchModel, student: Student, seed: int) -> TorchModel:
     """Build the student that takes the place of `loaded`, with its own weights.
 
     Given by its configuration, or where its source has none, it gets those of a seed.
     """
-    spec, root = recipe.model, recipe.root
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if not student.config:
-            return load_torch_model(student_spec(spec, student), root, feeds)
-        source = locate(spec, root)
-        source = replace(source, config=_collect_changes(spec, source, student))
-        module = huggingface.build_untrained(spec, source).float().eval().requires_grad_(False)
+            return load_torch_model(locate_student(inputs.source, student), inputs.feeds)
+        source = replace(inputs.source, config=_collect_changes(inputs.source, student))
+        module = huggingface.build_untrained(source).float().eval().requires_grad_(False)
     unstack_experts(module)
     return replace(loaded, module=module)
 
 
-def _collect_changes(spec: ModelSpec, source: Source, student: Student) -> dict[str, Any]:
+def _collect_changes(source: Source, student: Student) -> dict[str, Any]:
     """Return the values that the student's config.json changes; lists with one entry a block follow their number."""
     if not student.config:
         return {}
     if source.kind != "huggingface" or source.shapes is not None:
         lacks = "has no config.json" if source.shapes is None else "has sizes that its config.json does not say"
-        raise SourceError(f"student: config: {spec.source} {lacks}; give the student as a source of its own")
-    known = huggingface.load_config(spec, source).to_dict()
+        raise SourceError(f"student: config: {source.name} {lacks}; give the student as a source of its own")
+    known = huggingface.load_config(source).to_dict()
     changes: dict[str, Any] = {}
     for key, value in student.config.items():
         if type(known.get(key)) is not int:
-            raise SourceError(_explain_unknown(spec, key, known))
+            raise SourceError(_explain_unknown(source.spec, key, known))
         lists = {k: v for k, v in known.items() if isinstance(v, list) and len(v) == known[key]}
         if "layer" in key:
             changes |= {k: [v[i] for i in student.starts(known[key], value)] for k, v in lists.items()}

@@ -32,9 +32,7 @@ from compress.graph.run import clone
 from compress.graph.specs import cache_of
 from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds
-from compress.models.load import TorchModel, build_torch_model, load_torch_model
-from compress.models.onnx_graph import open_onnx
-from compress.models.source import locate
+from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_model, load_torch_model
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
 from compress.planning.measured_speed import LatencyForecast
@@ -113,7 +111,7 @@ def _try_export(inputs: Inputs, keys: CacheKeys, keep: Kept) -> None:
     if keep.read("exported", [keys.float_graph]) is not None:
         return
     try:
-        loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
+        loaded = build_torch_model(inputs.source, inputs.feeds)
         graph = _export(loaded, recipe, make_call(inputs))
     except NotExportable as error:
         raise PlanError(error.problems) from error
@@ -209,17 +207,18 @@ def make_twins(
     `made`: the float graph of an earlier call, for passes over graphs alone.
     """
     recipe = inputs.recipe
-    source = locate(recipe.model, recipe.root)
     missing: list[str] = []
     facts, resized, loaded = inputs.facts, False, None
     if made is not None:
         before = after = made
-    elif source.onnx is not None:
-        before = after = GraphState(open_onnx(source.onnx, recipe.model.inputs).model)
+    elif inputs.source.onnx is not None:
+        model = load_model(inputs.source, inputs.feeds)
+        assert isinstance(model, OnnxModel)
+        before = after = GraphState(model.graph)
         if inputs.facts.rebuilt:
-            loaded = load_torch_model(recipe.model, recipe.root, inputs.feeds)
+            loaded = load_torch_model(inputs.source, inputs.feeds)
     else:
-        loaded = build_torch_model(recipe.model, recipe.root, inputs.feeds)
+        loaded = build_torch_model(inputs.source, inputs.feeds)
         fill_zeros(loaded.module, recipe.seed)
         before = after = GraphState(_export(loaded, recipe, timer.feeds[0]))
     timing = timer if explain_untimed(recipe) is None else None
@@ -231,7 +230,7 @@ def make_twins(
         if loaded is not None and stage == "model":
             student = pass_.find_student()
             if student is not None and student.separate:
-                loaded, resized = make_student(recipe, inputs.feeds, loaded, student, recipe.seed), True
+                loaded, resized = make_student(inputs, loaded, student, recipe.seed), True
             elif student is not None or plan.facts.macs != facts.macs:
                 sample = ModelContext([_make_sample(inputs)], target, recipe.seed, log, no_progress)
                 loaded, known = foresee_pass(pass_, loaded, facts, sample)

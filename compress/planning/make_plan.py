@@ -25,7 +25,7 @@ from compress.models.facts import short_feeds, zeros
 from compress.models.feeds import parameters
 from compress.models.language import has_chat_template
 from compress.models.meta import module_on_meta
-from compress.models.source import locate
+from compress.models.source import Source
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import Durations
@@ -37,9 +37,9 @@ from compress.planning.inputs import (
     TEXTS,
     Inputs,
     count_tokens,
+    locate_result,
     read_inputs,
     settle_digests,
-    student_spec,
     text_fill,
 )
 from compress.planning.judging import is_scored_by_torch
@@ -54,7 +54,6 @@ from compress.prune.surgery import remove
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
-from compress.specs import ModelSpec
 from compress.store.cache import ResultCache, default_root
 from compress.store.digests import FileDigests
 from compress.store.durable import blame
@@ -268,12 +267,8 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
             f"export.{index}: a GGUF file holds a model that generates text, and this one's task is {recipe.model.task}"
         )
         return [] if export is None or recipe.model.generates else [text], []
-    spec = recipe.model
-    for pass_ in recipe.passes:
-        if (student := pass_.find_student()) is not None:
-            spec = student_spec(spec, student)
-    source = locate(spec, recipe.root)
-    module, _ = module_on_meta(spec, source, recipe.root)
+    source = locate_result(inputs)
+    module, _ = module_on_meta(source)
     unstack_experts(module)
     problems = list(find_tied_problems(inputs.facts, schemes))
     try:
@@ -291,7 +286,7 @@ def _warn_unsaid_sizes(inputs: Inputs, done: Sequence[_Done]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
     recipe, units = inputs.recipe, {group: n for each in done for group, n in each.plan.units.items()}
     written = [export for export in recipe.export if isinstance(export, CheckpointExport | GgufExport)]
-    why = explain_unsaid_sizes(recipe.model, recipe.root, inputs.feeds, units) if written and units else ""
+    why = explain_unsaid_sizes(inputs.source, inputs.feeds, units) if written and units else ""
     if not why:
         return []
     if any(isinstance(export, GgufExport) for export in written):
@@ -366,7 +361,7 @@ def _warn_few_processes(judgement: Judgement) -> list[str]:
 
 def _warn_plain_texts(inputs: Inputs) -> list[str]:
     """Warn of sets of plain text that a model with a chat template is calibrated or trained on."""
-    if not find_torch_task(inputs.recipe.model.task).chats or not has_chat_template(inputs.folder):
+    if not find_torch_task(inputs.recipe.model.task).chats or not has_chat_template(inputs.source.folder):
         return []
     return [
         f"data.{name}: plain text, and the model has a chat template: if it was trained to chat, it reads no such text "
@@ -391,20 +386,19 @@ def _batch_notes(inputs: Inputs) -> list[Note]:
     return [Note("warning", text)]
 
 
-def explain_unsaid_sizes(spec: ModelSpec, root: Path, feeds_shapes: SampleShapes, units: Mapping[str, int]) -> str:
+def explain_unsaid_sizes(source: Source, feeds_shapes: SampleShapes, units: Mapping[str, int]) -> str:
     """Return why no config.json says the sizes of the model once so many `units` of each dimension are left, by name.
 
     "" where one does, where the model has none, and where only its values show what can be cut.
     """
-    source = locate(spec, root)
     if source.kind != "huggingface" or source.shapes is not None:
         return ""
-    module, _ = module_on_meta(spec, source, root)
+    module, _ = module_on_meta(source)
     unstack_experts(module)
     if transformers_config(module) is None:
         return ""
-    names = parameters(spec, source, module)
-    feeds = short_feeds(spec, {names[name]: feeds_shapes[name] for name in names})
+    names = parameters(source, module)
+    feeds = short_feeds(source.spec, {names[name]: feeds_shapes[name] for name in names})
     try:
         coupling = find_coupling(module, zeros(feeds, "cpu"))
     except RuntimeError:  # its forward looks at values

@@ -34,7 +34,8 @@ def add_synthetic_set(draft: Draft, file: Path, root: Path) -> Draft:
     """
     model = make_model_spec(draft.recipe, draft.task)
     declared = make_recipe(draft.recipe, root).preprocess
-    columns = _draw_columns(model, resolve_preprocess(model, declared, root), locate(model, root))
+    source = locate(model, root)
+    columns = _draw_columns(source, resolve_preprocess(source, declared))
     file.parent.mkdir(parents=True, exist_ok=True)
     if all(isinstance(values, np.ndarray) for values in columns.values()):
         kind, path = "npz", file.with_name(file.name + ".npz")
@@ -53,9 +54,10 @@ def add_synthetic_set(draft: Draft, file: Path, root: Path) -> Draft:
     return replace(draft, recipe=recipe, reasons={**draft.reasons, "data.evaluation": REASON}, inputs=inputs)
 
 
-def _draw_columns(model: ModelSpec, preprocess: PreprocessSpec, source: Source) -> dict[str, Any]:
+def _draw_columns(source: Source, preprocess: PreprocessSpec) -> dict[str, Any]:
     """Draw the columns that the task's samples must have: arrays [n, ...], or lists of texts."""
     rng = np.random.default_rng(0)
+    model = source.spec
     task = find_task(model.task)
     specs = onnx_io(model, source.onnx).inputs if source.onnx is not None else ()
     if isinstance(preprocess, ImagePreprocess) and not task.encodes:

@@ -15,6 +15,7 @@ from compress.data import load_samples
 from compress.data.training import make_encoded_set
 from compress.errors import SourceError
 from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate
 from compress.specs import DataSpec, ModelSpec
 from runtime import open_bundle
 from runtime.bundle.tensors import TensorSpec
@@ -176,7 +177,7 @@ def test_windows_are_for_answers_alone(reader: tuple[Path, dict[str, Any]]) -> N
     answers, classes = (
         ModelSpec(source=f"dir:{folder}/model", task=task) for task in ("question-answering", "text-classification")
     )
-    found = resolve_preprocess(answers, TextPreprocess(max_length=30), folder)
+    found = resolve_preprocess(locate(answers, folder), TextPreprocess(max_length=30))
     assert isinstance(found, TextPreprocess) and found.stride == 10
     with pytest.raises(SourceError, match="stride: text-classification reads the beginning of a text alone"):
-        resolve_preprocess(classes, TextPreprocess(max_length=30, stride=10), folder)
+        resolve_preprocess(locate(classes, folder), TextPreprocess(max_length=30, stride=10))

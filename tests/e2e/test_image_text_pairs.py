@@ -15,6 +15,7 @@ from shortcuts import quick_export, quick_judge
 
 import runtime
 from compress.errors import SourceError
+from compress.models.source import locate
 from runtime.encode.images import ImagePreprocess
 from runtime.encode.pairs import ImageTextPreprocess
 from runtime.encode.texts import TextPreprocess
@@ -137,7 +138,9 @@ def test_the_folder_says_how_both_are_read(clip: tuple[Path, dict[str, Any]]) ->
     from compress.specs import ModelSpec
 
     folder, _ = clip
-    found = resolve_preprocess(ModelSpec(source="dir:model", task="zero-shot-image-classification"), None, folder)
+    found = resolve_preprocess(
+        locate(ModelSpec(source="dir:model", task="zero-shot-image-classification"), folder), None
+    )
     assert isinstance(found, ImageTextPreprocess)
     assert found.text == TextPreprocess(max_length=LENGTH, padding="max_length", pooling="none")
     assert isinstance(found.image, ImagePreprocess) and found.image.resize == (16, 16)

@@ -17,6 +17,7 @@ from small_audio import RATE, TONES, draw_tone, train_spectrogram_model, write_t
 import runtime
 from compress.errors import SourceError
 from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.encode.audio import AudioPreprocess
 from runtime.serving.protocol import ServedModel
@@ -137,12 +138,12 @@ def test_the_folder_says_how_audio_is_read(tones: Path, tmp_path: Path, extracto
     spec = ModelSpec(source=f"dir:{folder}", task="audio-classification")
     if isinstance(wanted, str):
         with pytest.raises(SourceError, match=wanted):
-            resolve_preprocess(spec, None, tmp_path)
+            resolve_preprocess(locate(spec, tmp_path), None)
         return
-    assert resolve_preprocess(spec, None, tmp_path) == wanted
+    assert resolve_preprocess(locate(spec, tmp_path), None) == wanted
     (folder / "preprocessor_config.json").unlink()
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": extractor}))
-    assert resolve_preprocess(spec, None, tmp_path) == wanted
+    assert resolve_preprocess(locate(spec, tmp_path), None) == wanted
 
 
 @pytest.mark.parametrize(

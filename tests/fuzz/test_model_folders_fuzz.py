@@ -56,9 +56,9 @@ def place(models: Path, tmp_path: Path) -> Path:
 
 def open_folder(folder: Path) -> TorchModel:
     """As a plan looks at it, and as a run then reads it."""
-    spec = ModelSpec(source=f"dir:{folder}", task="text-generation")
-    module_on_meta(spec, locate(spec, folder), folder)
-    return load_model(spec, folder, FEEDS)
+    source = locate(ModelSpec(source=f"dir:{folder}", task="text-generation"), folder)
+    module_on_meta(source)
+    return load_model(source, FEEDS)
 
 
 def assert_opened_or_refused(kind: str, folder: Path, file: str, content: bytes) -> None:

@@ -13,6 +13,7 @@ from compress.models import onnx_check
 from compress.models.load import load_model
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
+from compress.models.source import locate
 from compress.specs import ModelSpec
 
 
@@ -33,7 +34,7 @@ def assert_read_or_refused(kind: str, content: bytes, file: Path) -> None:
 
     def run() -> None:
         onnx_facts(file, "generic", SHAPES)
-        load_model(ModelSpec(source=f"onnx:{file}", task="generic"), Path(), SHAPES)
+        load_model(locate(ModelSpec(source=f"onnx:{file}", task="generic"), Path()), SHAPES)
         open_onnx(file)
 
     assert_done_or_refused(kind, in_fork(run), allowed=(2,))

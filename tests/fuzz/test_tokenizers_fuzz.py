@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from compress.models.language import tokenizer_folder
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
@@ -83,7 +84,7 @@ def test_any_tokenizer_reads_texts_or_is_refused(folder: Path, content: bytes) -
 
     def encode() -> None:
         spec = ModelSpec(source=f"dir:{folder}", task="text-generation")
-        found, _ = tokenizer_folder(spec, folder, folder / "cache")
+        found, _ = tokenizer_folder(locate(spec, folder), folder / "cache")
         encoder = make_language_encoder(LanguagePreprocess(kind="language", max_length=16), INPUTS, found, 31)
         encoder.sequences({"text": ["a cat", "dogs"]})
 

@@ -25,6 +25,7 @@ from compress.errors import SourceError
 from compress.facts import BlockFacts, InputGroup, Structure
 from compress.formats.schemes import PRESETS
 from compress.models.open_streamed import open_streamed_model
+from compress.models.source import locate
 from compress.rounding.quantized_weight import QuantizedWeight
 from compress.specs import ModelSpec
 from compress.structure.find import find_structure
@@ -34,7 +35,7 @@ ONE = Structure((BlockFacts("", ()),))
 
 
 def load(folder: Path, task: str = "text-generation", **more: Any) -> StreamedModel:
-    return open_streamed_model(ModelSpec(source=f"dir:{folder}", task=task, **more), Path(), FEEDS, ONE)  # type: ignore[arg-type]
+    return open_streamed_model(locate(ModelSpec(source=f"dir:{folder}", task=task, **more), Path()), FEEDS, ONE)  # type: ignore[arg-type]
 
 
 def save(net: nn.Module, folder: Path, size: str = "20kB") -> Path:
@@ -201,7 +202,7 @@ def test_factories(factory: str, weights: str | None, note: str | None, tmp_path
     torch.save(net.state_dict(), tmp_path / "w.pt")
     save_file(net.state_dict(), tmp_path / "w.safetensors")
     spec = ModelSpec(source=f"python:{tmp_path}/m.py:{factory}", task="generic", weights=weights)
-    model = open_streamed_model(spec, tmp_path, {"input": ((8,), "float32")}, ONE)
+    model = open_streamed_model(locate(spec, tmp_path), {"input": ((8,), "float32")}, ONE)
     assert (note is None and not model.notes) or (note is not None and note in model.notes[0])
     x = torch.randn(3, 8)
     with torch.no_grad():
@@ -355,6 +356,6 @@ def test_a_checkpoint_without_counters_of_batch_norms_is_held_in_memory(tmp_path
     kept = {name: values for name, values in state.items() if not name.endswith("num_batches_tracked")}
     save_file(kept, tmp_path / "lean.safetensors")
     spec = DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "lean.safetensors")})
-    opened = open_streamed_model(spec, tmp_path, DIGITS_FEEDS, one_block(digits_resnet(), "whole"))
+    opened = open_streamed_model(locate(spec, tmp_path), DIGITS_FEEDS, one_block(digits_resnet(), "whole"))
     assert all(name in opened.store for name in digits_resnet().state_dict())
     assert "num_batches_tracked" in opened.notes[0]

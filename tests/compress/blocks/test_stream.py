@@ -22,6 +22,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import PassError
 from compress.facts import BlockFacts, InputGroup, LayerDecision, Note, Structure
 from compress.models.open_streamed import open_streamed_model
+from compress.models.source import locate
 from compress.specs import ModelSpec
 
 MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]
@@ -447,7 +448,7 @@ def test_padding_on_the_left_leaves_no_nan(tmp_path: Path) -> None:
     feeds: Any = dict.fromkeys(("input_ids", "attention_mask"), ((12,), "int64"))
     batches = texts(2, padded=False)
     batches[1]["attention_mask"][0, :5] = 0
-    stream = Stream(open_streamed_model(spec, tmp_path, feeds, streamed(net).structure), context(batches))
+    stream = Stream(open_streamed_model(locate(spec, tmp_path), feeds, streamed(net).structure), context(batches))
     for block in stream:
         block.lockstep(nothing, nothing)
         assert all(bool(torch.isfinite(out).all()) for out in block.outputs())

@@ -13,6 +13,7 @@ from compress.data.samples import samples_of
 from compress.data.training import make_encoded_set
 from compress.errors import SourceError
 from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import AudioPreprocess, TextPreprocess, make_preprocessor
@@ -52,7 +53,7 @@ def write_folder(folder: Path) -> Path:
 )
 def test_the_task_says_what_a_recipe_does_not(tmp_path: Path, task: str, declared: Any, wanted: str | None) -> None:
     spec = ModelSpec(source=f"dir:{write_folder(tmp_path / 'model')}", task=task)
-    found = resolve_preprocess(spec, declared, tmp_path)
+    found = resolve_preprocess(locate(spec, tmp_path), declared)
     assert isinstance(found, AudioPreprocess) and found.longer == wanted
 
 
@@ -60,7 +61,9 @@ def test_tasks_that_read_the_beginning_alone(tmp_path: Path) -> None:
     source = f"dir:{write_folder(tmp_path / 'model')}"
     chunks = AudioPreprocess(seconds=1, longer="chunks")
     with pytest.raises(SourceError, match="longer: chunks: audio-regression reads the beginning of a recording alone"):
-        resolve_preprocess(ModelSpec(source=source, task="audio-regression"), chunks, tmp_path)
+        resolve_preprocess(locate(ModelSpec(source=source, task="audio-regression"), tmp_path), chunks)
     (tmp_path / "model/tokenizer.json").write_text("{}")
     with pytest.raises(SourceError, match="stride: text2text-generation reads the beginning of a text alone"):
-        resolve_preprocess(ModelSpec(source=source, task="text2text-generation"), TextPreprocess(stride=3), tmp_path)
+        resolve_preprocess(
+            locate(ModelSpec(source=source, task="text2text-generation"), tmp_path), TextPreprocess(stride=3)
+        )

@@ -22,6 +22,7 @@ from compress.export.parity import check_parity
 from compress.graph.layers import find_layers
 from compress.models.load import TorchModel, load_torch_model
 from compress.models.meta import open_on_meta
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
 
@@ -282,9 +283,9 @@ def test_a_factory_s_model_has_them_whatever_its_file_holds(how: str, tmp_path: 
     save_file({name: t.contiguous() for name, t in module.state_dict().items()}, tmp_path / "net.safetensors")
     weights = None if how == "none" else "net.safetensors"
     spec = ModelSpec(source="python:net.py:build", weights=weights, task="generic")
-    model = load_torch_model(spec, tmp_path, {"input": ((6,), "float32")})
+    model = load_torch_model(locate(spec, tmp_path), {"input": ((6,), "float32")})
     torch.testing.assert_close(model.module(torch.ones(1, 6)), expected)
     assert not list_computed(model.module)
-    opened = open_on_meta(spec, tmp_path)
+    opened = open_on_meta(locate(spec, tmp_path))
     said = [note for note in opened.notes if "computed from other parameters" in note]
     assert len(said) == (how != "folded") and all("2 weights" in note and ": 0, 2" in note for note in said)

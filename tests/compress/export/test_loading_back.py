@@ -27,6 +27,7 @@ from compress.facts import Note, Structure
 from compress.models.huggingface import TextModel
 from compress.models.load import load_model
 from compress.models.open_streamed import open_streamed_module
+from compress.models.source import Source, locate
 from compress.planning.make_plan import explain_unsaid_sizes
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
@@ -76,18 +77,23 @@ def samples(spec: ModelSpec) -> list[dict[str, np.ndarray]]:
     return choose_samples([{**ids, "input_ids": np.arange(16).reshape(2, 8) % 60}], texts=True)
 
 
+def unlocated(spec: ModelSpec, root: Path) -> Source:
+    """What the checkpoint came of, which is not read again, and need not be there."""
+    return Source(spec, root, "python" if spec.source.startswith("python:") else "huggingface", None, ())
+
+
 def read_back(
     folder: Path, model: StreamedModel, spec: ModelSpec, export: CheckpointExport | None = None, memory: int = PLENTY
 ) -> list[Note]:
     lines: list[str] = []
-    how = LoadBack(spec, folder, samples(spec), memory, lines.append)
+    how = LoadBack(unlocated(spec, folder), samples(spec), memory, lines.append)
     return check_loads_back(folder, model, export or CheckpointExport(), "transformers", how)
 
 
 def pruned(spec: ModelSpec, kinds: tuple[str, ...]) -> StreamedModel:
     """With one unit of every dimension of these kinds taken out."""
     feeds = FEEDS[spec.task]
-    loaded = load_model(spec, Path(), feeds)
+    loaded = load_model(locate(spec, Path()), feeds)
     before = shapes_of(loaded.module)
     sample = {name: torch.from_numpy(values) for name, values in samples(spec)[0].items()}
     for dimension in find_coupling(loaded.module, sample).dimensions:
@@ -121,7 +127,9 @@ def test_every_pruned_checkpoint_has_a_reader(
     note, compared = read_back(tmp_path / "small", model, spec)
     assert note.text.startswith(f"small: loaded back by {reader}") and note.level == compared.level == "info"
     assert (tmp_path / "small/shapes.json").exists() == reader.startswith("compress")
-    again = load_model(spec.model_copy(update={"source": f"dir:{tmp_path / 'small'}"}), tmp_path, FEEDS[spec.task])
+    again = load_model(
+        locate(spec.model_copy(update={"source": f"dir:{tmp_path / 'small'}"}), tmp_path), FEEDS[spec.task]
+    )
     assert again.module is not None
     feeds = {name: torch.from_numpy(values) for name, values in samples(spec)[0].items()}
     torch.testing.assert_close(again.module(**feeds), model.materialise()(**feeds))
@@ -142,7 +150,7 @@ def test_a_plan_knows_what_no_configuration_will_say(tmp_path: Path) -> None:
     names = [
         one.name
         for one in find_coupling(
-            load_model(spec, tmp_path, FEEDS[spec.task]).module,
+            load_model(locate(spec, tmp_path), FEEDS[spec.task]).module,
             {  # type: ignore[arg-type]
                 name: torch.from_numpy(values) for name, values in samples(spec)[0].items()
             },
@@ -150,9 +158,9 @@ def test_a_plan_knows_what_no_configuration_will_say(tmp_path: Path) -> None:
         if one.kind == "heads"
     ]
     units = dict.fromkeys(names, 3)
-    why = explain_unsaid_sizes(spec, tmp_path, FEEDS[spec.task], units)
+    why = explain_unsaid_sizes(locate(spec, tmp_path), FEEDS[spec.task], units)
     assert why == "LlamaConfig: The hidden size (64) is not a multiple of the number of attention heads (6)"
-    assert explain_unsaid_sizes(spec, tmp_path, FEEDS[spec.task], dict.fromkeys(names, 2)) == ""
+    assert explain_unsaid_sizes(locate(spec, tmp_path), FEEDS[spec.task], dict.fromkeys(names, 2)) == ""
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
@@ -307,7 +315,11 @@ def test_last_bits_that_rounding_makes_large_are_no_fault(tmp_path: Path) -> Non
     save_file(held, path, {"format": "pt"})
     lines: list[str] = []
     check_loads_back(
-        tmp_path / "out", model, export, "transformers", LoadBack(spec, tmp_path, samples(spec), PLENTY, lines.append)
+        tmp_path / "out",
+        model,
+        export,
+        "transformers",
+        LoadBack(unlocated(spec, tmp_path), samples(spec), PLENTY, lines.append),
     )
     apart = float(
         next(line for line in lines if "with inputs rounded" in line).split("differ by ")[1].split(" ")[0][:-1]

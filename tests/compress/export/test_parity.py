@@ -16,6 +16,7 @@ from compress.graph.layers import find_layers
 from compress.graph.run import clone, open_session
 from compress.models.batch_axis import TOLERANCE
 from compress.models.load import TorchModel, load_model
+from compress.models.source import locate
 from compress.rounding.measure import relative_difference
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
@@ -31,7 +32,7 @@ BATCHES = [{"pixel_values": np.random.default_rng(n).normal(size=(n, 1, 8, 8)).a
 
 @pytest.fixture(scope="module")
 def exported() -> tuple[TorchModel, ir.Model]:
-    loaded = load_model(SPEC, DIGITS, {"pixel_values": ((1, 8, 8), "float32")})
+    loaded = load_model(locate(SPEC, DIGITS), {"pixel_values": ((1, 8, 8), "float32")})
     return loaded, export_float(loaded, BATCHES[0], 20)
 
 

@@ -79,13 +79,13 @@ def test_transformers_and_we_load_what_was_rounded(name: str, tmp_path: Path) ->
     model = streamed(module, dict.fromkeys(linears(module), PRESETS[name]), tmp_path)
     write_checkpoint(tmp_path / "out", model, CheckpointExport(), "name: x\n")
     spec = ModelSpec(source=f"dir:{tmp_path / 'out'}", task="text-generation")
-    loaded, unused = read_pretrained(spec, locate(spec, tmp_path))
+    loaded, unused = read_pretrained(locate(spec, tmp_path))
     assert not unused
     read = read_as_stored(model, CheckpointExport(), "transformers")
     wanted = compute_as_engine(model, "transformers").build()
     fill(wanted, read, model.tied)
     with torch.no_grad():
         assert torch.equal(loaded.wrapped(input_ids=IDS).logits, wanted(input_ids=IDS).logits)
-    exact, ours = model.materialise(), load_trained(spec, locate(spec, tmp_path), alone=True)
+    exact, ours = model.materialise(), load_trained(locate(spec, tmp_path), alone=True)
     for layer in linears(module):
         assert torch.equal(ours.wrapped.get_submodule(layer).weight, exact.get_submodule(layer).weight)

@@ -22,6 +22,7 @@ from compress.graph.run import open_session, run_batches
 from compress.models.load import OnnxModel, load_model
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
+from compress.models.source import locate
 from compress.passes import Int8, Rtn
 from compress.rounding.qdq import write_state
 from compress.rounding.state import GraphState
@@ -181,7 +182,7 @@ def write(make_file: Callable[[], onnx.ModelProto], folder: Path) -> Path:
 
 def load(path: Path, dtype: str = "float32") -> tuple[ModelFacts, OnnxModel]:
     shapes = {"x": (SHAPES["x"][0], dtype)}
-    loaded = load_model(ModelSpec(source=f"onnx:{path}", task="generic"), Path(), shapes)
+    loaded = load_model(locate(ModelSpec(source=f"onnx:{path}", task="generic"), Path()), shapes)
     assert isinstance(loaded, OnnxModel)
     return onnx_facts(path, "generic", shapes), loaded
 

@@ -14,6 +14,7 @@ from compress.facts import SampleShapes
 from compress.models import huggingface
 from compress.models.facts import model_facts
 from compress.models.load import load_model
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS
 from runtime.bundle.tensors import TensorSpec
@@ -23,7 +24,7 @@ def test_bert_classifier(bert: Path) -> None:
     from transformers import BertForSequenceClassification
 
     spec = text_spec(bert)
-    facts, loaded = model_facts(spec, Path(), TEXT_FEEDS), load_model(spec, Path(), TEXT_FEEDS)
+    facts, loaded = model_facts(locate(spec, Path()), TEXT_FEEDS), load_model(locate(spec, Path()), TEXT_FEEDS)
     assert facts.architecture == "BertForSequenceClassification"
     assert facts.inputs == tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT_FEEDS)
     assert facts.outputs == (TensorSpec("logits", "float32", ("batch", 3)),)
@@ -40,7 +41,7 @@ def test_bert_classifier(bert: Path) -> None:
 
 
 def test_bert_features_have_no_pooler(bert: Path) -> None:
-    facts = model_facts(text_spec(bert, "feature-extraction"), Path(), TEXT_FEEDS)
+    facts = model_facts(locate(text_spec(bert, "feature-extraction"), Path()), TEXT_FEEDS)
     assert facts.outputs == (TensorSpec("last_hidden_state", "float32", ("batch", "sequence", 16)),)
     assert not any("pooler" in layer.name for layer in facts.layers)
     assert "no part of this model (bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias" in facts.notes[0]
@@ -52,7 +53,7 @@ def test_bert_features_have_no_pooler(bert: Path) -> None:
 def test_vit(vit: Path) -> None:
     spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
     feeds: SampleShapes = {"pixel_values": ((3, 16, 16), "float32")}
-    facts, loaded = model_facts(spec, Path(), feeds), load_model(spec, Path(), feeds)
+    facts, loaded = model_facts(locate(spec, Path()), feeds), load_model(locate(spec, Path()), feeds)
     patches = next(layer for layer in facts.layers if layer.type == "Conv2d")
     assert patches.macs == 2 * 2 * 16 * 3 * 8 * 8
     assert (facts.outputs, loaded.outputs) == ((TensorSpec("logits", "float32", ("batch", 5)),),) * 2
@@ -66,7 +67,7 @@ def test_a_checkpoint_without_the_tasks_head_is_refused(bert: Path, tmp_path: Pa
     with pytest.raises(
         SourceError, match=r"the weights lack 'classifier\.bias', which a text-classification model needs"
     ):
-        model_facts(text_spec(tmp_path / "base"), Path(), TEXT_FEEDS)
+        model_facts(locate(text_spec(tmp_path / "base"), Path()), TEXT_FEEDS)
 
 
 def test_weights_of_another_config_are_refused(bert: Path, tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_weights_of_another_config_are_refused(bert: Path, tmp_path: Path) -> No
         with pytest.raises(
             SourceError, match=r"word_embeddings\.weight' is \[50, 16\] in the weights, \[60, 16\] in the"
         ):
-            refused(text_spec(other), Path(), TEXT_FEEDS)
+            refused(locate(text_spec(other), Path()), TEXT_FEEDS)
 
 
 def test_damaged_and_unknown_folders(bert: Path, tmp_path: Path) -> None:
@@ -90,9 +91,9 @@ def test_damaged_and_unknown_folders(bert: Path, tmp_path: Path) -> None:
         tmp_path / "absent": "no such file or folder",
     }.items():
         with pytest.raises(SourceError, match=message):
-            model_facts(text_spec(folder), Path(), TEXT_FEEDS)
+            model_facts(locate(text_spec(folder), Path()), TEXT_FEEDS)
     with pytest.raises(SourceError, match="task generic is for python: and onnx: sources"):
-        model_facts(text_spec(bert, "generic"), Path(), TEXT_FEEDS)
+        model_facts(locate(text_spec(bert, "generic"), Path()), TEXT_FEEDS)
 
 
 def test_an_absent_hub_model_is_refused_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_an_absent_hub_model_is_refused_offline(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match=r"hf:nobody/nothing-here: cannot be fetched.*HF_HUB_OFFLINE"):
-        model_facts(ModelSpec(source="hf:nobody/nothing-here", task="text-classification"), Path(), TEXT_FEEDS)
+        model_facts(locate(ModelSpec(source="hf:nobody/nothing-here", task="text-classification"), Path()), TEXT_FEEDS)
 
 
 def test_tasks_name_the_classes_that_optimum_names() -> None:
@@ -136,7 +137,7 @@ def test_tensors_that_are_no_part_of_the_model_are_named_and_not_counted(tmp_pat
     extra = {name.replace("layers.0", "layers.2"): t.clone() for name, t in held.items() if "layers.0" in name}
     save_file(held | extra | {"mtp.fc.weight": torch.ones(16, 32)}, tmp_path / "model.safetensors", {"format": "pt"})
     feeds: SampleShapes = {"input_ids": ((6,), "int64"), "attention_mask": ((6,), "int64")}
-    facts = model_facts(ModelSpec(source=f"dir:{tmp_path}", task="text-generation"), Path(), feeds)
+    facts = model_facts(locate(ModelSpec(source=f"dir:{tmp_path}", task="text-generation"), Path()), feeds)
     assert facts.unread.keys() == {*extra, "mtp.fc.weight"}
     assert sum(facts.unread.values()) == sum(4 * t.numel() for t in extra.values()) + 4 * 16 * 32
     assert "9 of model.layers.2, 1 of mtp; " in facts.notes[0]

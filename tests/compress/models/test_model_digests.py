@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from safetensors.torch import save_file
 
 from compress.errors import SourceError
-from compress.models.source import model_digest
+from compress.models.source import locate, model_digest
 from compress.specs import ModelSpec
 
 
@@ -24,14 +24,17 @@ def test_digest_follows_weights_code_and_arguments(
     source = python_file("def make(width=2): return nn.Linear(width, 2)")
     save_file({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
     spec = ModelSpec(source=source, weights=str(tmp_path / "w.safetensors"), task="generic")
-    seen = [model_digest(spec, Path()), model_digest(spec.model_copy(update={"args": {"width": 3}}), Path())]
+    seen = [
+        model_digest(locate(spec, Path())),
+        model_digest(locate(spec.model_copy(update={"args": {"width": 3}}), Path())),
+    ]
     save_file({"weight": torch.ones(2, 2), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
-    seen.append(model_digest(spec, Path()))
+    seen.append(model_digest(locate(spec, Path())))
     python_file("def make(width=2): return nn.Linear(width, 2, bias=True)")
-    seen += [model_digest(spec, Path()), model_digest(text_spec(bert), Path())]
-    seen.append(model_digest(text_spec(changed_config(bert, tmp_path / "c", layer_norm_eps=1e-3)), Path()))
+    seen += [model_digest(locate(spec, Path())), model_digest(locate(text_spec(bert), Path()))]
+    seen.append(model_digest(locate(text_spec(changed_config(bert, tmp_path / "c", layer_norm_eps=0.001)), Path())))
     assert len(set(seen)) == len(seen)
-    assert model_digest(spec, Path()) == seen[3]
+    assert model_digest(locate(spec, Path())) == seen[3]
 
 
 def external(folder: Path, name: str) -> onnx.TensorProto:
@@ -66,11 +69,11 @@ def onnx_with_values_everywhere(folder: Path) -> Path:
 
 def test_a_digest_counts_every_file_that_a_graph_names(tmp_path: Path) -> None:
     spec = ModelSpec(source=f"onnx:{onnx_with_values_everywhere(tmp_path)}", task="image-classification")
-    digests = {model_digest(spec, Path())}
+    digests = {model_digest(locate(spec, Path()))}
     for name in ("constant", "then", "else", "function", "sparse"):
         (tmp_path / name).write_bytes(np.zeros(2, np.float32).tobytes())
-        digests.add(model_digest(spec, Path()))
+        digests.add(model_digest(locate(spec, Path())))
     assert len(digests) == 6
     (tmp_path / "function").unlink()
     with pytest.raises(SourceError, match=r"weights file .*function is missing"):
-        model_digest(spec, Path())
+        model_digest(locate(spec, Path()))

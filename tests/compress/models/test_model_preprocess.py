@@ -15,6 +15,7 @@ from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models.feeds import feeds_shapes
 from compress.models.preprocess import resolve_preprocess
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPreprocess
 
@@ -29,9 +30,9 @@ def write_json(folder: Path, **files: Any) -> None:
 def test_text_preprocessing_comes_from_the_folder(bert: Path, tmp_path: Path) -> None:
     folder = changed_config(bert, tmp_path / "st")
     spec = text_spec(folder, "feature-extraction")
-    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=64)
+    assert resolve_preprocess(locate(spec, Path()), None) == TextPreprocess(max_length=64)
     write_json(folder, tokenizer_config={"model_max_length": 1e30})
-    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=64)
+    assert resolve_preprocess(locate(spec, Path()), None) == TextPreprocess(max_length=64)
     write_json(
         folder,
         tokenizer_config={"model_max_length": 60},
@@ -39,13 +40,15 @@ def test_text_preprocessing_comes_from_the_folder(bert: Path, tmp_path: Path) ->
         modules=[{"path": "", "type": "x.models.Transformer"}, {"path": "1_Pooling", "type": "x.models.Pooling"}],
         **{"1_Pooling__config": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}},
     )
-    assert resolve_preprocess(spec, None, Path()) == TextPreprocess(max_length=32, pooling="cls", normalize=False)
+    assert resolve_preprocess(locate(spec, Path()), None) == TextPreprocess(
+        max_length=32, pooling="cls", normalize=False
+    )
     write_json(folder, **{"1_Pooling__config": {"pooling_mode_weightedmean_tokens": True}})
     with pytest.raises(SourceError, match="pooling weightedmean_tokens is not one of mean, cls, max"):
-        resolve_preprocess(spec, None, Path())
+        resolve_preprocess(locate(spec, Path()), None)
     write_json(folder, modules=[{"path": "2_Dense", "type": "x.models.Dense"}])
     with pytest.raises(SourceError, match="Dense cannot be taken along"):
-        resolve_preprocess(spec, None, Path())
+        resolve_preprocess(locate(spec, Path()), None)
 
 
 @pytest.mark.parametrize(
@@ -70,14 +73,17 @@ def test_text_preprocessing_comes_from_the_folder(bert: Path, tmp_path: Path) ->
 def test_image_preprocessing_comes_from_the_folder(vit: Path, tmp_path: Path, config: Any, expected: Any) -> None:
     folder = changed_config(vit, tmp_path / "vit")
     write_json(folder, preprocessor_config=config)
-    assert resolve_preprocess(ModelSpec(source=f"dir:{folder}", task="image-classification"), None, Path()) == expected
+    assert (
+        resolve_preprocess(locate(ModelSpec(source=f"dir:{folder}", task="image-classification"), Path()), None)
+        == expected
+    )
 
 
 def test_images_each_of_another_size_are_refused_with_the_way_out(vit: Path, tmp_path: Path) -> None:
     folder = changed_config(vit, tmp_path / "vit")
     write_json(folder, preprocessor_config={"size": {"shortest_edge": 800, "longest_edge": 1333}})
     with pytest.raises(SourceError, match=r"makes each image of another size.*letterbox: \[1333, 1333\]"):
-        resolve_preprocess(ModelSpec(source=f"dir:{folder}", task="image-classification"), None, Path())
+        resolve_preprocess(locate(ModelSpec(source=f"dir:{folder}", task="image-classification"), Path()), None)
 
 
 def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, tmp_path: Path) -> None:
@@ -95,12 +101,16 @@ def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, t
     ]
     for spec, declared, message in cases:
         with pytest.raises(SourceError, match=message):
-            resolve_preprocess(spec, declared, Path())
-    assert resolve_preprocess(DIGITS_SPEC, ImagePreprocess(channels="L"), Path()) == ImagePreprocess(channels="L")
+            resolve_preprocess(locate(spec, Path()), declared)
+    assert resolve_preprocess(locate(DIGITS_SPEC, Path()), ImagePreprocess(channels="L")) == ImagePreprocess(
+        channels="L"
+    )
 
 
 def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
-    shapes = feeds_shapes(text_spec(bert), Path(), TextPreprocess(max_length=16), {"text": ((), "text")}, [*TEXT_FEEDS])
+    shapes = feeds_shapes(
+        locate(text_spec(bert), Path()), TextPreprocess(max_length=16), {"text": ((), "text")}, [*TEXT_FEEDS]
+    )
     assert shapes == TEXT_FEEDS
     spec = ModelSpec(source=f"dir:{vit}", task="image-classification")
     sample: SampleShapes = {"image": ((40, 60, 3), "uint8")}
@@ -110,17 +120,20 @@ def test_feeds_follow_the_preprocessing(bert: Path, vit: Path) -> None:
         ImagePreprocess(resize=20, crop=(16, 16), layout="NHWC"): (16, 16, 3),
         ImagePreprocess(channels="L"): (1, 40, 60),
     }.items():
-        assert feeds_shapes(spec, Path(), preprocess, sample, ["pixel_values"]) == {"pixel_values": (shape, "float32")}
+        assert feeds_shapes(locate(spec, Path()), preprocess, sample, ["pixel_values"]) == {
+            "pixel_values": (shape, "float32")
+        }
     with pytest.raises(SourceError, match="the size of the images is not known"):
-        feeds_shapes(spec, Path(), ImagePreprocess(), {}, ["pixel_values"])
+        feeds_shapes(locate(spec, Path()), ImagePreprocess(), {}, ["pixel_values"])
 
 
 def test_preprocessing_and_digest_need_no_torch(bert: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from compress.recipe.schema import ModelSpec\n"
-        "from compress.models.preprocess import resolve_preprocess; from compress.models.source import model_digest\n"
-        f"spec = ModelSpec(source='dir:{bert}', task='text-classification')\n"
-        "resolve_preprocess(spec, None, Path()); model_digest(spec, Path())\n"
+        "from compress.models.preprocess import resolve_preprocess\n"
+        "from compress.models.source import locate, model_digest\n"
+        f"source = locate(ModelSpec(source='dir:{bert}', task='text-classification'), Path())\n"
+        "resolve_preprocess(source, None); model_digest(source)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,7 +20,7 @@ FEEDS: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask"), ((4,), "i
 
 
 def plan(folder: Path, task: Any = "text-generation") -> None:
-    model_facts(ModelSpec(source=f"dir:{folder}", task=task), folder, FEEDS)
+    model_facts(locate(ModelSpec(source=f"dir:{folder}", task=task), folder), FEEDS)
 
 
 def test_a_model_with_an_encoder_is_no_text_generation_model(tmp_path: Path) -> None:
@@ -102,4 +102,4 @@ def test_a_configuration_may_hold_infinity(tmp_path: Path) -> None:
     config = transformers.Mamba2Config(hidden_size=8, num_hidden_layers=1, vocab_size=12, num_heads=2, head_dim=8)
     transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
     spec = ModelSpec(source=f"dir:{tmp_path}", task="text-generation")
-    assert load_config(spec, locate(spec, tmp_path)).time_step_limit[1] == float("inf")
+    assert load_config(locate(spec, tmp_path)).time_step_limit[1] == float("inf")

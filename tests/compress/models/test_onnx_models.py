@@ -16,6 +16,7 @@ from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.models.facts import model_facts
 from compress.models.load import OnnxModel, load_model
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
 
@@ -53,7 +54,7 @@ ONNX_FEEDS: SampleShapes = {"x": ((3, 6, 6), "float32")}
 @pytest.mark.parametrize("external", [False, True])
 def test_onnx_facts(tmp_path: Path, external: bool) -> None:
     spec = onnx_spec(small_onnx(tmp_path / "m.onnx", external=external))
-    facts, loaded = model_facts(spec, Path(), ONNX_FEEDS), load_model(spec, Path(), ONNX_FEEDS)
+    facts, loaded = model_facts(locate(spec, Path()), ONNX_FEEDS), load_model(locate(spec, Path()), ONNX_FEEDS)
     found = [(layer.name, layer.type, layer.op, layer.shape, layer.macs) for layer in facts.layers]
     assert found == [
         ("conv", "Conv2d", "Conv", (4, 3, 3, 3), 4 * 4 * 4 * 27),
@@ -69,31 +70,34 @@ def test_onnx_facts(tmp_path: Path, external: bool) -> None:
 def test_onnx_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"not a graph")
     with pytest.raises(SourceError, match=r"bad\.onnx: cannot be read as ONNX"):
-        model_facts(onnx_spec(tmp_path / "bad.onnx"), Path(), ONNX_FEEDS)
+        model_facts(locate(onnx_spec(tmp_path / "bad.onnx"), Path()), ONNX_FEEDS)
     infinite = np.full((4, 3, 3, 3), np.inf, np.float32)
     with pytest.raises(SourceError, match="NaN or infinity in kernel"):
-        load_model(onnx_spec(small_onnx(tmp_path / "inf.onnx", infinite)), Path(), ONNX_FEEDS)
+        load_model(locate(onnx_spec(small_onnx(tmp_path / "inf.onnx", infinite)), Path()), ONNX_FEEDS)
     path = small_onnx(tmp_path / "m.onnx", external=True)
     with pytest.raises(SourceError, match=r"input 'x' takes \['batch', 3, 6, 6\], a sample is \[1, 6, 6\]"):
-        model_facts(onnx_spec(path), Path(), {"x": ((1, 6, 6), "float32")})
+        model_facts(locate(onnx_spec(path), Path()), {"x": ((1, 6, 6), "float32")})
     two = onnx.load(path, load_external_data=False)
     two.graph.output.append(helper.make_tensor_value_info("f", TensorProto.FLOAT, ["N", 4]))
     onnx.save(two, tmp_path / "named.onnx")
-    model_facts(onnx_spec(tmp_path / "named.onnx"), Path(), ONNX_FEEDS)  # one of them is called logits
+    model_facts(locate(onnx_spec(tmp_path / "named.onnx"), Path()), ONNX_FEEDS)  # one of them is called logits
     two.graph.node[-1].output[0] = two.graph.output[0].name = "y"
     onnx.save(two, tmp_path / "two.onnx")
     with pytest.raises(SourceError, match=r"one output \[batch, classes\], but the graph gives 'y' .*'f' .*'logits'"):
-        model_facts(onnx_spec(tmp_path / "two.onnx"), Path(), ONNX_FEEDS)
+        model_facts(locate(onnx_spec(tmp_path / "two.onnx"), Path()), ONNX_FEEDS)
     (tmp_path / "small.data").unlink()
     with pytest.raises(SourceError, match=r"weights file .*small\.data is missing"):
-        model_facts(onnx_spec(path), Path(), ONNX_FEEDS)
+        model_facts(locate(onnx_spec(path), Path()), ONNX_FEEDS)
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.slow
 def test_exported_graph_has_the_layers_that_the_plan_named(tmp_path: Path, optimize: bool) -> None:
-    facts, loaded = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS), load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
+    facts, loaded = (
+        model_facts(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS),
+        load_model(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS),
+    )
     batch = {0: torch.export.Dim("batch")}
     torch.onnx.export(
         loaded.module,
@@ -103,7 +107,7 @@ def test_exported_graph_has_the_layers_that_the_plan_named(tmp_path: Path, optim
         optimize=optimize,
         **EXPORT,
     )
-    exported = model_facts(onnx_spec(tmp_path / "m.onnx"), Path(), DIGITS_FEEDS)
+    exported = model_facts(locate(onnx_spec(tmp_path / "m.onnx"), Path()), DIGITS_FEEDS)
     by_name = {layer.name: layer for layer in exported.layers}
     for layer in facts.layers:
         found = by_name[layer.name]

@@ -21,7 +21,7 @@ from compress.facts import Note, Structure
 from compress.models.facts import model_facts
 from compress.models.load import TorchModel, load_model
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
-from compress.models.source import model_digest
+from compress.models.source import locate, model_digest
 from compress.prune.configuration import fit_config
 from compress.prune.coupling import find_coupling
 from compress.prune.surgery import remove
@@ -51,7 +51,7 @@ def whole(folder: Path, kind: str) -> ModelSpec:
 def pruned(spec: ModelSpec, folder: Path, kinds: tuple[str, ...], unit: int = 1) -> tuple[TorchModel, list[Note]]:
     """The model of `spec` with a unit of every dimension of these kinds taken out, written to `folder`; and notes."""
     feeds = FEEDS[spec.task]
-    loaded = load_model(spec, folder, feeds)
+    loaded = load_model(locate(spec, folder), feeds)
     module = loaded.module
     before = shapes_of(module)
     for one in find_coupling(module, inputs(spec)).dimensions:
@@ -77,14 +77,14 @@ def test_a_folder_whose_config_cannot_say_the_sizes_loads_by_its_record(tmp_path
     assert [note.text for note in notes if note.level == "warning"] == [
         "config.json cannot say the pruned sizes: compress loads the folder by shapes.json, transformers does not"
     ]
-    again = load_model(small, tmp_path, feeds)
+    again = load_model(locate(small, tmp_path), feeds)
     assert again.module is not None and loaded.module is not None
     assert torch.equal(again.module(**inputs(spec)), loaded.module(**inputs(spec)))
     assert again.shapes == loaded.shapes
-    stream = open_streamed_model(small, tmp_path, feeds, Structure(()))
+    stream = open_streamed_model(locate(small, tmp_path), feeds, Structure(()))
     assert not stream.notes  # the weights stay in their files
     assert all(torch.equal(stream.store.read(n), p) for n, p in again.module.wrapped.named_parameters())  # type: ignore[union-attr]
-    facts, before = model_facts(small, tmp_path, feeds), model_facts(spec, tmp_path, feeds)
+    facts, before = model_facts(locate(small, tmp_path), feeds), model_facts(locate(spec, tmp_path), feeds)
     assert facts.n_bytes < before.n_bytes and facts.macs < before.macs
     assert any("shapes.json" in note for note in facts.notes)
     with pytest.raises(RuntimeError, match="mismatch"):
@@ -108,7 +108,7 @@ def test_a_folder_with_a_record_can_be_pruned_again(tmp_path: Path) -> None:
     spec = whole(tmp_path / "whole", "bert")
     pruned(spec, tmp_path / "small", ("heads",))
     twice, _ = pruned(at(tmp_path / "small", spec), tmp_path / "smaller", ("heads", "neurons"), unit=0)
-    again = load_model(at(tmp_path / "smaller", spec), tmp_path, FEEDS[spec.task])
+    again = load_model(locate(at(tmp_path / "smaller", spec), tmp_path), FEEDS[spec.task])
     assert again.module is not None and twice.module is not None
     assert again.module.wrapped.encoder.layer[1].attention.self.num_attention_heads == 2  # type: ignore[union-attr, index]
     assert torch.equal(again.module(**inputs(spec)), twice.module(**inputs(spec)))
@@ -118,10 +118,10 @@ def test_a_record_decides_what_a_folder_is(tmp_path: Path) -> None:
     """The digest by which results are kept follows it."""
     spec = at(tmp_path / "small", whole(tmp_path / "whole", "bert"))
     pruned(at(tmp_path / "whole", spec), tmp_path / "small", ("heads",))
-    before = model_digest(spec, tmp_path)
+    before = model_digest(locate(spec, tmp_path))
     record = tmp_path / "small/shapes.json"
     record.write_text(record.read_text() + " ")
-    assert model_digest(spec, tmp_path) != before
+    assert model_digest(locate(spec, tmp_path)) != before
 
 
 def test_what_does_not_fit_the_record_is_refused(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_what_does_not_fit_the_record_is_refused(tmp_path: Path) -> None:
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "tensors": {}}))
     with pytest.raises(SourceError, match=r"query\.weight' is \[24, 32\] in the file, \[32, 32\] in the model"):
-        load_model(spec, tmp_path, FEEDS[spec.task])
+        load_model(locate(spec, tmp_path), FEEDS[spec.task])
     path.write_text(json.dumps({**record, "tensors": {"nobody.weight": [3]}}))
     with pytest.raises(
         SourceError, match=r"shapes\.json: the record of shapes is of another model: .* no nobody\.weight"
     ):
-        load_model(spec, tmp_path, FEEDS[spec.task])
+        load_model(locate(spec, tmp_path), FEEDS[spec.task])
     path.write_text(json.dumps(record))
     weights = tmp_path / "small/model.safetensors"
     save_file({f"{name}.packed": tensor for name, tensor in load_file(weights).items()}, weights)
     with pytest.raises(SourceError, match=r"no tensor of the files is called .* of another model than config"):
-        load_model(spec, tmp_path, FEEDS[spec.task])
+        load_model(locate(spec, tmp_path), FEEDS[spec.task])

@@ -21,6 +21,7 @@ from compress.models.facts import model_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.load import load_model
 from compress.models.meta import open_on_meta
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from compress.zoo.digits_resnet import DIGITS
 from runtime.bundle.tensors import TensorSpec
@@ -28,7 +29,7 @@ from runtime.encode.preprocess import TensorPreprocess
 
 
 def test_facts_of_a_convolutional_net_match_hand_counts() -> None:
-    facts = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS)
+    facts = model_facts(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS)
     layers = {layer.name: layer for layer in facts.layers}
     assert layers["conv1"].macs == 8 * 8 * 48 * 1 * 9
     assert layers["layer2.conv1"].shape == (64, 48, 3, 3)
@@ -42,7 +43,10 @@ def test_facts_of_a_convolutional_net_match_hand_counts() -> None:
 
 
 def test_loaded_model_agrees_with_its_facts() -> None:
-    facts, loaded = model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS), load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
+    facts, loaded = (
+        model_facts(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS),
+        load_model(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS),
+    )
     assert (loaded.inputs, loaded.outputs, loaded.architecture) == (facts.inputs, facts.outputs, facts.architecture)
     assert loaded.parameters == {"pixel_values": "x"}
     assert not loaded.module.training
@@ -52,8 +56,8 @@ def test_loaded_model_agrees_with_its_facts() -> None:
 
 def test_planning_and_loading_leave_the_random_state() -> None:
     state = torch.get_rng_state()
-    model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS)
-    load_model(DIGITS_SPEC, Path(), DIGITS_FEEDS)
+    model_facts(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS)
+    load_model(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -66,7 +70,7 @@ class Net(nn.Module):
         return a + b
 def make(): return Net()
 """
-    facts = model_facts(ModelSpec(source=python_file(body), task="generic"), Path(), {"x": ((256,), "float32")})
+    facts = model_facts(locate(ModelSpec(source=python_file(body), task="generic"), Path()), {"x": ((256,), "float32")})
     assert facts.peak_activation_bytes == 3 * 256 * 4  # a, b and their sum; the caller holds the input
 
 
@@ -86,7 +90,7 @@ class Net(nn.Module):
         return self.head(x.transpose(1, 2))
 def make(): return Net()
 """
-    facts = model_facts(ModelSpec(source=python_file(body), task="generic"), Path(), {"ids": ((5,), "int64")})
+    facts = model_facts(locate(ModelSpec(source=python_file(body), task="generic"), Path()), {"ids": ((5,), "int64")})
     found = {layer.name: (layer.type, layer.op, layer.shape, layer.macs) for layer in facts.layers}
     assert found == {
         "table": ("Embedding", "Gather", (20, 8), 0),
@@ -112,7 +116,7 @@ class Net(nn.Module):
         return self.linear(x) if x.sum().item() == 0 else x
 def make(): return Net()
 """
-    facts = model_facts(ModelSpec(source=python_file(body), task="generic"), Path(), {"x": ((4,), "float32")})
+    facts = model_facts(locate(ModelSpec(source=python_file(body), task="generic"), Path()), {"x": ((4,), "float32")})
     assert facts.layers[0].macs == 8
     assert any("cannot build on the meta device" in note for note in facts.notes)
     assert any("the forward pass needs values" in note for note in facts.notes)
@@ -127,14 +131,14 @@ class Net(nn.Module):
 def make(): return Net()
 """
     spec = ModelSpec(source=python_file(body), task="generic")
-    names = model_inputs(open_on_meta(spec, Path()))
+    names = model_inputs(open_on_meta(locate(spec, Path())))
     assert names == ("a", "b")
     samples: SampleShapes = {"a": ((3,), "float64"), "b": ((3,), "float32")}
-    feeds = feeds_shapes(spec, Path(), TensorPreprocess(), samples, names)
+    feeds = feeds_shapes(locate(spec, Path()), TensorPreprocess(), samples, names)
     assert feeds == {"a": ((3,), "float32"), "b": ((3,), "float32")}
-    assert load_model(spec, Path(), feeds).output_names == ("sum", "product")
+    assert load_model(locate(spec, Path()), feeds).output_names == ("sum", "product")
     with pytest.raises(SourceError, match="no data for its input b; the data has: a"):
-        feeds_shapes(spec, Path(), TensorPreprocess(), {"a": ((3,), "float32")}, names)
+        feeds_shapes(locate(spec, Path()), TensorPreprocess(), {"a": ((3,), "float32")}, names)
 
 
 def test_weights_must_fit_exactly(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_weights_must_fit_exactly(tmp_path: Path) -> None:
     spec = DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "w.safetensors")})
     for refused in (model_facts, load_model):
         with pytest.raises(SourceError) as error:
-            refused(spec, Path(), DIGITS_FEEDS)
+            refused(locate(spec, Path()), DIGITS_FEEDS)
         assert "missing: 'conv1.weight'" in str(error.value)
         assert "not in the model: 'extra'" in str(error.value)
         assert "'linear.weight' is [9, 64] in the file, [10, 64] in the model" in str(error.value)
@@ -156,19 +160,21 @@ def test_prefixed_weights_say_the_prefix(tmp_path: Path) -> None:
     state = {f"module.{name}": tensor for name, tensor in load_file(DIGITS / "digits_resnet.safetensors").items()}
     save_file(state, tmp_path / "w.safetensors")
     with pytest.raises(SourceError, match=r"save the file without the prefix 'module\.'"):
-        model_facts(DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "w.safetensors")}), Path(), DIGITS_FEEDS)
+        model_facts(
+            locate(DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "w.safetensors")}), Path()), DIGITS_FEEDS
+        )
 
 
 def test_torch_files_load_when_they_hold_tensors_only(tmp_path: Path) -> None:
     state = load_file(DIGITS / "digits_resnet.safetensors")
     torch.save({"state_dict": state}, tmp_path / "w.pt")
     spec = DIGITS_SPEC.model_copy(update={"weights": str(tmp_path / "w.pt")})
-    assert model_facts(spec, Path(), DIGITS_FEEDS) == model_facts(DIGITS_SPEC, Path(), DIGITS_FEEDS)
-    loaded = load_model(spec, Path(), DIGITS_FEEDS).module
+    assert model_facts(locate(spec, Path()), DIGITS_FEEDS) == model_facts(locate(DIGITS_SPEC, Path()), DIGITS_FEEDS)
+    loaded = load_model(locate(spec, Path()), DIGITS_FEEDS).module
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     torch.save(nn.Linear(2, 2), tmp_path / "w.pt")
     with pytest.raises(SourceError, match=r"w\.pt: holds Python objects.*could run code.*save_file"):
-        load_model(spec, Path(), DIGITS_FEEDS)
+        load_model(locate(spec, Path()), DIGITS_FEEDS)
 
 
 def test_damaged_and_unusable_weights(tmp_path: Path) -> None:
@@ -177,12 +183,12 @@ def test_damaged_and_unusable_weights(tmp_path: Path) -> None:
     for damaged in (whole[:-100], whole[:20], b"nonsense"):
         (tmp_path / "w.safetensors").write_bytes(damaged)
         with pytest.raises(SourceError, match=r"w\.safetensors: is not a whole safetensors file"):
-            model_facts(spec, Path(), DIGITS_FEEDS)
+            model_facts(locate(spec, Path()), DIGITS_FEEDS)
     state = load_file(DIGITS / "digits_resnet.safetensors")
     state["linear.bias"][3] = float("nan")
     save_file(state, tmp_path / "w.safetensors")
     with pytest.raises(SourceError, match=r"NaN or infinity in 'linear\.bias'"):
-        load_model(spec, Path(), DIGITS_FEEDS)
+        load_model(locate(spec, Path()), DIGITS_FEEDS)
 
 
 def test_factories_that_cannot_be_used(python_file: Callable[[str], str], tmp_path: Path) -> None:
@@ -190,7 +196,7 @@ def test_factories_that_cannot_be_used(python_file: Callable[[str], str], tmp_pa
 
     def refused(source: str, **spec: Any) -> str:
         with pytest.raises(SourceError) as error:
-            model_facts(ModelSpec(source=source, task="generic", **spec), tmp_path, {})
+            model_facts(locate(ModelSpec(source=source, task="generic", **spec), tmp_path), {})
         return str(error.value)
 
     assert "the factory failed: ValueError: deep" in refused(source)
@@ -209,7 +215,7 @@ def test_factories_that_cannot_be_used(python_file: Callable[[str], str], tmp_pa
 
 def test_a_relative_file_is_found_beside_the_recipe(python_file: Callable[[str], str], tmp_path: Path) -> None:
     python_file("def make(): return nn.Linear(2, 2)")
-    opened = open_on_meta(ModelSpec(source="python:net.py:make", task="generic"), tmp_path)
+    opened = open_on_meta(locate(ModelSpec(source="python:net.py:make", task="generic"), tmp_path))
     assert model_inputs(opened) == ("input",)
 
 
@@ -219,7 +225,7 @@ def test_outputs_that_cannot_be_exported_are_named_by_their_types(python_file: C
     with pytest.raises(
         SourceError, match=r"forward gives tuple of .*Tensor, NoneType; a tensor, or tensors in a tuple"
     ):
-        model_facts(spec, Path(), {"x": ((2,), "float32")})
+        model_facts(locate(spec, Path()), {"x": ((2,), "float32")})
 
 
 def test_a_task_needs_its_output_shape(python_file: Callable[[str], str]) -> None:
@@ -228,15 +234,15 @@ def test_a_task_needs_its_output_shape(python_file: Callable[[str], str]) -> Non
     with pytest.raises(
         SourceError, match=r"needs one output \[batch, classes\], but forward gives output \[1, 4, 6, 6\]"
     ):
-        model_facts(spec, Path(), DIGITS_FEEDS)
+        model_facts(locate(spec, Path()), DIGITS_FEEDS)
     with pytest.raises(
         SourceError, match=r"channels: python:.* takes images with 1 of them, and gets 3: set channels: L"
     ):
-        model_facts(spec, Path(), {"pixel_values": ((3, 8, 8), "float32")})
+        model_facts(locate(spec, Path()), {"pixel_values": ((3, 8, 8), "float32")})
     with pytest.raises(SourceError, match=r"forward fails on input \[1, 1, 2, 2\] float32: RuntimeError"):
-        model_facts(spec, Path(), {"pixel_values": ((1, 2, 2), "float32")})
+        model_facts(locate(spec, Path()), {"pixel_values": ((1, 2, 2), "float32")})
     with pytest.raises(SourceError, match="2 names, but the model has 10 classes"):
-        model_facts(DIGITS_SPEC.model_copy(update={"class_names": ("a", "b")}), Path(), DIGITS_FEEDS)
+        model_facts(locate(DIGITS_SPEC.model_copy(update={"class_names": ("a", "b")}), Path()), DIGITS_FEEDS)
 
 
 SPANS = """
@@ -262,7 +268,7 @@ class Spans(nn.Module):
 def test_outputs_are_named_by_the_task(tmp_path: Path, form: str, names: list[str]) -> None:
     (tmp_path / "spans.py").write_text(SPANS)
     spec = ModelSpec(source="python:spans.py:Spans", task="question-answering", args={"form": form})
-    found = model_facts(spec, tmp_path, {"input_ids": ((5,), "int64")}).outputs
+    found = model_facts(locate(spec, tmp_path), {"input_ids": ((5,), "int64")}).outputs
     assert [(out.name, out.shape) for out in found] == [(name, ("batch", "sequence")) for name in names]
 
 
@@ -270,7 +276,7 @@ def test_outputs_that_a_task_lacks(tmp_path: Path) -> None:
     (tmp_path / "spans.py").write_text(SPANS)
     spec = ModelSpec(source="python:spans.py:Spans", task="question-answering", args={"form": "one"})
     with pytest.raises(SourceError, match=r"needs the outputs start_logits \[batch, sequence\] and end_logits"):
-        model_facts(spec, tmp_path, {"input_ids": ((5,), "int64")})
+        model_facts(locate(spec, tmp_path), {"input_ids": ((5,), "int64")})
     value = helper.make_tensor_value_info
     shape = ["batch", "sequence"]
     nodes = [helper.make_node("Gather", ["table", "input_ids"], [name]) for name in ("first", "second")]
@@ -280,4 +286,4 @@ def test_outputs_that_a_task_lacks(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
     by_order = ModelSpec(source=f"onnx:{tmp_path}/m.onnx", task="question-answering")
     with pytest.raises(SourceError, match=r"the graph gives 'first' .*; call them so, or use task: generic"):
-        model_facts(by_order, Path(), {"input_ids": ((5,), "int64")})
+        model_facts(locate(by_order, Path()), {"input_ids": ((5,), "int64")})

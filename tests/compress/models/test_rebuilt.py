@@ -17,6 +17,7 @@ from compress.graph.run import open_session
 from compress.models.facts import model_facts, rebuilt_facts
 from compress.models.load import load_torch_model
 from compress.models.rebuilt import InBatches, rebuild_onnx
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
 
@@ -59,13 +60,13 @@ def test_the_plan_knows_the_modules_layers_and_what_can_go(tmp_path: Path) -> No
     spec = ModelSpec(source=f"onnx:{tmp_path / 'm.onnx'}", task="generic")
     graph = graphs.residual_cnn()
     feeds = {value.name or "": (tuple(int(d) for d in value.shape[1:]), "float32") for value in graph.graph.inputs}
-    plain = model_facts(spec, Path(), feeds)
-    facts = rebuilt_facts(plain, spec, Path(), feeds, coupling=True)
+    plain = model_facts(locate(spec, Path()), feeds)
+    facts = rebuilt_facts(plain, locate(spec, Path()), feeds, coupling=True)
     assert facts.source == "onnx" and facts.rebuilt and facts.explain_no_module() == ""
     assert {layer.name for layer in facts.layers} == {layer.name for layer in plain.layers}
     assert facts.macs == plain.macs and facts.prunable and facts.structure
     assert facts.inputs == plain.inputs and facts.outputs == plain.outputs
-    loaded = load_torch_model(spec, Path(), feeds)
+    loaded = load_torch_model(locate(spec, Path()), feeds)
     assert not any(parameter.requires_grad for parameter in loaded.module.parameters())
 
 
@@ -75,7 +76,7 @@ def test_what_stands_in_the_way_is_told(tmp_path: Path) -> None:
     ir.save(model, tmp_path / "m.onnx")
     spec, feeds = ModelSpec(source=f"onnx:{tmp_path / 'm.onnx'}", task="generic"), {"x": ((3, 3), "float32")}
     why = "no torch module can be made of its graph: operators that have no form in torch here: 1 Det (d)"
-    facts = rebuilt_facts(model_facts(spec, Path(), feeds), spec, Path(), feeds)
+    facts = rebuilt_facts(model_facts(locate(spec, Path()), feeds), locate(spec, Path()), feeds)
     assert not facts.rebuilt and facts.explain_no_module() == f"an onnx: source is none: {why}"
     with pytest.raises(SourceError, match=r"1 Det \(d\)"):
-        load_torch_model(spec, Path(), feeds)
+        load_torch_model(locate(spec, Path()), feeds)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from compress.blocks.folding import fold_scales, norm_weight_offset, source_scales, tie_scales
 from compress.facts import InputGroup, Structure
 from compress.models.facts import model_facts
+from compress.models.source import locate
 from compress.specs import ModelSpec
 from compress.structure.find import find_structure, one_block
 from compress.structure.sources import n_inputs
@@ -325,10 +326,10 @@ def network():
 def test_facts_hold_the_structure(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(FACTORY)
     picky = ModelSpec(source="python:made.py:picky", task="generic")
-    facts = model_facts(picky, tmp_path, {"x": ((4,), "float32")})
+    facts = model_facts(locate(picky, tmp_path), {"x": ((4,), "float32")})
     assert facts.structure is not None and facts.structure.blocks[0].layers == ("a", "b")
     network = ModelSpec(source="python:made.py:network", task="image-classification")
-    facts = model_facts(network, tmp_path, {"pixel_values": ((3, 8, 8), "float32")})
+    facts = model_facts(locate(network, tmp_path), {"pixel_values": ((3, 8, 8), "float32")})
     assert facts.structure is not None and facts.structure.blocks[0].input_groups == (InputGroup(("2",)),)
 
 

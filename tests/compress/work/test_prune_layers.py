@@ -33,6 +33,7 @@ from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Remov
 from compress.formats.targets import TARGETS
 from compress.models.huggingface import ImageModel, TextModel
 from compress.models.load import TorchModel, load_model
+from compress.models.source import locate
 from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.planning.inputs import load_set
@@ -500,7 +501,7 @@ def test_the_bundle_is_smaller_and_its_weights_load_again(tmp_path: Path) -> Non
     files = [tmp_path / "out" / name / "model.onnx" for name in ("model", "baseline")]
     assert files[0].stat().st_size < 0.9 * files[1].stat().st_size
     spec = own.model.model_copy(update={"weights": str(tmp_path / "out/checkpoint/model.safetensors")})
-    again = load_model(spec, tmp_path, {"pixel_values": ((3, 8, 8), "float32")})
+    again = load_model(locate(spec, tmp_path), {"pixel_values": ((3, 8, 8), "float32")})
     x = images(3, seed=9)
     session = ort.InferenceSession(files[0], providers=["CPUExecutionProvider"])
     expected = session.run(None, {"pixel_values": x})[0]

@@ -19,6 +19,7 @@ from compress.errors import PassError, PlanError, SourceError
 from compress.facts import LayerFacts, ModelFacts, Prunable
 from compress.formats.targets import TARGETS
 from compress.models.load import load_model
+from compress.models.source import locate
 from compress.passes import PruneChannels
 from compress.passes.prune_channels import count_kept_units, least_ratio, shrunk
 from compress.recipe.load import Recipe
@@ -187,7 +188,7 @@ def test_the_checkpoint_is_the_factory_s_weights_with_a_record(pruned: tuple[Pat
     weights = pruned[0] / "checkpoint/model.safetensors"
     quick = compress.load_recipe(QUICKSTART).model
     spec = ModelSpec(source=quick.source, weights=str(weights), task="image-classification")
-    loaded = load_model(spec, Path.cwd(), {"pixel_values": ((1, 8, 8), "float32")})
+    loaded = load_model(locate(spec, Path.cwd()), {"pixel_values": ((1, 8, 8), "float32")})
     assert load_file(weights)["layer1.conv1.weight"].shape == tuple(loaded.module.layer1.conv1.weight.shape)
     x = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
     session = ort.InferenceSession(pruned[0] / "model/model.onnx", providers=["CPUExecutionProvider"])
@@ -205,7 +206,7 @@ def test_a_damaged_record_is_refused(pruned: tuple[Path, Any], tmp_path: Path) -
     quick = compress.load_recipe(QUICKSTART).model
     spec = ModelSpec(source=quick.source, weights=str(weights), task="image-classification")
     with pytest.raises(SourceError, match=r"shapes\.json: is not a record of shapes"):
-        load_model(spec, Path.cwd(), {"pixel_values": ((1, 8, 8), "float32")})
+        load_model(locate(spec, Path.cwd()), {"pixel_values": ((1, 8, 8), "float32")})
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, Prunable
 from compress.formats.targets import TARGETS
 from compress.models.facts import model_facts
+from compress.models.source import locate
 from compress.passes import PruneChannels
 from compress.specs import ModelSpec
 
@@ -82,11 +83,11 @@ def test_a_model_that_no_run_shows_names_the_line_and_the_way_out(tmp_path: Path
     (tmp_path / "model.py").write_text(MODEL)
     spec = ModelSpec(source=f"python:{tmp_path}/model.py:{name}", task="generic")
     with pytest.raises(SourceError, match=message):
-        model_facts(spec, tmp_path, {"x": ((6,), "float32")}, coupling=True)
+        model_facts(locate(spec, tmp_path), {"x": ((6,), "float32")}, coupling=True)
 
 
 def test_only_pruning_needs_a_run_that_shows_all(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     spec = ModelSpec(source=f"python:{tmp_path}/model.py:Model", task="generic")
-    facts = model_facts(spec, tmp_path, {"x": ((6,), "float32")})
+    facts = model_facts(locate(spec, tmp_path), {"x": ((6,), "float32")})
     assert [layer.name for layer in facts.layers] == ["a", "b"] and facts.prunable is None
