@@ -26,12 +26,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 class StreamUse:
     """How a pass uses a stream.
 
-    `lockstep`, `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
+    `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
     all). At an input group it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers;
     the defaults are those of `gptq`.
     """
 
-    lockstep: bool = True
     float_too: bool = False
     compute: str = "float32"
     rounded: Collection[str] | None = None
@@ -114,18 +113,8 @@ class _At:
         """Return the bytes of one block at its largest reading, what it reads left out."""
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [input_group for input_group in input_groups if self.matrices(input_group)]
-        kept = (
-            0
-            if self.use.lockstep
-            else FLOAT_BYTES * sum(self.n_inputs(input_group) ** 2 for input_group in known if self.n_rows)
-        )
         written = n_weights  # the integers, a byte each
-        return (
-            FLOAT_BYTES * n_weights
-            + written
-            + kept
-            + max((self.count_group_bytes(each) for each in known), default=0.0)
-        )
+        return FLOAT_BYTES * n_weights + written + max((self.count_group_bytes(each) for each in known), default=0.0)
 
     def count_group_bytes(self, input_group: InputGroup) -> float:
         """Return the bytes held while a forward stops at an input group: input, residual and norm, then the pass's
@@ -133,11 +122,8 @@ class _At:
         n_inputs = self.n_inputs(input_group)
         item = 2 if self.use.compute == "bfloat16" and input_group.how != "norm" else FLOAT_BYTES
         row = item * n_inputs + 2 * FLOAT_BYTES * self.width
-        batch = min(self.n_rows, activations.ROWS)
-        others = 2 * item * n_inputs * batch  # of the one that is on its way
-        if self.use.lockstep:
-            return row * self.n_rows + max(others, self.work(input_group))
-        return max(row * batch + others, self.work(input_group))
+        others = 2 * item * n_inputs * min(self.n_rows, activations.ROWS)  # of the one that is on its way
+        return row * self.n_rows + max(others, self.work(input_group))
 
     def work(self, input_group: InputGroup) -> float:
         """Return the bytes that the pass takes to work on the input group's layers."""

@@ -30,7 +30,5 @@ class Gptq(WeightPass):
     sweeps: Annotated[int, Field(ge=0)] | None = None
     """Of coordinate descent over levels and scales after the loop, which lower the same error; 0: GPTQ as published.
     Not given: 1 with 4 bits and more, 3 with fewer."""
-    sequential: bool = True
-    """Each layer sees what the rounded layers before it give; otherwise what the float ones give."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 NO_LABELS = ("logits", "hidden", "attention", "output")
 """Terms of the loss that need a teacher."""
-LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate", "scale_rate")
+LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate")
 """Keys that weights alone have, and int8 has not."""
-INT8_NUMBERS = ("placement", "calibration", "freeze_observers")
+INT8_NUMBERS = ("placement", "calibration")
 """Keys that int8 has, and weights alone have not."""
 
 
@@ -51,15 +51,9 @@ class Qat(LearningPass, WeightPass):
     """Layers that stay float; not given: lm_head, and with W8A8 none."""
     teacher: bool = True
     """Learn from the model as it came, before all passes; false: from the labels alone."""
-    learn_scales: bool = True
-    """Scales are learned, too (LSQ); false: they stay as they were found at the start."""
     rounding_rate: Annotated[float, Field(ge=0)] = 0.006
-    """Weights alone: how far one step moves a weight at most, in levels. `learning_rate` is that of all other
-    parameters."""
-    scale_rate: Annotated[float, Field(ge=0)] = 0.003
-    """Weights alone: how far one step moves a scale at most, as a part of it."""
-    freeze_observers: Annotated[float, Field(ge=0, le=1)] = 0.3
-    """W8A8: part of the run over which ranges of activations still follow what is seen; then they stay."""
+    """Weights alone: how far one step moves a weight at most, in levels; a scale half as far, as a part of it.
+    `learning_rate` is that of all other parameters."""
     calibration: Calibration = "mse"
     """W8A8: how the ranges that training begins with are chosen."""
     placement: Literal["auto", "all", "inputs"] = "auto"

@@ -68,9 +68,8 @@ class Tune(WeightPass):
     """Samples for each step; auto: as many as have about 256 tokens, one at least. Many small steps learn more than
     few large ones of the same work."""
     rounding_rate: Annotated[float, Field(ge=0)] = 0.004
-    """How far one step moves a weight, in levels."""
-    scale_rate: Annotated[float, Field(ge=0)] = 0.002
-    """How far one step moves a scale, as a part of it; norms and biases, as a part of their mean magnitude."""
+    """How far one step moves a weight, in levels; a scale half as far, as a part of it, and norms and biases, as a part
+    of their mean magnitude."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Part of the calibration set, the last, on which the best state is chosen: none worse than the start is kept."""
     loss: Literal["auto", "kl", "hidden"] = "auto"

@@ -314,7 +314,6 @@ class _Run:
         pass_, cost, structure = self.recipe.passes[number], self.cost(number), self.before.structure
         assert structure is not None
         use = StreamUse(
-            lockstep=getattr(pass_, "sequential", True),
             float_too=cost.float_blocks,
             compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),

@@ -8,7 +8,6 @@ summation, which now and then sends a value to the neighbouring level.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,27 +34,25 @@ LEVELS: dict[Variant, tuple[int, int]] = {"u8s8": (0, 255), "s8s8": (-128, 127)}
 TOP = 127
 """The greatest of a weight; the least is its negative, so that every kernel may negate it."""
 LEAST_GROWTH, MOST_GROWTH = -0.9, 4.0
-FOLLOWED = 0.02
-"""The share of one step in the moving average of what is seen."""
 
 
 class SimulatedGraph(nn.Module):
     """`state`'s graph as it computes in `variant`; `forward` takes and gives tensors by the graph's names.
 
-    Parameters: what `trainable` names, and, with `learn`, the growth of ranges and scales. `state` is left as it is.
+    Parameters: what `trainable` names, and the growth of ranges and scales. `state` is left as it is.
     ValueError for an operator that cannot be trained through, and where biases have been corrected: they are learned.
     """
 
-    def __init__(self, state: GraphState, variant: Variant, learn: bool) -> None:
+    def __init__(self, state: GraphState, variant: Variant) -> None:
         super().__init__()
         if state.biases:
             raise ValueError("biases have been corrected for rounding already; train with bias_correction: false")
         self.state = state
         model, sources = make_simulated_graph(state, variant)
         self.sources = {name: i for i, name in enumerate(sources)}
-        self.ranges = nn.ModuleList(LearnedRange(state.ranges[name], variant, learn) for name in sources)
+        self.ranges = nn.ModuleList(LearnedRange(state.ranges[name], variant) for name in sources)
         self.layers = {name: i for i, name in enumerate(state.weights)}
-        self.scales = nn.ModuleList(LearnedScales(weight, learn) for weight in state.weights.values())
+        self.scales = nn.ModuleList(LearnedScales(weight) for weight in state.weights.values())
         special = {ACTIVATION: self._make_activation, WEIGHT: self._make_weight, BIAS: self._make_bias}
         self.graph = TorchGraph(model, trainable(state.model), special)
 
@@ -67,18 +64,14 @@ class SimulatedGraph(nn.Module):
         return [learned for learned in self.ranges if isinstance(learned, LearnedRange)]
 
     def before_step(self, frozen: bool) -> None:
-        """Let ranges follow what this step brings, unless frozen; in training only."""
+        """Let this step move ranges, unless frozen."""
         for learned in self.learned_ranges():
-            learned.observing, learned.frozen = True, frozen
-            learned.seen.zero_()
+            learned.frozen = frozen
 
-    def after_step(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Let ranges follow what was seen, and confine scales. `total`: the sum of a tensor over all processes."""
-        ranges = self.learned_ranges()
-        seen = total(torch.stack([learned.seen for learned in ranges])) if ranges else torch.zeros(0, 2)
-        for learned, row in zip(ranges, seen, strict=True):
-            learned.follow(row)
-            learned.observing = False
+    def after_step(self) -> None:
+        """Keep ranges and scales in bounds."""
+        for learned in self.learned_ranges():
+            learned.confine()
         for scales in self.scales:
             assert isinstance(scales, LearnedScales)
             scales.confine()
@@ -211,31 +204,24 @@ def fake_quantize(x: Tensor, scale: Tensor, zero: Tensor, low: int, high: int, c
 
 
 class LearnedRange(nn.Module):
-    """The range of one activation, of which `growth` is learned: by gradients (`learn`), or by what is seen.
+    """The range of one activation, of which `growth` is learned; not where it is `frozen`.
 
-    Not learned, both ends follow the mean magnitude of what passes while `observing`, as a moving average. Where
-    `frozen`, nothing follows any more. `growth` float32: [2] for u8s8 (low, high), [1] for s8s8 (peak).
+    `growth` float32: [2] for u8s8 (low, high), [1] for s8s8 (peak).
     """
 
     start: Tensor
     held: Tensor
-    magnitude: Tensor
 
-    def __init__(self, start: Range, variant: Variant, learn: bool) -> None:
+    def __init__(self, start: Range, variant: Variant) -> None:
         super().__init__()
         self.range, self.variant = start, variant
         ends = [start.low, start.high] if variant == "u8s8" else [start.peak]
         self.register_buffer("start", torch.tensor(ends, dtype=torch.float32), persistent=False)
-        self.growth = nn.Parameter(torch.zeros(len(ends)), requires_grad=learn)
-        self.learn, self.observing, self.frozen = learn, False, False
+        self.growth = nn.Parameter(torch.zeros(len(ends)))
+        self.frozen = False
         self.register_buffer("held", torch.zeros(len(ends)))
-        self.register_buffer("magnitude", torch.zeros(2))  # at the first step, and its moving average
-        self.seen = torch.zeros(2, dtype=torch.float64)  # of this step: sum of magnitudes, count
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observing and not self.learn and not self.frozen:
-            total = float(x.detach().abs().sum(dtype=torch.float64))
-            self.seen += torch.tensor([total, x.numel()], dtype=torch.float64)
         scale, zero = self.numbers()
         return fake_quantize(x, scale, zero, *LEVELS[self.variant], x[0].numel())
 
@@ -251,22 +237,13 @@ class LearnedRange(nn.Module):
         return scale, straight_round(-low / scale).clamp(0, 255)
 
     @torch.no_grad()
-    def follow(self, seen: Tensor) -> None:
-        """Follow `seen`, what all processes saw of a step; keep learned ends in bounds, frozen ones in place."""
+    def confine(self) -> None:
+        """Keep ends in bounds, and frozen ones in place; after each step."""
         if self.frozen:
             self.growth.copy_(self.held)  # an optimizer's momentum would go on
             return
-        if not self.learn and float(seen[1]):
-            self._update_average(seen[0] / seen[1])
         self.growth.clamp_(LEAST_GROWTH, MOST_GROWTH)
         self.held.copy_(self.growth)
-
-    def _update_average(self, magnitude: Tensor) -> None:
-        first, mean = self.magnitude.tolist()
-        now = float(magnitude)
-        first, mean = (first, mean + FOLLOWED * (now - mean)) if first else (now, now)
-        self.magnitude.copy_(torch.tensor([first, mean]))
-        self.growth.fill_(mean / first - 1 if first else 0.0)
 
     def decide(self) -> Range:
         """Return the range as it is now. The other variant's, which nothing was trained for, is stretched alike."""
@@ -283,10 +260,10 @@ class LearnedScales(nn.Module):
 
     start: Tensor
 
-    def __init__(self, start: QuantizedWeight, learn: bool) -> None:
+    def __init__(self, start: QuantizedWeight) -> None:
         super().__init__()
         self.register_buffer("start", torch.from_numpy(start.scales[:, 0].astype(np.float32)), persistent=False)
-        self.growth = nn.Parameter(torch.zeros(len(start.scales)), requires_grad=learn)
+        self.growth = nn.Parameter(torch.zeros(len(start.scales)))
 
     def scales(self) -> Tensor:
         """Return the scales as they are now, float32 [out]."""

@@ -70,9 +70,8 @@ def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassR
     measured: dict[str, dict[str, float]] = {}
     notes: list[Note] = []
     for tensor in context.progress(list(groups), "gptq: rounding"):
-        source = working if config.sequential else state.model
         with name_errors("gptq", [layer.name for layer in groups[tensor]]):
-            gram, n_rows = gram_matrix(source, tensor, context.batches, torch.device(context.device))
+            gram, n_rows = gram_matrix(working, tensor, context.batches, torch.device(context.device))
             trouble = explain_no_gram(gram, n_rows)
             hessian = None if trouble else invert_hessian(gram, config.damp_percent, config.actorder)
         notes += _make_notes(config, groups[tensor], hessian, trouble)
@@ -123,12 +122,8 @@ def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> P
     stream = Stream(model, context, compute=config.compute, tables=config.takes_tables)
     for block in stream:
         rounding = _BlockRounding(config, block, block_layers(config, block, context.target), context.target)
-        if config.sequential and rounding.layers.schemes:
+        if rounding.layers.schemes:
             block.lockstep(rounding.visit, rounding.act)
-        elif rounding.layers.schemes:
-            block.collect(rounding.visit, [group for group in block.input_groups if rounding.layers.of(group.layers)])
-            for input_group in block.input_groups:
-                rounding.act(input_group)
         round_tables(config, block, rounding.layers, context.target)
         rounding.finish()
     return stream.result()

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.sharing import sum_over_processes
 from compress.blocks.trace import name_outputs
 from compress.context import Feeds, PassResult
 from compress.distill.train import TrainOptions, train
@@ -49,6 +48,8 @@ NAME = "qat"
 PART = 0.2
 """By which `learning_rate`, as it suits a float model, is too fast for one that is nearly right already (measured on
 ResNet-20: at the full rate 200 steps hardly win back what the first ones cost)."""
+MOVING = 0.3
+"""Part of the run over which ranges move; then they stay, and weights learn what fits them."""
 LEAST_RATE = 1e-4
 """Of a vector of zeros."""
 TOLERANCE = 1e-4
@@ -91,7 +92,7 @@ def apply_qat_int8(config: Qat, state: GraphState, context: GraphContext) -> Pas
     feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
     check_in_torch(state, sample[0] if sample else feeds)
     begun = apply_eight_bit(config.int8(), state, context)
-    simulated = SimulatedGraph(begun.model, context.target.variant, config.learn_scales)
+    simulated = SimulatedGraph(begun.model, context.target.variant)
     loaded, teacher = _feed_as_graph(loaded, feeds)
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
     config, changes = settle_changes(config, loaded, teacher, trainset, context)
@@ -156,10 +157,10 @@ def _make_callbacks(config: Qat, pupil: nn.Module, simulated: SimulatedGraph, co
     keep = zero_keeper(simulated.graph) if config.keep_zeros else no_keeper
 
     def before(step: int, done: float) -> None:
-        simulated.before_step(frozen=done >= config.freeze_observers)
+        simulated.before_step(frozen=done >= MOVING)
 
     def after(step: int) -> None:
-        simulated.after_step(sum_over_processes)
+        simulated.after_step()
         keep(step)
 
     rates = _compute_rates(pupil, simulated)

@@ -97,8 +97,8 @@ def _let_learn(config: Qat, student: nn.Module, trained: Trained) -> None:
     student.requires_grad_(True)
     for name, layer in trained.layers.items():
         _weight_of(layer).requires_grad_(False)
-        trained.weights[name].growth.requires_grad_(config.learn_scales)
-        zeros = _matrix(layer) == 0  # all of them, as the knob says: few of a pass that spared this layer, too
+        trained.weights[name].growth.requires_grad_(True)
+        zeros = _matrix(layer) == 0  # all of them, as the key says: few of a pass that spared this layer, too
         kept = config.keep_zeros and bool(zeros.any())
         trained.weights[name].zero_mask = zeros.reshape(trained.weights[name].quantized.shape) if kept else None
 
@@ -155,7 +155,7 @@ def _make_callbacks(config: Qat, student: nn.Module, trained: Trained, context: 
     rates = {}
     for name in map(_key, trained.layers):
         rates[f"weights.{name}.position"] = config.rounding_rate / config.nominal_rate
-        rates[f"weights.{name}.growth"] = config.scale_rate / config.nominal_rate
+        rates[f"weights.{name}.growth"] = config.rounding_rate / 2 / config.nominal_rate
 
     def after(step: int) -> None:
         keep(step)

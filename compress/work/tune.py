@@ -260,7 +260,7 @@ def _numbers(log: TuneLog) -> dict[str, float]:
 
 
 def _make_schedule(config: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingSchedule:
-    rates = (config.rounding_rate, config.scale_rate, config.scale_rate)
+    rates = (config.rounding_rate, config.rounding_rate / 2, config.rounding_rate / 2)
     return RoundingSchedule(steps, *rates, max_seconds=max_seconds, seed=seed)
 
 

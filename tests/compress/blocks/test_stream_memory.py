@@ -64,7 +64,7 @@ def test_told_and_taken(tmp_path: Path) -> None:
 def test_what_it_depends_on() -> None:
     shallow, deep = streamed(llama(layers=2)), streamed(llama(layers=6))
     assert told(shallow) == told(deep)  # flat in depth
-    assert told(shallow, lockstep=False) < told(shallow) < told(shallow, float_too=True)
+    assert told(shallow) < told(shallow, float_too=True)
     assert told(shallow, 40_000) > told(shallow) > FIXED_BYTES
     assert told(shallow, 10) > told(shallow, 10, rounded=())
     assert told(shallow, compute="bfloat16") < told(shallow)
@@ -74,4 +74,4 @@ def test_what_it_depends_on() -> None:
 def test_without_data_a_block_alone() -> None:
     model = streamed(llama())
     block = sum(model.store.read(name).numel() for name in model.store.names() if name.startswith("model.layers.0."))
-    assert told(model, 0, rounded=(), lockstep=False) == FIXED_BYTES + 5 * block
+    assert told(model, 0, rounded=()) == FIXED_BYTES + 5 * block

@@ -35,7 +35,7 @@ from compress.work import apply_pass
 W4 = {"scheme": "W4A16", "group_size": 16}
 PASSES: dict[str, list[dict[str, Any]]] = {
     "gptq": [{"kind": "gptq", **W4}],
-    "gptq, in bfloat16, not sequential": [{"kind": "gptq", **W4, "compute": "bfloat16", "sequential": False}],
+    "gptq, in bfloat16": [{"kind": "gptq", **W4, "compute": "bfloat16"}],
     "gptq of a sparse model": [
         {"kind": "sparsify", "sparsity": 0.5},
         {"kind": "gptq", "scheme": "W4A16_ASYM", "group_size": 16, "actorder": False},
@@ -64,7 +64,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
 SLOW = {"tune, block by block", "gptq of a sparse model", "awq"}
 TWO_BLOCKS = {"gptq", "rotate", "tune, all at once", "tune, block by block", "autoround to MXFP4", "smoothquant"}
 """Of these the second block reads what the device, or main memory, held of the first one's outputs."""
-ROUGH = {"gptq, in bfloat16, not sequential": 0.15}
+ROUGH = {"gptq, in bfloat16": 0.15}
 """Products in bfloat16 differ from a processor's by more than the rounding of sums."""
 TO_DEVICE = {
     "blocks/activations.py": "samples, and activations that main memory held",

@@ -123,7 +123,6 @@ def starved(net: Any) -> str:
     "config",
     [
         Gptq(scheme="W8A8_STATIC"),
-        Gptq(scheme="FP8", sequential=False),
         Rtn(scheme="FP8"),
         AutoRound(scheme="FP8", steps=2),
     ],

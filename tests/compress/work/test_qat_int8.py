@@ -140,7 +140,7 @@ def test_training_ends_nearer_to_the_float_model_than_int8_does(model: ir.Model,
     context = options(loaded_of(model, "generic"), data, target=target)
     bright = data.columns["x"][:8] * np.linspace(1, 20, 8, dtype=np.float32)[:, None, None, None]
     context = replace(context, batches=[{"x": bright}])
-    wanted = config(calibration="minmax", learning_rate=5e-2, freeze_observers=0.8)
+    wanted = config(calibration="minmax", learning_rate=5e-2)
     result = apply_qat_int8(wanted, GraphState(model), context)
     int8 = apply_pass(Int8(calibration="minmax"), GraphState(model), context).model
     unseen = pictures(64, seed=9).columns
@@ -218,13 +218,11 @@ def test_what_is_left_open_is_found_from_where_rounding_begins() -> None:
 def test_labels_alone_teach_too() -> None:
     model = separable()
     context = options(loaded_of(model), pictures(64))
-    result = apply_qat_int8(config(teacher=False, learn_scales=False), GraphState(model), context)
+    result = apply_qat_int8(config(teacher=False), GraphState(model), context)
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"] - 0.01
     start = apply_pass(Int8(bias_correction=False), GraphState(model), context).model
     grown = [span.high / max(start.ranges[name].high, 1e-9) for name, span in result.model.ranges.items()]
     assert max(abs(ratio - 1) for ratio in grown) > 1e-4
-    for name, weight in result.model.weights.items():
-        np.testing.assert_array_equal(weight.scales, start.weights[name].scales)
 
 
 def test_zeros_stay() -> None:
@@ -241,9 +239,8 @@ def test_zeros_stay() -> None:
     assert values(freed)["one.conv2.weight"][:, ::2].any()
 
 
-@pytest.mark.parametrize("learn", [True, False])
 @pytest.mark.slow
-def test_a_broken_off_run_ends_in_the_same_bytes(learn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_off_run_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = TrainingPass.make_schedule
     monkeypatch.setattr(
         TrainingPass, "make_schedule", lambda self, n, seed: replace(schedule(self, n, seed), save_seconds=0.0)
@@ -258,7 +255,7 @@ def test_a_broken_off_run_ends_in_the_same_bytes(learn: bool, tmp_path: Path, mo
 
     model = graphs.residual_cnn()
     context = options(loaded_of(model), pictures())
-    wanted = config(steps=10, freeze_observers=0.5, learn_scales=learn, augment=Augmentation(crop=1), held_out=0.0)
+    wanted = config(steps=10, augment=Augmentation(crop=1), held_out=0.0)
     whole = apply_qat_int8(wanted, GraphState(model), context)
     monkeypatch.setattr(loop, "learning_rate", strike)
     for _ in range(2):

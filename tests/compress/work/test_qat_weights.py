@@ -190,15 +190,6 @@ def test_without_a_teacher_labels_are_learned() -> None:
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"]
 
 
-def test_scales_that_are_not_learned_stay() -> None:
-    given, loaded = options(token_set(32), None), model()
-    begun, _ = _round_layers(small(), loaded.module, given)  # type: ignore[arg-type]
-    result = apply_pass(small(teacher=False, learn_scales=False, held_out=0.0), loaded, given)
-    for name, one in result.model.rounded.items():
-        assert np.array_equal(one.weight.scales, begun.weights[name].start.scales)
-    assert any(result.measured[name]["changed"] > 0 for name in result.model.rounded)
-
-
 def test_conv1d_holds_its_weight_the_other_way_round() -> None:
     result = qat(text_model(gpt2()), small(steps=2, group_size=8))
     modules = dict(result.model.module.wrapped.named_modules())
@@ -319,7 +310,7 @@ def test_a_stream_takes_the_integers_up(trained: TorchModel) -> None:
 def test_passes_over_blocks_go_on_from_the_integers(trained: TorchModel) -> None:
     """Tuning that changes nothing hands them on as they are, and nothing is left for gptq."""
     before = taken_up(trained)
-    after = apply_pass(Tune(steps=1, rounding_rate=0.0, scale_rate=0.0), before, context(texts())).model
+    after = apply_pass(Tune(steps=1, rounding_rate=0.0), before, context(texts())).model
     for name, one in trained.rounded.items():
         _same(after.store.quantized(name), one.weight)
     left = apply_pass(Gptq(group_size=32), before, context(texts())).model

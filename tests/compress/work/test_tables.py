@@ -29,7 +29,7 @@ from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
 from compress.planning.latency import round_as_planned
 from compress.recipe.exports import CheckpointExport
-from compress.rounding import gptq, rounding
+from compress.rounding import gptq, quantized_weight
 from compress.rounding.gptq import gptq_round, gptq_round_together, invert_hessian
 from compress.rounding.grid import round_to_grid
 from compress.rounding.state import GraphState
@@ -42,7 +42,6 @@ W4 = {"scheme": "W4A16", "group_size": 16, "embeddings": "W4", "lm_head": "W4"}
 PASSES = [
     Rtn(**W4),
     Gptq(**W4),
-    Gptq(**W4, sequential=False),
     Awq(**W4),
     Hqq(**W4),
     AutoRound(**W4, steps=1),
@@ -146,7 +145,7 @@ def test_tall_weights_are_rounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
     same = np.isclose(whole.weight.dequantize(), parts.weight.dequantize(), rtol=1e-5, atol=0).all(axis=1)  # [40]
     assert same.mean() > 0.9
     assert parts.error == pytest.approx(whole.error, rel=0.5)
-    by_rows = rounding.by_rows(weight, lambda part: round_to_grid(part, WeightScheme(4, 16, symmetric=False)))
+    by_rows = quantized_weight.by_rows(weight, lambda part: round_to_grid(part, WeightScheme(4, 16, symmetric=False)))
     assert np.array_equal(by_rows.dequantize(), nearest.dequantize())
     chosen = np.array([3, 39, 3])
     assert np.array_equal(nearest.rows(chosen).dequantize(), nearest.dequantize()[chosen])
@@ -288,7 +287,7 @@ def test_a_plan_times_tables_as_the_bundle_has_them(names: tuple[str, ...]) -> N
     assert {"MatMulNBits", "DequantizeLinear"} & {*ops} and ("GatherBlockQuantized" in ops) == (EMBED in names)
 
 
-def _hold(weight: rounding.QuantizedWeight):  # type: ignore[no-untyped-def]
+def _hold(weight: quantized_weight.QuantizedWeight):  # type: ignore[no-untyped-def]
     from compress.blocks.store import HeldLayer
 
     return HeldLayer(weight, False)

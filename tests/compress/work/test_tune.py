@@ -381,7 +381,7 @@ def test_refusals() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
     with pytest.raises(PassError, match="tune: there is no calibration data; give the recipe a calibration set"):
         apply_tune(Tune(kind="tune"), before, context())
-    wild = Tune(kind="tune", strict=True, steps=3, rounding_rate=3.0, scale_rate=5.0)
+    wild = Tune(kind="tune", strict=True, steps=3, rounding_rate=10.0)
     eight = in_two_bits(streamed(llama(layers=2)), PRESETS["W8A16"].with_group(16))
     with pytest.raises(PassError, match="led to nothing better than the start, which is kept"):
         apply_tune(wild, eight, context(texts(8)))
