@@ -137,7 +137,7 @@ def test_tall_weights_are_rounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> No
     hessian = invert_hessian(rows.T @ rows / 64, 0.01)
     whole = gptq_round_together([weight], hessian, WeightScheme(4, 16))[0]
     nearest = round_to_grid(weight, WeightScheme(4, 16, symmetric=False))
-    for module in (gptq, rounding):
+    for module in (gptq, quantized_weight):
         monkeypatch.setattr(module, "ROWS", 7)
     parts = gptq_round(weight, hessian, WeightScheme(4, 16))
     # A product of 7 rows may be summed up in another order than one of 40: a weight half way between two values then
