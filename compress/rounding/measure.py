@@ -14,9 +14,11 @@ from compress.graph.edit import append, reroute, take_over, tidy, uses_of
 from compress.graph.layers import find_layers, int_attribute
 from compress.graph.run import TAPPED, Feeds, clone, cut_batches, open_session, run_batches, take_each, tap
 from compress.graph.specs import is_cache
+from compress.graph.switches import SWITCHES, add_switches
 from compress.rounding.observers import Observer
 from compress.rounding.qdq import placement_of, write_state
 from compress.rounding.state import GraphState, Variant
+from runtime.backends.onnxruntime_cpu import InferenceSession
 
 COLLAPSE = 0.95
 """Mean cosine between quantized and float outputs below which something structural is wrong, not mere rounding."""
@@ -130,7 +132,10 @@ def list_choices(model: ir.Model) -> list[tuple[ir.Node, ir.Value]]:
 
 def outputs_of(model: ir.Model, batches: Iterable[Feeds], threads: int = 0) -> list[np.ndarray]:
     """Return batch after batch what a graph answers, one array [n, ...] for each output; caches are none."""
-    session, names = open_session(model, threads), list_answers(model)
+    return _collect_answers(open_session(model, threads), list_answers(model), batches)
+
+
+def _collect_answers(session: InferenceSession, names: Sequence[str], batches: Iterable[Feeds]) -> list[np.ndarray]:
     return [np.atleast_1d(outputs[name]) for outputs in run_batches(session, batches) for name in names]
 
 
@@ -168,7 +173,7 @@ def decibel(signal: float, noise: float) -> float:
 def sensitivities(
     state: GraphState, batches: Sequence[Feeds], variant: Variant, progress: Callable[[Sequence[str]], Iterable[str]]
 ) -> dict[str, float]:
-    """Return how much each layer alone hurts: 1 - mean output cosine with only it quantized; one run for each."""
+    """Return how much each layer alone hurts: 1 - mean output cosine with only it quantized."""
     names = [*state.integer, *state.weight_only]
     hurt = measure_groups(state, {name: (name,) for name in names}, batches, variant, progress)
     return dict(zip(names, hurt, strict=True))
@@ -181,18 +186,19 @@ def measure_groups(
     variant: Variant,
     progress: Callable[[Sequence[str]], Iterable[str]],
 ) -> list[float]:
-    """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers."""
+    """Return how much each group of layers alone hurts, as `sensitivities` has it. `groups`: its name -> its layers.
+
+    One session answers for all: its graph holds both forms of each layer, and is told which to compute.
+    """
     state, batches = hold_choices(state, batches)
-    exact = outputs_of(state.model, batches)
+    exact, answers = outputs_of(state.model, batches), list_answers(state.model)
+    switched = add_switches(write_state(replace(state, attention=False), variant), state.model)
+    session, units = open_session(switched.model), [unit.name for unit in switched.units]
     hurt = []
     for group in progress(list(groups)):
-        alone = replace(
-            state,
-            integer=[name for name in state.integer if name in groups[group]],
-            weight_only=[name for name in state.weight_only if name in groups[group]],
-            attention=False,
-        )
-        hurt.append(1 - output_cosine(exact, outputs_of(write_state(alone, variant), batches)))
+        rounded = np.array([name in groups[group] for name in units] or [False])
+        fed = [{**feeds, SWITCHES: rounded} for feeds in batches]
+        hurt.append(1 - output_cosine(exact, _collect_answers(session, answers, fed)))
     return hurt
 
 

@@ -26,7 +26,7 @@ _KERNEL = "_kernel_time"
 @dataclass
 class _OnnxRuntimeProfile:
     session: Session
-    handle: Any
+    profiled: OnnxRuntimeSession
     executed: Path
     feeds: Feeds | None
 
@@ -34,15 +34,27 @@ class _OnnxRuntimeProfile:
         pass
 
     def read(self, keep: Callable[[int], bool]) -> Profile:
-        path = Path(self.handle.end_profiling())
-        try:
-            events = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:  # the disk was full, or a node's name is no JSON
-            raise RuntimeFailure(f"ONNX Runtime's profile cannot be read: {error}") from error
+        events = end_profile(self.profiled)
         return read_onnxruntime_profile(events, read_graph(self.executed), self.feeds or {}, keep)
 
 
 def profile_onnxruntime(path: Path, threads: int, options: Options, feeds: Feeds | None, folder: Path) -> Profiled:
+    model_files(path)
+    profiled, executed = open_profiled(path, threads, folder)
+    session: Session = profiled
+    encoder = find_encoder(path)
+    if encoder is not None:
+        plain = OnnxRuntimeSession(encoder, *_reorder(open_handle(encoder, session_options(threads), _CPU)))
+        session = EncoderDecoderSession(path, plain, profiled)
+    return _OnnxRuntimeProfile(session, profiled, executed, feeds)
+
+
+def open_profiled(path: Path, threads: int, folder: Path) -> tuple[OnnxRuntimeSession, Path]:
+    """Open a file so that its calls are profiled, and return the graph's file that is executed, without its weights.
+
+    Both the profile and that graph are written to `folder`, which is made.
+    """
+    folder.mkdir(exist_ok=True)
     settings: Any = session_options(threads)
     settings.enable_profiling = True
     settings.profile_file_prefix = str(folder / "profile")
@@ -50,15 +62,29 @@ def profile_onnxruntime(path: Path, threads: int, options: Options, feeds: Feeds
     settings.optimized_model_filepath = str(executed)
     # weights beside the graph: one file of more than 2 GiB cannot be written
     settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights.bin")
-    model_files(path)
-    handle, inputs, outputs = open_handle(path, settings, ["CPUExecutionProvider"])
+    opened = open_handle(path, settings, _CPU)
     (folder / "weights.bin").unlink(missing_ok=True)
-    session: Session = OnnxRuntimeSession(path, inputs, outputs, handle)
-    encoder = find_encoder(path)
-    if encoder is not None:
-        plain = OnnxRuntimeSession(encoder, *_reorder(open_handle(encoder, session_options(threads), _CPU)))
-        session = EncoderDecoderSession(path, plain, session)
-    return _OnnxRuntimeProfile(session, handle, executed, feeds)
+    return OnnxRuntimeSession(path, *_reorder(opened)), executed
+
+
+def end_profile(session: OnnxRuntimeSession) -> list[dict[str, Any]]:
+    """End a session's profile and return its events. RuntimeFailure: it cannot be read."""
+    handle: Any = session.handle
+    path = Path(handle.end_profiling())
+    try:
+        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # the disk was full, or a node's name is no JSON
+        raise RuntimeFailure(f"ONNX Runtime's profile cannot be read: {error}") from error
+    return events
+
+
+def list_durations(events: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return node -> microseconds of each of its calls."""
+    durations: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith(_KERNEL):
+            durations[event["name"].removesuffix(_KERNEL)].append(event["dur"])
+    return durations
 
 
 def _reorder(opened: Any) -> tuple[Any, Any, Any]:
