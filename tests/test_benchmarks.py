@@ -98,15 +98,6 @@ def test_a_bench_folder_that_is_not_there_or_lacks_files_is_refused(script: str,
     assert call(script, "--bench", str(tmp_path)) == (2, "", f"{wanted}\n")
 
 
-def test_bench_folder_comes_from_the_environment(common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMPRESS_BENCH", str(tmp_path))
-    assert common.find_bench(None, []) == tmp_path.resolve()
-    with pytest.raises(common.CallError, match="missing: data"):
-        common.find_bench(None, ["data"])
-    monkeypatch.delenv("COMPRESS_BENCH")
-    assert common.find_bench(None, []) == Path()
-
-
 @pytest.mark.parametrize(
     ("rule", "value", "holds"),
     [
@@ -158,21 +149,6 @@ def test_a_run_that_cannot_be_finished_claims_nothing(
 
     assert run(common, tmp_path, measure) == code
     assert capsys.readouterr() == ("", "error: the reason\n")
-
-
-def test_work_folder_is_empty_at_first_and_gone_in_the_end_unless_it_was_named(common: Any, tmp_path: Path) -> None:
-    with common.work_folder(None, False) as folder:
-        (folder / "file").write_text("x")
-    assert not folder.exists()
-    with common.work_folder(None, True) as folder:
-        pass
-    folder.rmdir()
-    named = tmp_path / "a" / "b"
-    with common.work_folder(named, False) as folder:
-        (folder / "file").write_text("x")
-    assert named.is_dir()
-    with pytest.raises(common.CallError, match="new or empty"), common.work_folder(named, False):
-        pass
 
 
 CNN = (
@@ -263,25 +239,6 @@ def test_a_model_that_is_better_than_float_has_no_drop(common: Any) -> None:
     assert common.drop({**report, "candidate": {"metrics": {}}}, "top1") is None
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3])
-def test_a_bundle_whose_gates_fell_short_is_measured_nevertheless(
-    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    def apply(command: list[str], _: Any) -> tuple[int, int]:
-        assert f"vars.bench={tmp_path}" in command
-        (tmp_path / "bundle").mkdir()
-        (tmp_path / "bundle/report.json").write_text('{"verdict": "fail"}')
-        return code, 0
-
-    monkeypatch.setattr(common, "run_child", apply)
-    asked = common.Call(tmp_path, False, tmp_path)
-    if code in (0, 3):
-        assert common.make_bundle(Path("r.yaml"), asked) == (tmp_path / "bundle", {"verdict": "fail"})
-    else:
-        with pytest.raises(common.CallError if code == 2 else common.RunError, match=f"exit code {code}"):
-            common.make_bundle(Path("r.yaml"), asked)
-
-
 def test_speed_is_the_median_of_each_rounds_ratio_to_the_first(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
@@ -297,121 +254,11 @@ def test_speed_is_the_median_of_each_rounds_ratio_to_the_first(measuring: Any, m
     assert opened == [(Path(name), 1) for name in "abc"]
 
 
-def fake_compare(measuring: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> tuple[list[Any], list[str]]:
-    timed: list[str] = []
-
-    def quality(judged: Any, entry: Any, names: Any) -> dict[str, float]:
-        if entry.model == broken:
-            raise measuring.RuntimeFailure("does not run")
-        return dict.fromkeys(names, 0.5)
-
-    def speedups(entries: Any, feeds: Any, rounds: int) -> list[float]:
-        timed.extend(entry.model for entry in entries)
-        return [float(i + 1) for i in range(len(entries))]
-
-    monkeypatch.setattr(measuring, "quality", quality)
-    monkeypatch.setattr(measuring, "speedups", speedups)
-    monkeypatch.setattr(measuring, "feeds_for", lambda *_: [])
-    monkeypatch.setattr(measuring, "model_size", lambda path: {"float": 400, "ours": 100, "peer": 200}[path.name])
-    entries = [measuring.Entry(name, Path(name)) for name in ("float", "peer", "ours")]
-    return measuring.compare(None, entries, ["top1"], {"speed": measuring.Timing(1, 3)}), timed
-
-
-def test_a_file_that_does_not_run_has_a_row_and_is_not_timed(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, timed = fake_compare(measuring, monkeypatch, "peer")
-    assert timed == ["float", "ours"]
-    base = {"backend": "onnxruntime-cpu"}
-    assert rows == [
-        {"model": "float", **base, "size_bytes": 400, "size_ratio": 1.0, "top1": 0.5, "speed": 1.0},
-        {"model": "peer", **base, "size_bytes": 200, "size_ratio": 2.0, "failed": "does not run"},
-        {"model": "ours", **base, "size_bytes": 100, "size_ratio": 4.0, "top1": 0.5, "speed": 2.0},
-    ]
-
-
-def test_without_the_float_model_there_is_nothing_to_compare(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(measuring.RunError, match="does not run"):
-        fake_compare(measuring, monkeypatch, "float")
-
-
-def test_a_peer_that_fails_has_a_row_with_the_end_of_its_log(
-    measuring: Any, common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "good.py").write_text("import sys, pathlib; pathlib.Path(sys.argv[3]).write_text(sys.argv[2])")
-    (tmp_path / "bad.py").write_text("print('first'); raise SystemExit('no such operator')")
-    monkeypatch.setattr(measuring, "write_calibration", lambda *_: None)
-    peers = [common.Peer(name, str(tmp_path / f"{name}.py")) for name in ("good", "bad")]
-    judged, asked = SimpleNamespace(float_model=tmp_path / "float.onnx"), common.Call(tmp_path, False, tmp_path)
-    made, failures = measuring.make_peer_models(peers, judged, Path("r.yaml"), asked)
-    assert made == {"good": tmp_path / "good.onnx"}
-    assert (tmp_path / "good.onnx").read_text() == str(tmp_path / "calibration.npz")
-    ((name, said),) = [(row["model"], row["failed"]) for row in failures]
-    assert name == "bad"
-    assert "exit code 1" in said
-    assert said.endswith("no such operator")
-
-
-def test_a_peers_environment_is_made_once_for_its_pins(
-    common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "peers").mkdir()
-    pins = tmp_path / "peers" / "tool.txt"
-    pins.write_text("tool==1\n")
-    commands: list[str] = []
-
-    def run_command(command: list[str], log: Path, cwd: Path) -> None:
-        commands.append(command[2])
-        (tmp_path / ".venvs/tool/bin").mkdir(parents=True, exist_ok=True)
-        (tmp_path / ".venvs/tool/bin/python").touch()
-
-    monkeypatch.setattr(common, "HERE", tmp_path)
-    monkeypatch.setattr(common, "_run", run_command)
-    for _ in range(2):
-        assert common.peer_python("tool") == tmp_path / ".venvs/tool/bin/python"
-    assert commands == ["venv", "pip"]
-    pins.write_text("tool==2\n")
-    common.peer_python("tool")
-    assert commands == ["venv", "pip"] * 2
-
-
 @pytest.mark.parametrize("pins", sorted((BENCHMARKS / "peers").glob("*.txt")), ids=lambda path: path.stem)
 def test_a_peers_environment_names_exact_versions(pins: Path) -> None:
     lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
     assert lines
     assert all("==" in line and "+" not in line for line in lines)
-
-
-def test_calibration_batches_come_back_in_order(load: Any, tmp_path: Path) -> None:
-    format_ = load("peers.batches")
-    batches = [{"ids": np.arange(i + 1)[None], "mask/x": np.ones((1, i + 1))} for i in range(12)]
-    format_.write_batches(tmp_path / "b.npz", batches)
-    back = format_.read_batches(tmp_path / "b.npz")
-    assert len(back) == 12
-    for got, given in zip(back, batches, strict=True):
-        assert got.keys() == given.keys()
-        assert all(np.array_equal(got[name], given[name]) for name in given)
-
-
-def test_an_embedding_that_differs_or_a_loader_that_fails_breaks_the_claim(
-    load: Any, common: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interop = load("interop_optimum")
-    ours = np.zeros((2, 3), np.float32)
-    asked, peer = common.Call(tmp_path, False, tmp_path), interop.PEERS[0]
-
-    def gives(shift: float) -> Any:
-        return lambda *_, folder: np.save(folder / f"{peer.name}.npy", ours - np.float32(shift))
-
-    for shift in (0.0, 0.5):
-        monkeypatch.setattr(interop, "run_peer", gives(shift))
-        assert interop.compare(peer, tmp_path, ["a", "b"], 128, ours, asked) == {"max_abs_difference": shift}
-
-    def fails(*_: Any, folder: Path) -> None:
-        raise common.RunError("does not load")
-
-    monkeypatch.setattr(interop, "run_peer", fails)
-    assert interop.compare(peer, tmp_path, ["a", "b"], 128, ours, asked) == {"failed": "does not load"}
-    with pytest.raises(common.RunError, match="shape"):
-        interop.largest(ours, ours[:1])
 
 
 def test_forecasts_are_held_against_what_was_measured(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -449,23 +296,3 @@ def test_forecasts_are_held_against_what_was_measured(load: Any, tmp_path: Path,
     cells = "1.67 of 6 s | 1.67 of 6 s | 0.67 of 300 MiB | 0.91 of 2.2 ms | 0.67 of 1.5 ms"
     assert row.startswith(f"| `quickstart.yaml` | {cells} | ")
     assert "memory: judging took 300 MiB, foreseen 0 MiB; compressed call: 1 ms foreseen" in row
-
-
-def test_a_row_of_the_page_takes_the_place_of_the_old_one_and_leaves_the_others(load: Any, tmp_path: Path) -> None:
-    forecasts, page = load("forecasts"), tmp_path / "page.md"
-    page.write_text((ROOT / "docs/reference/forecasts.md").read_text())
-    texts = page.read_text().split("| recipe |")[0], page.read_text().rpartition("\n\n")[2]
-    for name, why in (("claims/a.yaml", "x"), ("z.yaml", "/a/b/c.bin is missing"), ("claims/a.yaml", "y|")):
-        forecasts.write_row(page, forecasts.shipped_row({"recipe": name, "skipped": why}, 0.0))
-    rows = [line for line in page.read_text().splitlines() if line.startswith(("| `claims/a.", "| `z."))]
-    assert rows == [
-        "| `z.yaml` | | | | | | not run: c.bin is missing |",
-        "| `claims/a.yaml` | | | | | | not run: y/ |",
-    ]
-    assert (page.read_text().split("| recipe |")[0], page.read_text().rpartition("\n\n")[2]) == texts
-
-
-def test_recipes_are_made_short_without_touching_what_decides_their_speed(load: Any) -> None:
-    sets = load("forecasts").choose_sets(ROOT / "recipes/claims/digits-lottery-ticket.yaml", Path())
-    assert {"data.evaluation.samples=64", "validate.steps=false"} <= set(sets)
-    assert not any("benchmark" in one or ".ratio" in one or "scheme" in one for one in sets)
