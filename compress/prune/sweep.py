@@ -4,6 +4,9 @@ Every batch of either model is a forward pass in a thread of its own, of which o
 point while a layer is fitted there, and go on with what the new weight gives: the whole model is fitted, each layer on
 inputs as they will be, at the price of one forward pass of either. Memory: what a forward holds at any time, of all
 batches at once.
+
+Threads, and not the greenlets of `compress.blocks.lockstep`: sums are seen by a dispatch mode, which torch keeps for
+each thread and puts aside while it handles one; it cannot be left in the middle of that.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from compress.tasks.ctc_speech_recognition import read_vocabulary
 pytestmark = pytest.mark.slow
 
 VOCABULARY = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "A": 5, "B": 6}
-JUDGED = {"benchmark": {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}}
+JUDGED = {"benchmark": {"warmup": 1, "iterations": 10, "processes": 1, "throughput_batch_size": 2}}
 
 
 def write_ctc_model(folder: Path) -> None:

@@ -96,7 +96,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         ],
         "validate": {
             "gates": [{"metric": "text_recall_at_5", "min": 0.8}, {"metric": "cosine", "min": 0.98}],
-            "benchmark": {"warmup": 1, "iterations": 10, "throughput_batch_size": 2},
+            "benchmark": {"warmup": 1, "iterations": 10, "processes": 1, "throughput_batch_size": 2},
         },
     }
     return folder, recipe

@@ -35,7 +35,7 @@ def build():
     return Net()
 """
 QUARTERS = ("top left", "top right", "bottom left", "bottom right")
-VALIDATE = {"benchmark": {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}}
+VALIDATE = {"benchmark": {"warmup": 1, "iterations": 10, "processes": 1, "throughput_batch_size": 2}}
 DISTILL = {"kind": "distill", "steps": 3, "batch_size": 8, "learning_rate": 1e-4, "held_out": 0, "logits": {}}
 
 

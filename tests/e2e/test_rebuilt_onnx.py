@@ -50,7 +50,10 @@ def recipe(file: Path, *passes: dict[str, Any]) -> Recipe:
                 "evaluation": {"source": TEST, "samples": 200},
             },
             "passes": list(passes),
-            "validate": {"benchmark": {"iterations": 10}, "gates": [{"metric": "agreement", "min": 0.9}]},
+            "validate": {
+                "benchmark": {"iterations": 10, "processes": 1},
+                "gates": [{"metric": "agreement", "min": 0.9}],
+            },
         }
     )
     path = file.with_suffix(".yaml")

@@ -39,7 +39,7 @@ RECIPE: dict[str, Any] = {
     ],
     "validate": {
         "gates": [{"metric": "top1", "min": 0.9}, {"metric": "agreement", "min": 0.9}],
-        "benchmark": {"warmup": 1, "iterations": 10, "throughput_batch_size": 2},
+        "benchmark": {"warmup": 1, "iterations": 10, "processes": 1, "throughput_batch_size": 2},
     },
 }
 

@@ -72,7 +72,7 @@ def build(folder: Path, *, state: bool) -> Path:
         "passes": [{"kind": "int8", "placement": "all"}],
         "validate": {
             "gates": [{"metric": "cosine", "min": 0.9, "undecided": "pass"}],
-            "benchmark": {"warmup": 1, "iterations": 10},
+            "benchmark": {"warmup": 1, "iterations": 10, "processes": 1},
         },
     }
     apply(recipe, folder / "out", folder / "cache")

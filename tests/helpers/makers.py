@@ -17,7 +17,7 @@ from child_processes import run_python
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 REPORTS = tuple(f"report.{end}" for end in ("html", "json", "md", "samples.npz", "steps.json", "xml"))
 MEASURED = ("compress.log", "host.json", *REPORTS)
-QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2}
+QUICK: dict[str, Any] = {"warmup": 1, "iterations": 10, "throughput_batch_size": 2, "processes": 1}
 """Benchmark settings under which nothing about speed can be said, which no test here does."""
 
 DIGITS_RECIPE = """\

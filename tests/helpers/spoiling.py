@@ -21,7 +21,7 @@ RECIPES: dict[str, dict[str, Any]] = {
             "evaluation": {"source": "jsonl:test.jsonl"},
         },
         "passes": [{"kind": "rtn", "bits": 8, "group_size": 32}],
-        "validate": {"benchmark": {"warmup": 0, "iterations": 1, "prompt_tokens": 4, "new_tokens": 2}},
+        "validate": {"benchmark": {"warmup": 0, "iterations": 1, "processes": 1, "prompt_tokens": 4, "new_tokens": 2}},
     },
     "tagger": {
         "model": {"source": "dir:model", "task": "token-classification"},

@@ -108,5 +108,5 @@ def language_recipe(folder: Path, passes: list[dict[str, Any]], **parts: Any) ->
     }
 
 
-QUICK_DECODING: dict[str, Any] = {"warmup": 1, "iterations": 3, "prompt_tokens": 8, "new_tokens": 4}
+QUICK_DECODING: dict[str, Any] = {"warmup": 1, "iterations": 3, "processes": 1, "prompt_tokens": 8, "new_tokens": 4}
 """Benchmark settings under which nothing about speed can be said, which no test here does."""

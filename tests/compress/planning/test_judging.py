@@ -37,7 +37,7 @@ data:
   calibration: {source: "npz:${digits}/train.npz", samples: 64}
   evaluation: {source: "npz:test.npz"}
 passes: [{kind: int8}]
-validate: {benchmark: {iterations: 12, warmup: 1}}
+validate: {benchmark: {iterations: 12, warmup: 1, processes: 1}}
 """
 METRICS = '''
 import numpy as np
@@ -280,7 +280,7 @@ passes: [{kind: rtn, group_size: 32}]
 validate:
   metrics: [nll, "python:metrics.py:worst_text"]
   gates: [{metric: nll, min_retained: 0.5, worst: set}, {metric: "python:metrics.py:worst_text", max: 99}]
-  benchmark: {prompt_tokens: 4, new_tokens: 2, iterations: 12, warmup: 1}
+  benchmark: {prompt_tokens: 4, new_tokens: 2, iterations: 12, warmup: 1, processes: 1}
 """
 
 

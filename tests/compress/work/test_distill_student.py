@@ -214,7 +214,7 @@ data:
 passes:
   - {{kind: distill, student: {student}, steps: 3, batch_size: 8{more}}}
 export: [{{kind: onnx}}, {{kind: checkpoint}}]
-validate: {{benchmark: {{iterations: 3, warmup: 1, sequence_length: 8}}, steps: false}}
+validate: {{benchmark: {{iterations: 3, warmup: 1, processes: 1, sequence_length: 8}}, steps: false}}
 """
     )
     return compress.load_recipe(folder / "recipe.yaml")

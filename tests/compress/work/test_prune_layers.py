@@ -485,7 +485,7 @@ data:
   evaluation: {{source: "npz:data.npz", columns: {{pixel_values: image, label: label}}}}
 passes: [{passes}]
 export: [{{kind: onnx}}, {{kind: checkpoint}}]
-validate: {{benchmark: {{iterations: 3, warmup: 1}}, steps: false}}
+validate: {{benchmark: {{iterations: 3, warmup: 1, processes: 1}}, steps: false}}
 """
     )
     return compress.load_recipe(folder / "recipe.yaml")
