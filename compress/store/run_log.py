@@ -26,6 +26,8 @@ BEAT_S = 60.0
 
 LEAST_SHOWN_S = 0.05
 """Below which a stage is in the file alone: "0.0 s" tells nothing."""
+MARKS = 128
+"""Of a stage's items whose times are kept."""
 UNBROKEN = 10_000
 """Columns of what is no terminal: a line that is broken there is found by half its words."""
 
@@ -45,9 +47,9 @@ class RunPosition:
     done: int = 0
     expected_s: float | None = None
     since: float = field(default_factory=time.monotonic)
-    first: float = 0.0
-    last: float = 0.0
-    """When the first item was done, and the one before this one."""
+    marks: list[tuple[int, float]] = field(default_factory=list)
+    """How many items were done, and when: of each at first, of every `stride`th once there are MARKS."""
+    stride: int = 1
 
     def __str__(self) -> str:
         return f"{self.name} {self.done} of {self.total}" if self.total else self.name
@@ -55,18 +57,23 @@ class RunPosition:
     def estimate_left_s(self) -> float:
         """Return the seconds that are left, by what is done, else by the last time; none above 0 where neither tells.
 
-        The first item counts only while it is alone: it often waits for what is loaded or compiled once.
+        The pace is that of the later half of what is done. The first item tells none: of three blocks of a story teller
+        gptq's first took 34 s, with what is loaded once, and the others 11; and of nine processes that time a bundle
+        the first three time more than the rest.
         """
         now = time.monotonic()
-        if not self.done:
+        if self.done < 2:
             return self.since + (self.expected_s or 0.0) - now
-        paced, begun = (self.done - 1, self.first) if self.done > 1 else (1, self.since)
-        return (self.last - begun) / paced * (self.total - self.done) - (now - self.last)
+        (n_before, begun), (n_done, last) = self.marks[(len(self.marks) - 1) // 2], self.marks[-1]
+        return (last - begun) / (n_done - n_before) * (self.total - n_done) - (now - last)
 
     def count(self) -> None:
         """Note that one more item is done."""
-        self.done, self.last = self.done + 1, time.monotonic()
-        self.first = self.first or self.last
+        self.done += 1
+        if self.done % self.stride == 0:
+            self.marks.append((self.done, time.monotonic()))
+        if len(self.marks) > MARKS:
+            self.marks, self.stride = self.marks[1::2], 2 * self.stride
 
 
 class RunLog:

@@ -360,7 +360,7 @@ def _run_processes(order: Order, judgement: Judgement, name: str, progress: Prog
     for index in progress(range(count), "timing in fresh processes"):
         if index == count:
             break
-        shown = index < SHOWN
+        shown = index % max(1, count // SHOWN) == 0  # spread, so that what is done tells how long the rest takes
         asked = replace(order, index=index, models=order.models if shown else judged, answers=always or shown)
         answers.append(run_fresh("runtime.measure.process:measure_process", to_json(asked), f"{name}: timing"))
         if index == 0:

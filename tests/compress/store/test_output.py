@@ -411,5 +411,20 @@ def test_a_terminal_has_one_live_line_that_counts_down(tmp_path: Path) -> None:
 def test_what_is_left_is_told_by_the_plan_and_by_the_pace() -> None:
     begun = time.monotonic() - 10
     assert RunPosition("judging", expected_s=25.0, since=begun).estimate_left_s() == pytest.approx(15, abs=1)
-    late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun, first=begun + 2, last=begun + 6)
+    late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun)
+    late.marks = [(1, begun + 1), (2, begun + 4), (3, begun + 6)]
     assert late.estimate_left_s() == pytest.approx(12 - 4, abs=1), "counts down while the fourth is under way"
+
+
+def test_of_many_items_the_later_half_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("compress.store.run_log.time.monotonic", lambda: now)
+    place = RunPosition("steps", total=4000, since=0.0)
+    for step in range(1000):
+        now += 5.0 if step < 400 else 2.0
+        place.count()
+    assert place.estimate_left_s() == pytest.approx(6000, rel=0.01) and len(place.marks) <= 128
+    place = RunPosition("blocks", total=3, since=now)
+    now += 34
+    place.count()
+    assert place.estimate_left_s() < 0, "the first item alone tells nothing"
