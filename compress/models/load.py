@@ -165,10 +165,8 @@ def _read_class_names(source: Source) -> tuple[str, ...]:
 
 
 def _load_onnx(source: Source, path: Path, feeds_shapes: SampleShapes) -> OnnxModel:
-    opened, ends = (
-        open_onnx(path, source.spec.inputs),
-        read_ends(path, source.task, feeds_shapes, source.spec.inputs, source.spec.state),
-    )
+    opened = open_onnx(path, source.spec.inputs)
+    ends = read_ends(path, source.task, feeds_shapes, source.spec.inputs, source.spec.state)
     ends.fix_batch(opened.model)
     ir.external_data.load_to_model(opened.model)  # a session made of bytes finds no files
     check_finite_onnx(opened.model, path)
