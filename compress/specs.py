@@ -164,6 +164,11 @@ class ModelSpec(Record):
         """Return whether the model is an encoder-decoder."""
         return find_task(self.task).encodes
 
+    @property
+    def decoder_only(self) -> bool:
+        """Return whether the model writes text by its prompt alone."""
+        return find_task(self.task).decoder_only
+
 
 class MessageKeys(Record):
     """How a set writes the messages of its conversations."""

@@ -20,7 +20,7 @@ Rows = np.ndarray
 
 
 EVALUATIONS = 20
-"""At the samples held out in a run, where nothing else is said."""
+"""Looks at the samples held out in a run."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class TrainingSchedule:
     """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
 
     `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
-    between two looks at the samples held out. `patience`: looks without a better one after which training ends; None:
-    never. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall to zero by
-    then, too, warm-up is the shorter and looks come the sooner, and what a run gives depends on the machine.
+    between two looks at the samples held out. `epsilon`: adamw's, against which gradients that are smaller vanish.
+    `max_seconds`: rates fall to zero by then, too, warm-up is the shorter and looks come the sooner, and what a run
+    gives depends on the machine.
     `ema_decay`: of the average of the states, which is kept in their place; 0: none. `save_seconds`: what a killed run
     may lose.
     """
@@ -49,7 +49,6 @@ class TrainingSchedule:
     precision: Precision = "float32"
     held_out: float = 0.05
     evaluate_every: int = 100
-    patience: int | None = None
     max_seconds: float | None = None
     dropout: bool = False
     freeze_batchnorm: bool = False

@@ -291,9 +291,7 @@ class _Training:
         due = bool(log.evaluations) and evaluations_due(schedule, log.step, seconds) >= len(log.evaluations)
         if last or due or log.step % schedule.evaluate_every == 0:
             self._evaluate()
-        if schedule.patience is not None and log.stale >= schedule.patience and not last:
-            log.end = "patience"
-        elif last:
+        if last:
             log.end = "time" if late else "steps"
         if self.saved.is_due():
             self._save()

@@ -18,7 +18,7 @@ class TrainLog:
 
     Losses on the samples held out: `start_loss`, and `best_loss` after `best_step` steps (0: the start was best); None
     where none are held out. `curve`: (step, mean loss of the steps since the last point); `evaluations`: (step, loss
-    held out). `end`: "steps", "time", "patience" or "diverged".
+    held out). `end`: "steps", "time" or "diverged".
     """
 
     step: int = 0
@@ -48,11 +48,6 @@ class TrainLog:
             return False
         self.best_loss, self.best_step = loss, self.step
         return True
-
-    @property
-    def stale(self) -> int:
-        """Count the looks since the best one."""
-        return sum(step > self.best_step for step, _ in self.evaluations)
 
     def looked(self) -> bool:
         """Return whether the state as it is has been looked at."""
@@ -89,8 +84,8 @@ def make_divergence_error(name: str, log: TrainLog, schedule: TrainingSchedule) 
 
 def summary(name: str, log: TrainLog) -> str:
     """Return one sentence for the report."""
-    ends = {"time": ", as max_seconds says", "patience": ", as nothing better came", "diverged": ""}
-    text = f"{name}: {log.step} steps{ends.get(log.end, '')}"  # no seconds: a bundle's bytes may not hang on the clock
+    # No seconds: a bundle's bytes may not hang on the clock.
+    text = f"{name}: {log.step} steps{', as max_seconds says' if log.end == 'time' else ''}"
     if log.end == "diverged":
         text += f"; then the loss was NaN or infinite, and the state after step {log.best_step} was kept"
     if log.start_loss is None or log.best_loss is None:

@@ -53,7 +53,6 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.workload import MAX_FEEDS, make_feeds
-from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
 Context = TypeVar("Context", ModelContext, GraphContext)
@@ -355,9 +354,8 @@ def _run_block_passes(
     for note in source.notes:
         run.run_log.log(note)
     fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
-    task = find_task(plan.recipe.model.task)
-    writes_text = task.generates and not task.encodes
-    context = BlockContext(**fields, trials=_make_trials(run, loaded, exported), writes_text=writes_text)
+    trials, writes_text = _make_trials(run, loaded, exported), plan.recipe.model.decoder_only
+    context = BlockContext(**fields, trials=trials, writes_text=writes_text)
     names = pass_names(plan.recipe.passes)
     for index, config, key in passes:
         with run.run_log.time_stage(names[index]):

@@ -36,7 +36,7 @@ def explain_other_task(task: str, folder: Path) -> str:
     known = TORCH_TASKS[task]
     base = known.model_task or task
     table = next((_list_classes(table) for name, table in _list_tables() if name == base), set())
-    loose = known.loss == "embeddings" or (known.task.generates and not known.task.encodes)
+    loose = known.loss == "embeddings" or known.task.decoder_only
     if not table or loose or not (folder / "config.json").is_file():
         return ""
     import transformers

@@ -453,7 +453,7 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     is_for = f"; transformers has it for {', '.join(elsewhere)}, not supported here yet" if elsewhere else ""
     is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
     encodes = bool(getattr(config, "is_encoder_decoder", False))
-    if find_task(task).generates and not find_task(task).encodes and encodes:
+    if find_task(task).decoder_only and encodes:
         raise SourceError(
             f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
             f"it would be compressed without it{is_for}"

@@ -30,7 +30,7 @@ def tokenizer_folder(source: Source, cache: Path) -> tuple[Path | None, list[str
     Of a language model's folder transformers rebuilds the tokenizer (its class has rules of its own for unknown and
     special tokens); the model was measured with those, so calibration, evaluation and serving use them, too.
     """
-    if not source.spec.generates or source.spec.encodes or source.kind != "huggingface" or source.folder is None:
+    if not source.spec.decoder_only or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
     notes: list[str] = []
     made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)

@@ -58,7 +58,7 @@ class Distill(LearningPass):
         facts, more, who = student_facts(self.student, facts)
         problems += [f"distill: {problem}" for problem in more]
         problems += [*refuse_rounded(self.kind, facts), *self.term_problems(facts)]
-        if self.sequences is not None and (not task.generates or task.encodes):
+        if self.sequences is not None and not task.decoder_only:
             problems.append(f"distill: sequences: a {facts.task} model writes no text; leave it out")
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
         notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]

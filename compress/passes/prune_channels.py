@@ -28,6 +28,7 @@ TOLD = 3
 """Reasons, the commonest, for which layers stay, that a refusal names."""
 STEPS = 200
 """Ratios that are tried for a budget."""
+MOST = (STEPS - 1) / STEPS
 
 
 class PruneChannels(Pass):
@@ -56,6 +57,8 @@ class PruneChannels(Pass):
     widths are fast is another question there."""
     widths: dict[str, Annotated[int, Field(ge=1)]] | None = None
     """How many units of each dimension stay, by the layer that names it; others stay whole. What a budget chose."""
+    or_nearest: bool = False
+    """Where budgets are out of reach, go as far as widths can, and say so, instead of ending."""
     dimensions: tuple[Kind, ...] = ("channels", "neurons", "heads")
     """What may go: channels of convolutions, neurons of feed-forward layers, attention heads (of grouped queries, a
     key-value head with its queries), and the width of what blocks add to."""
@@ -191,7 +194,8 @@ class PruneChannels(Pass):
                 count_cost(name, after) <= share * count_cost(name, facts) for name, share in self._list_limits()
             )
 
-        return least_ratio(holds)
+        found = least_ratio(holds)
+        return MOST if found is None and self.or_nearest else found
 
     def _count_kept(self, group: Prunable, ratio: float) -> int:
         """Count the units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""

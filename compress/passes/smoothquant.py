@@ -31,8 +31,7 @@ class SmoothQuant(Pass):
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         """Return "blocks" for a decoder, smoothed in torch for W8A8 in a checkpoint; "graph" for others, for `int8`."""
-        task = find_task(facts.task)
-        return "blocks" if facts.source == "torch" and task.generates and not task.encodes else "graph"
+        return "blocks" if facts.source == "torch" and find_task(facts.task).decoder_only else "graph"
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""

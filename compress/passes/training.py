@@ -107,10 +107,6 @@ class TrainingPass(Pass):
     schedule has 40 epochs or more; none where there are no classes of images."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Part of the training set that is not learned from; on it the best state is chosen. 0: the last state is kept."""
-    evaluate_every: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two looks at the samples held out; 20 looks in all if not given."""
-    patience: Annotated[int, Field(gt=0)] | None = None
-    """Stop after so many looks without a better one."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop by then, the rate having fallen to zero: the result then depends on the machine's speed."""
     dropout: bool = False
@@ -163,11 +159,14 @@ class TrainingPass(Pass):
         return self.model_copy(update={**found, "max_seconds": left})
 
     def shorten(self, share: float) -> TrainingPass:
-        """Return the pass with this share of its epochs or steps, of its seconds, and between its evaluations."""
-        length = {"epochs": (self.epochs or EPOCHS) * share} if self.steps is None else {}
-        counts = {name: getattr(self, name) for name in ("steps", "evaluate_every")}
-        length |= {name: max(round(n * share), 1) for name, n in counts.items() if n is not None}
-        length |= {} if self.max_seconds is None else {"max_seconds": self.max_seconds * share}
+        """Return the pass with this share of its epochs or steps, and of its seconds."""
+        length: dict[str, float] = {}
+        if self.steps is None:
+            length["epochs"] = (self.epochs or EPOCHS) * share
+        else:
+            length["steps"] = max(round(self.steps * share), 1)
+        if self.max_seconds is not None:
+            length["max_seconds"] = self.max_seconds * share
         return self.model_copy(update=length)
 
     def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
@@ -184,7 +183,7 @@ class TrainingPass(Pass):
             learning_rate=self.nominal_rate,
             steps=steps,
             warmup=round(self.warmup * steps),
-            evaluate_every=self.evaluate_every or max(steps // EVALUATIONS, 1),
+            evaluate_every=max(steps // EVALUATIONS, 1),
             seed=seed if self.seed is None else self.seed,
         )
 
@@ -228,7 +227,6 @@ _SHARED = (
     "schedule",
     "clip",
     "held_out",
-    "patience",
     "max_seconds",
     "dropout",
     "freeze_batchnorm",

@@ -23,7 +23,7 @@ def stays_in_files(recipe: Recipe, facts: ModelFacts) -> bool:
     over the graph run it, and engines are compiled of the float graph, too.
     """
     stages = {pass_.stage_on(facts) for pass_ in recipe.passes}
-    decoder = recipe.model.generates and not recipe.model.encodes and facts.source == "torch"
+    decoder = recipe.model.decoder_only and facts.source == "torch"
     large = facts.structure is not None and facts.n_bytes > WHOLE_BYTES
     whole = recipe.validate_.steps is True or any(isinstance(export, EngineExport) for export in recipe.export)
     return recipe.has_onnx and decoder and large and stages == {"blocks"} and not whole

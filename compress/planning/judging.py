@@ -34,5 +34,5 @@ def is_scored_by_torch(recipe: Recipe, facts: ModelFacts) -> bool:
     So it is of a language model all of whose passes work on blocks: what rewrites the graph, torch does not see.
     """
     stages = {pass_.stage_on(facts) for pass_ in recipe.passes}
-    of_torch = recipe.model.generates and not recipe.model.encodes and facts.source == "torch"
+    of_torch = recipe.model.decoder_only and facts.source == "torch"
     return explain_not_run(recipe) is not None and of_torch and stages == {"blocks"}

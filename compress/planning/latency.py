@@ -298,7 +298,6 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
                 w.weights.bits,
                 w.weights.group_size,
                 w.weights.symmetric,
-                False,
             ),
         )
         for name, w in chosen.items()

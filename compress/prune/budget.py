@@ -57,26 +57,29 @@ def list_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.nd
     return np.append(widths[widths >= min_units], n_units).astype(np.int64)
 
 
-def choose_widths(options: Sequence[Options], limits: Sequence[Limit]) -> tuple[int, ...]:
+def choose_widths(options: Sequence[Options], limits: Sequence[Limit], or_nearest: bool = False) -> tuple[int, ...]:
     """Choose a width for each dimension so that one or two costs keep to their limits and the summed damage is small.
 
-    PassError where even the least cost that the options reach is above its limit, or no choice keeps to both.
+    Where no choice keeps to them: with `or_nearest` the one that exceeds them least, else PassError.
     """
     full = [len(option.widths) - 1 for option in options]
     if _keeps(options, full, limits):
         return _pick_widths(options, full)
-    for limit in limits:
+    for limit in () if or_nearest else limits:
         _refuse_out_of_reach(options, limit, full)
+    cheapest = [(price, _minimize_at_price(options, price, full, np.inf)) for price in _mix_costs(limits)]
     ends: list[list[int]] = []
-    for price in _mix_costs(limits):
-        cheapest = _minimize_at_price(options, price, full, np.inf)
-        if _keeps(options, cheapest, limits):
-            starts = (_bisect_price(options, price, cheapest, limits), cheapest)
+    for price, choice in cheapest:
+        if _keeps(options, choice, limits):
+            starts = (_bisect_price(options, price, choice, limits), choice)
             ends += [_exchange_widths(options, limits, start) for start in starts]
-    if not ends:
-        names = " and ".join(limit.cost.unit for limit in limits)
-        raise PassError(f"no widths were found that keep to the budgets of {names} at once; ask for less of one")
-    return _pick_widths(options, min(ends, key=lambda choice: _sum_damage(options, choice)))
+    if ends:
+        return _pick_widths(options, min(ends, key=lambda choice: _sum_damage(options, choice)))
+    if or_nearest:
+        choices = [_pick_widths(options, choice) for _, choice in cheapest]
+        return min(choices, key=lambda widths: max(limit.cost.at(widths) / limit.most for limit in limits))
+    names = " and ".join(limit.cost.unit for limit in limits)
+    raise PassError(f"no widths were found that keep to the budgets of {names} at once; ask for less of one")
 
 
 def _keeps(options: Sequence[Options], choice: Sequence[int], limits: Sequence[Limit]) -> bool:

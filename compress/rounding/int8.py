@@ -8,14 +8,16 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
+from compress.formats.schemes import WeightScheme
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import Feeds
 from compress.rounding.observers import Method, Observer, choose_range, observe
 from compress.rounding.placement import Kind, after_activation
 from compress.rounding.qdq import integer_layers, placement_of
-from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.state import FLOAT8, GraphState, Range
 
+INT8 = WeightScheme(8, -1)
 Setting = tuple[Method, float]
 """How a range is chosen: (method, percentile)."""
 
@@ -52,17 +54,23 @@ def with_integer_layers(
     )
 
 
-def round_layer(layer: GraphLayer, bits: int = 8) -> QuantizedWeight:
-    """Round to int8, symmetric, per output channel (embeddings: per column), by the range of least squared error.
+def round_layer(layer: GraphLayer, scheme: WeightScheme = INT8) -> QuantizedWeight:
+    """Round to eight bits, one scale for each output channel (embeddings: column), or as the scheme has it.
 
-    `bits`: in which weights of products lie; they are stored in 8. Raises ValueError naming the layer on NaN or Inf.
+    Of fewer bits than 8 the weights of products lie in so many, and are stored in 8. Raises ValueError naming the layer
+    on NaN or Inf.
     """
+    import torch
+
+    from compress.rounding.grid import round_to_grid  # torch
+
+    is_table = layer.op == "Gather"
+    weight = np.ascontiguousarray(layer.matrix().T if is_table else layer.matrix())
     try:
-        if layer.op == "Gather":
-            return round_to_nearest(np.ascontiguousarray(layer.matrix().T), 8)
-        return replace(round_to_nearest(layer.matrix(), bits), bits=8)
+        rounded = round_to_grid(torch.tensor(weight).flatten(1), INT8 if is_table else scheme, signed=False)
     except ValueError as error:
         raise ValueError(f"{layer.name}: {error}") from error
+    return replace(rounded, values=rounded.values.reshape(weight.shape), bits=8)
 
 
 def observe_state(state: GraphState, batches: Iterable[Feeds]) -> dict[str, Observer]:

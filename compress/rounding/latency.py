@@ -199,9 +199,7 @@ def time_weights(call: LayerCall, schemes: Sequence[Scheme], timer: StateTimer) 
         for scheme in schemes:
             numbers = scheme.weights
             rounded = {
-                layer.name: round_to_nearest(
-                    layer.matrix(), numbers.bits, numbers.group_size, numbers.symmetric, search=False
-                )
+                layer.name: round_to_nearest(layer.matrix(), numbers.bits, numbers.group_size, numbers.symmetric)
                 for layer in layers
             }
             states.append(GraphState(model, weight_only=list(rounded), weights=rounded))
@@ -238,11 +236,7 @@ def _find_maker(model: ir.Model, name: str) -> str:
 
 def round_roughly(layer: GraphLayer) -> QuantizedWeight:
     """Round a weight to int8 by its channels' largest values: quick, for graphs that are only timed."""
-    matrix = np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix()
-    rows = matrix.reshape(matrix.shape[0], -1).astype(np.float32)
-    scales = np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1e-12) / 127  # [out, 1]
-    values = np.clip(np.round(rows / scales), -127, 127).astype(np.int8).reshape(matrix.shape)
-    return QuantizedWeight(values, scales.astype(np.float32), None, 8, -1)
+    return round_to_nearest(np.ascontiguousarray(layer.matrix().T) if layer.op == "Gather" else layer.matrix(), 8)
 
 
 def make_layer_graph(call: LayerCall, copies: int, opset: int = OPSET) -> ir.Model:

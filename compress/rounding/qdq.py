@@ -8,6 +8,7 @@ has.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,9 @@ from compress.rounding.state import FLOAT8, GraphState, Variant
 
 BLOCK_OPSET = 21
 """The first opset with block-wise and 4-bit DequantizeLinear; a graph of opset 20 may be called one of 21 as it is."""
+LONG_NAME = 64
+"""Letters. A pair and its readers hold the name of its tensor some 14 times: those of up to 300 letters that TensorFlow
+gave basic-pitch's (0.2 MB) took more room than all weights."""
 LARGEST_BIAS = 2.0**30
 """Of an int32 bias: as much is left for the sum of the products that it is added to."""
 
@@ -155,13 +159,21 @@ def _insert_pair(
     model: ir.Model, value: ir.Value, uses: list[tuple[ir.Node, int]], scale: np.ndarray, zero_point: np.ndarray
 ) -> None:
     """Insert value -> QuantizeLinear -> DequantizeLinear -> the given uses."""
-    s = initializer(model, f"{value.name}/scale", scale)
-    z = initializer(model, f"{value.name}/zero_point", ir.Tensor(zero_point))
-    quantized = append(model, "QuantizeLinear", [value, s, z], f"{value.name}/quantized")
+    name = _shorten(f"{value.name}")
+    s = initializer(model, f"{name}/scale", scale)
+    z = initializer(model, f"{name}/zero_point", ir.Tensor(zero_point))
+    quantized = append(model, "QuantizeLinear", [value, s, z], f"{name}/quantized")
     quantized.type, quantized.shape = z.type, value.shape
-    dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{value.name}/float")
+    dequantized = append(model, "DequantizeLinear", [quantized, s, z], f"{name}/float")
     dequantized.type, dequantized.shape = value.type, value.shape
     reroute(uses, dequantized)
+
+
+def _shorten(name: str) -> str:
+    """Return a tensor's name as others are named after it, the beginning of a long one as a digest."""
+    if len(name) <= LONG_NAME:
+        return name
+    return f"{hashlib.sha256(name.encode()).hexdigest()[:8]}~{name[9 - LONG_NAME :]}"
 
 
 def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -> None:
@@ -183,7 +195,7 @@ def _write_weight(model: ir.Model, layer: GraphLayer, weight: QuantizedWeight) -
     inputs = [q, _add_constant(model, layer, "scale", _to_tensor(scales, 32))]
     if weight.zero_points is not None or (weight.bits > 4 and weight.values.dtype != FLOAT8):
         inputs.append(_add_constant(model, layer, "zero_point", _to_tensor(zeros, weight.bits)))
-    dequantized = append(model, "DequantizeLinear", inputs, f"{layer.name}/weight/float", attributes)
+    dequantized = append(model, "DequantizeLinear", inputs, f"{_shorten(layer.name)}/weight/float", attributes)
     dequantized.type, dequantized.shape = layer.weight.type, ir.Shape(values.shape.numpy())
     layer.node.replace_input_with(layer.weight_input, dequantized)
 

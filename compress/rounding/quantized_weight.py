@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
 Fitted = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """(values [out, groups, group], scales [out, groups], zero points [out, groups] or None)."""
-Fit = Callable[[np.ndarray, int, np.float32], Fitted]
-FITTED_AT_ONCE = 2**17
-"""Weights (half a MiB) of which the trials stay in a core's cache: 2.4x as fast on 2048 x 2048, per channel."""
 ROWS = 2**13
 """Rows of a tall weight (a vocabulary's) that are worked on at once."""
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -105,19 +102,11 @@ class UnreadWeight(QuantizedWeight):
         return other
 
 
-def round_to_nearest(
-    weight: np.ndarray,
-    bits: int,
-    group_size: int = -1,
-    symmetric: bool = True,
-    search: bool = True,
-    importance: np.ndarray | None = None,
-) -> QuantizedWeight:
-    """Quantize `weight` [out, in, ...] with one scale for each output channel, or each `group_size` of its inputs.
+def round_to_nearest(weight: np.ndarray, bits: int, group_size: int = -1, symmetric: bool = True) -> QuantizedWeight:
+    """Quantize `weight` [out, in, ...] by the range of each output channel, or of each `group_size` of its inputs.
 
-    `search` picks, for each scale, the shrinkage of the range that minimises the squared error (48 candidates), each
-    input's error weighted with `importance` [inputs] where it is given.
-    Symmetric integers lie in [-(2^(b-1) - 1), 2^(b-1) - 1], so that every kernel may negate them.
+    Symmetric integers lie in [-(2^(b-1) - 1), 2^(b-1) - 1], so that every kernel may negate them. `fit_grid` searches
+    for the scales of least error; these are as quick as speed, which hangs on no scale, and a first look ask for.
     Raises ValueError when `group_size` does not divide the inputs, or a weight is not finite.
     """
     rows = weight.shape[0]
@@ -128,67 +117,26 @@ def round_to_nearest(
     if not np.isfinite(weight).all():
         raise ValueError("the weight holds NaN or Inf")
     grouped = weight.astype(np.float32).reshape(rows, -1, size)  # [out, groups, group]
-    # Errors are squares, and those of weights below 1e-19 or above 1e19 are none in float32: exact, near 1.
+    # Those of which no span over all levels is a float32 are exact, near 1.
     power = np.exp2(np.clip(np.frexp(np.abs(grouped).max(axis=2))[1], -126, 126)).astype(np.float32)  # [out, groups]
-    grouped = grouped / power[:, :, None]
-    shrinkages = np.linspace(1.0, 0.5, 48) if search else np.ones(1)
-    fit = _fit_symmetric if symmetric else _fit_asymmetric
-    weighting = np.ones((1, 1)) if importance is None else importance.reshape(-1, size)  # [groups, group]
-    values, scales, zero_points = _fit_rows(grouped, bits, shrinkages, fit, weighting.astype(np.float32))
+    values, scales, zero_points = (_fit_symmetric if symmetric else _fit_asymmetric)(grouped / power[:, :, None], bits)
     scales = np.maximum(scales * power, np.float32(SMALLEST_SCALE))
     return QuantizedWeight(values.reshape(weight.shape), scales, zero_points, bits, group_size)
 
 
-def _fit_rows(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit, weighting: np.ndarray) -> Fitted:
-    """Fit rows, which do not depend on each other, some at a time: 48 trials of what the processor's cache holds."""
-    n_rows = max(1, FITTED_AT_ONCE // grouped[0].size)
-    starts = range(0, len(grouped), n_rows)
-    parts = [_fit_best(grouped[start : start + n_rows], bits, shrinkages, fit, weighting) for start in starts]
-    values, scales, zeros = zip(*parts, strict=True)
-    zero_points = None if zeros[0] is None else np.concatenate(zeros)
-    return np.concatenate(values), np.concatenate(scales), zero_points
-
-
-def _fit_best(grouped: np.ndarray, bits: int, shrinkages: np.ndarray, fit: Fit, weighting: np.ndarray) -> Fitted:
-    """Fit each group by the shrinkage that leaves it the least weighted error (the first among equals)."""
-    best = fit(grouped, bits, np.float32(shrinkages[0]))
-    least = _measure_group_errors(grouped, best, weighting)
-    for shrinkage in shrinkages[1:]:
-        fitted = fit(grouped, bits, np.float32(shrinkage))
-        errors = _measure_group_errors(grouped, fitted, weighting)
-        better = errors < least  # [out, groups]
-        least = np.where(better, errors, least)
-        best = (
-            np.where(better[:, :, None], fitted[0], best[0]),
-            np.where(better, fitted[1], best[1]),
-            np.where(better, fitted[2], best[2]) if fitted[2] is not None and best[2] is not None else None,
-        )
-    return best
-
-
-def _measure_group_errors(grouped: np.ndarray, fitted: Fitted, weighting: np.ndarray) -> np.ndarray:
-    """Return the squared error of each group [out, groups], its inputs weighted with [groups, group]."""
-    values, scales, zero_points = fitted
-    offset = 0 if zero_points is None else zero_points[:, :, None].astype(np.float32)
-    difference = (values.astype(np.float32) - offset) * scales[:, :, None] - grouped
-    errors: np.ndarray = (np.square(difference) * weighting).sum(axis=2)
-    return errors
-
-
-def _fit_symmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32) -> Fitted:
+def _fit_symmetric(grouped: np.ndarray, bits: int) -> Fitted:
     top = 2 ** (bits - 1) - 1
     peak = np.abs(grouped).max(axis=2)  # [out, groups]
-    scales = np.maximum(np.where(peak > 0, peak, 1.0) * shrinkage / top, SMALLEST_SCALE).astype(np.float32)
+    scales = np.maximum(np.where(peak > 0, peak, 1.0) / top, SMALLEST_SCALE).astype(np.float32)
     values = np.clip(np.round(grouped / scales[:, :, None]), -top, top).astype(np.int8)
     return values, scales, None
 
 
-def _fit_asymmetric(grouped: np.ndarray, bits: int, shrinkage: np.float32) -> Fitted:
+def _fit_asymmetric(grouped: np.ndarray, bits: int) -> Fitted:
     top = 2**bits - 1
     low, high = np.minimum(grouped.min(axis=2), 0), np.maximum(grouped.max(axis=2), 0)
-    span = np.where(high > low, high - low, 1.0) * shrinkage
-    scales = np.maximum(span / top, SMALLEST_SCALE).astype(np.float32)
-    zero_points = np.clip(np.round(-low * shrinkage / scales), 0, top).astype(np.uint8)
+    scales = np.maximum(np.where(high > low, high - low, 1.0) / top, SMALLEST_SCALE).astype(np.float32)
+    zero_points = np.clip(np.round(-low / scales), 0, top).astype(np.uint8)
     values = np.round(grouped / scales[:, :, None]) + zero_points[:, :, None]
     return np.clip(values, 0, top).astype(np.uint8), scales, zero_points
 

@@ -83,7 +83,7 @@ def _measure_product_error(
 ) -> float:
     """Return the squared error of the product in int8, inputs by row or per tensor, weights per output channel."""
     x = _round_by_row(rows / scales) if by_row else _round_by_tensor(rows / scales)
-    w = round_to_nearest(weight * scales, 8, search=False).dequantize()
+    w = round_to_nearest(weight * scales, 8).dequantize()
     return float(np.square(x @ w.T - exact).sum())
 
 

@@ -41,8 +41,6 @@ LEAST_SMALLER = 1.1
 """What a format must make of the model's size to be worth a look."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
-EASED = 0.7
-"""Part of a further gain that is asked for where all of it was out of reach."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,15 @@ class PrunedStructure:
         ]
         return "-".join(filter(None, parts))
 
+    def asks_less(self, other: PrunedStructure) -> bool:
+        """Return whether it has the same blocks as another, and asks no more of its channels."""
+        fewer = (self.max_params or 1) < (other.max_params or 1) or (self.speedup or 1) > (other.speedup or 1)
+        return self.keep == other.keep and not fewer
+
     def passes(self) -> Passes:
         given: dict[str, Any] = {} if self.max_params is None else {"max_params": self.max_params}
         given |= {} if self.speedup is None else {"speedup": self.speedup, "timed_in": self.timed_in}
+        given |= {"or_nearest": True} if given else {}
         return [
             *([{"kind": "prune_layers", "keep": self.keep}] if self.keep is not None else []),
             *([{"kind": "prune_channels", **given}] if given else []),
@@ -173,14 +177,18 @@ def design(
     return None if not found.passes() or ground.explain_misfit(found.passes()) else found
 
 
-def ease(structure: PrunedStructure, reached: float) -> PrunedStructure | None:
-    """Return a structure that asks for less speed of its channels, where what it asks was out of their reach.
-
-    `reached`: a speed-up that they have given; 1: none is known.
-    """
-    asked = structure.speedup or 1
-    speedup = round(reached + EASED * (asked - reached), 3)
-    return replace(structure, speedup=speedup) if speedup > reached * LEAST_GAIN else None
+def take_blocks(ground: Ground, structure: PrunedStructure, left: Needs, yields: Yields) -> PrunedStructure | None:
+    """Return the structure with so many blocks fewer that what is `left` is met; None where no block can go."""
+    macs_now, weights_now = count_left(ground.facts, structure.keep)
+    for keep in range((structure.keep or len(ground.facts.removable or ())) - 1, 0, -1):
+        macs, weights = count_left(ground.facts, keep)
+        faster, smaller = (
+            (macs_now / macs) ** yields.time_by_blocks,
+            (weights_now / weights) ** yields.weights_by_blocks,
+        )
+        if (faster >= left.speed and smaller >= left.size) or keep == 1:
+            return replace(structure, keep=keep)
+    return None
 
 
 def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields) -> tuple[int | None, float, float]:

@@ -37,11 +37,11 @@ from compress.search.chains import (
     count_cut,
     count_left,
     design,
-    ease,
     find_numbers,
     ground_of,
     list_formats,
     probes,
+    take_blocks,
     train,
     train_rounded,
 )
@@ -383,29 +383,19 @@ class Pursuit:
         nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
-        structure, failed, reached = self.design(needs, depth), 0, 1.0
-        while structure is not None and len(tried) < MOST_FITTINGS:
+        structure = self.design(needs, depth)
+        while structure is not None and structure.name not in tried and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
             name = f"{structure.name}{UNTRAINED}"
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
-                failed += 1
-                if self.list_fitted() or failed == MOST_FITTINGS:  # another depth has what is needed already
-                    break
-                structure = ease(structure, reached)
-                continue
+                break
             tried[structure.name] = left = self.read_needs(name)
-            reached = structure.speedup or 1.0
             self.learn_yields(name, structure)
             if not gives_too_much(left) and self.is_beaten(run):  # changing it cuts more, and makes it no better
                 break
-            better = self.change(structure, name, left)
-            if not self.may_keep_blocks(structure, needs, left):
-                better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
-            if better.name in tried or self.ground.explain_misfit(better.passes()):
-                break
-            structure = better
+            structure = self.improve(structure, needs, depth, tried)
 
         def lack(name: str) -> tuple[float, ...]:
             run = self.run_of(f"{name}{UNTRAINED}", SHORT)
@@ -414,6 +404,43 @@ class Pursuit:
             return lacking, *self.rank_key(run)
 
         return min(tried, key=lack, default="")
+
+    def improve(
+        self, structure: PrunedStructure, needs: Needs, depth: float, tried: Mapping[str, Needs]
+    ) -> PrunedStructure | None:
+        """Return what to judge after a structure, by what it and those before it gave; None where nothing is left."""
+        left = tried[structure.name]
+        better: PrunedStructure | None = self.change(structure, f"{structure.name}{UNTRAINED}", left)
+        if self.is_at_its_end(structure, tried):
+            better = take_blocks(self.ground, structure, left, self.known.yields)
+        elif not self.may_keep_blocks(structure, needs, left):
+            better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
+            better = self.put_between(better, needs, tried)
+        return None if better is None or self.ground.explain_misfit(better.passes()) else better
+
+    def is_at_its_end(self, structure: PrunedStructure, tried: Mapping[str, Needs]) -> bool:
+        """Return whether a structure that lacks something gave no more than one that asked less of its channels."""
+        left = tried[structure.name]
+        if left.size <= ENOUGH["size"] and left.speed <= ENOUGH["speed"]:
+            return False
+        others = (self.structure_of(name) for name in tried if name != structure.name)
+        before = [tried[other.name] for other in others if other.asks_less(structure)]
+        return any(max(n.size / left.size, n.speed / left.speed) < LEAST_GAIN for n in before)
+
+    def put_between(
+        self, structure: PrunedStructure, needs: Needs, tried: Mapping[str, Needs]
+    ) -> PrunedStructure | None:
+        """Return the structure with blocks between those that were too many and too few; None with none between."""
+        if structure.keep is None:
+            return structure
+        kind = "speed" if needs.speed > LEAST_GAIN else "size"
+        most, least = len(self.ground.facts.removable or ()), 0
+        for name, left in tried.items():
+            keep, lack = self.structure_of(name).keep or most, getattr(left, kind)
+            most, least = (min(keep, most), least) if lack > ENOUGH[kind] else (most, max(keep, least))
+        if least < structure.keep < most:
+            return structure
+        return replace(structure, keep=(least + most) // 2) if most - least > 1 else None
 
     def may_keep_blocks(self, structure: PrunedStructure, needs: Needs, left: Needs) -> bool:
         """Return whether a structure's blocks give what they were chosen for, so that its channels do the rest.
@@ -506,18 +533,10 @@ class Pursuit:
         return replace(structure, speedup=speedup, max_params=params)
 
     def train_in_full(self, raced: str) -> Run | None:
-        """Train a structure that was raced with the time that is left, and judge it in full.
-
-        As it was raced, where what it then lacked is out of reach.
-        """
-        run = None
-        for structure in dict.fromkeys((self.correct(raced), self.structure_of(raced))):
-            name = f"{structure.name}{TRAINED}"
-            chain = self.chains.get(name) or self.chain_of(structure, self.time_to_train())
-            run = self.try_chain(name, FULL, chain)
-            if run is not None and run.state == "judged":
-                break
-        return run
+        """Train a structure that was raced with the time that is left, and judge it in full."""
+        structure = self.correct(raced)
+        name = f"{structure.name}{TRAINED}"
+        return self.try_chain(name, FULL, self.chains.get(name) or self.chain_of(structure, self.time_to_train()))
 
     def correct(self, raced: str) -> PrunedStructure:
         """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""

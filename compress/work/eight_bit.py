@@ -27,6 +27,7 @@ from compress.rounding.fastest import (
     list_zero_based,
 )
 from compress.rounding.int8 import (
+    INT8,
     Setting,
     choose_ranges,
     correct_biases,
@@ -213,21 +214,9 @@ def _choose_placement(config: EightBit, state: GraphState) -> Kind:
 
 def _choose_rounding(config: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
     """Return how a layer's weights are rounded."""
-    return partial(round_layer, bits=config.weight_bits) if isinstance(config, Int8) else _round_to_fp8
-
-
-def _round_to_fp8(layer: GraphLayer) -> QuantizedWeight:
-    """Round a graph's layer to FP8, one scale in all. Raises ValueError naming the layer on NaN or Inf."""
-    import torch
-
-    from compress.rounding.grid import round_to_grid  # torch
-
-    weight = torch.tensor(layer.matrix())  # [out, in, ...]
-    try:
-        rounded = round_to_grid(weight.flatten(1), PRESETS["FP8"].weights)
-        return replace(rounded, values=rounded.values.reshape(weight.shape))
-    except ValueError as error:
-        raise ValueError(f"{layer.name}: {error}") from error
+    is_int = isinstance(config, Int8)
+    scheme = replace(INT8, bits=config.weight_bits) if is_int else PRESETS["FP8"].weights
+    return partial(round_layer, scheme=scheme)
 
 
 def _make_settings(config: EightBit, state: GraphState) -> Callable[[str], Setting]:

@@ -134,7 +134,7 @@ def _settle_widths(config: PruneChannels, record: ShrinkResult) -> dict[str, Any
     if config.speedup is None:
         return {}
     cut = {d.name: len(d.kept) for d in record.dimensions if len(d.kept) < d.n_units}
-    return {"widths": cut, "timed_in": "float32"} | dict.fromkeys(("speedup", "max_params"))
+    return {"widths": cut, "timed_in": "float32", "or_nearest": False} | dict.fromkeys(("speedup", "max_params"))
 
 
 def _collect_measurements(record: ShrinkResult) -> dict[str, dict[str, float]]:
@@ -215,7 +215,18 @@ def _decide_widths(config: PruneChannels, given: Choosing) -> WidthChoice:
     if config.max_flops is not None:
         cost = macs_cost(given.module, given.dimensions, given.sample)
         limits.append(Limit(_merge_cost(cost, groups), config.max_flops * cost.at(full)))
-    return WidthChoice(_spread(choose_widths(options, limits), groups))
+    widths = choose_widths(options, limits, config.or_nearest)
+    return WidthChoice(_spread(widths, groups), _tell_excess(config, widths, limits))
+
+
+def _tell_excess(config: PruneChannels, widths: Sequence[int], limits: Sequence[Limit]) -> tuple[Note, ...]:
+    return tuple(
+        Note(
+            "warning", f"{config.kind}: the nearest to {limit.most:.6g} {limit.cost.unit}: {limit.cost.at(widths):.6g}"
+        )
+        for limit in limits
+        if not limit.holds(widths)
+    )
 
 
 def _limit_params(config: PruneChannels, given: Choosing, groups: Groups) -> list[Limit]:
@@ -288,29 +299,36 @@ def _choose_fast_enough(config: PruneChannels, given: Choosing, groups: Groups, 
     (whole_ms,) = timing.time([whole])
     others = _limit_params(config, given, groups)
     scale, goal = 1.0, wanted_speedup
-    best: tuple[float, float, tuple[int, ...]] | None = None
+    tried: list[tuple[float, float, tuple[int, ...]]] = []  # (times as fast, foretold, a width for each group)
     for _ in range(TRIES):
         cost = latency_cost(whole_ms, layers, tables, full, scale)
         limit = Limit(_merge_cost(cost, groups), whole_ms / goal)
-        widths = _spread(choose_widths(options, [limit, *others]), groups)
+        chosen = choose_widths(options, [limit, *others], config.or_nearest)
+        if any(chosen == before for _, _, before in tried):
+            break
+        widths = _spread(chosen, groups)
         before_ms, after_ms = timing.time([whole, form(timing.export(_cut_copy(given, widths)))])
         reached, predicted = before_ms / after_ms, whole_ms / cost.at(widths)
         given.context.log(f"{config.kind}: {reached:.2f}x measured, {predicted:.2f}x predicted")
-        if reached >= wanted_speedup and (best is None or reached < best[0]):
-            best = reached, predicted, widths
+        tried.append((reached, predicted, chosen))
         if wanted_speedup <= reached <= wanted_speedup * (1 + NEAR):
             break
         plain = latency_cost(whole_ms, layers, tables, full).at(widths)
         scale = measure_scale(whole_ms, plain, whole_ms / reached)
         goal = wanted_speedup * (1 + NEAR / 2)
-    if best is None:
+    enough = [each for each in tried if each[0] >= wanted_speedup]
+    if not enough and not config.or_nearest:
         raise PassError(
-            f"{config.kind}: speedup {wanted_speedup:g} was not reached: the last of {TRIES} choices of widths is "
-            f"{reached:.2f} times as fast; ask for less, or allow more dimensions"
+            f"{config.kind}: speedup {wanted_speedup:g} was not reached: the last of {len(tried)} choices of widths is "
+            f"{tried[-1][0]:.2f} times as fast; ask for less, or allow more dimensions"
         )
+    reached, predicted, chosen = min(enough) if enough else max(tried)
     where = f"{given.context.target.name} in {config.timed_in}"
-    text = f"{config.kind}: {best[0]:.2f} times as fast as before, measured on {where}"
-    return WidthChoice(best[2], (Note("info", f"{text}; the layers' times foretold {best[1]:.2f}"),))
+    text = f"{config.kind}: {reached:.2f} times as fast as before, measured on {where}"
+    if not enough:
+        text += f", the nearest to {wanted_speedup:g}"
+    note = Note("info" if enough else "warning", f"{text}; the layers' times foretold {predicted:.2f}")
+    return WidthChoice(_spread(chosen, groups), (note, *_tell_excess(config, chosen, others)))
 
 
 def _spread_widths(options: Sequence[Options], groups: Groups) -> list[Sequence[int]]:

@@ -156,7 +156,6 @@ def _shorten(schedule: TrainingSchedule, arm: Arm, steps: int) -> TrainingSchedu
         schedule="cosine",
         warmup=round(WARMUP * steps),
         evaluate_every=steps,
-        patience=None,
         max_seconds=None,
         ema_decay=0.0,
     )

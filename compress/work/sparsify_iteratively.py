@@ -111,7 +111,7 @@ class _IterativePruning:
         if rewind is not None and not rewind.restore():
             raise PassError(
                 f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.config.rewind} "
-                "goes back; use a lower rewind, or leave patience and max_seconds out"
+                "goes back; use a lower rewind, or leave max_seconds out"
             )
         set_to_zero(self.weights, masks)
 

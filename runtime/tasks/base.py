@@ -79,6 +79,11 @@ class Task:
     """The fields of `Postprocess` that it takes; `read_outputs` finds them in its `BatchFacts`."""
 
     @property
+    def decoder_only(self) -> bool:
+        """Return whether the model writes text by its prompt alone."""
+        return self.generates and not self.encodes
+
+    @property
     def reads_texts(self) -> bool:
         """Return whether the model's inputs are tokens."""
         return self.preprocess in ("text", "language")

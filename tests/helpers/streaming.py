@@ -106,7 +106,7 @@ def model_context(batches: Any = (), **more: Any) -> ModelContext:
 
 def nearest(matrix: Tensor, scheme: Scheme = W4) -> QuantizedWeight:
     weights = scheme.weights
-    return round_to_nearest(matrix.numpy(), weights.bits, weights.group_size, weights.symmetric, search=False)
+    return round_to_nearest(matrix.numpy(), weights.bits, weights.group_size, weights.symmetric)
 
 
 def sum_grams(model: StreamedModel, batches: Any, lockstep: bool) -> dict[str, Tensor]:

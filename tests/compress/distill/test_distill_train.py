@@ -194,11 +194,6 @@ def test_rates_of_their_own_and_calls_around_steps() -> None:
     assert calls == [("before", 0.0), ("after", 0), ("before", 0.5), ("after", 1)]
 
 
-def test_patience_ends_a_run_that_stands_still() -> None:
-    _, log = taught(replace(SCHEDULE, steps=100, learning_rate=1e-30, patience=2, freeze_batchnorm=True))
-    assert log.end == "patience" and log.step == 8 and log.best_step == 0
-
-
 def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100_000))
     monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))

@@ -34,7 +34,7 @@ PRECISE = {"precision": "f32"}
 def in_four_bits(kind: str, path: Path) -> Path:
     model = exported(kind)
     layers = [layer for layer in find_layers(model) if layer.op == "MatMul"]
-    weights = {layer.name: round_to_nearest(layer.matrix(), 4, 32, True, False) for layer in layers}
+    weights = {layer.name: round_to_nearest(layer.matrix(), 4, 32) for layer in layers}
     graph, _ = finish(GraphState(model, weights=weights, weight_only=list(weights)), TARGETS["openvino"])
     save_graph(graph, path)
     return path

@@ -244,7 +244,7 @@ def state_of(kind: str, bits: int, group: int, symmetric: bool = True, flip: boo
     for layer in find_layers(state.model):
         if layer.op == "Gather":
             continue
-        weight = round_to_nearest(np.asarray(layer.matrix()), bits, group, symmetric, search=False)
+        weight = round_to_nearest(np.asarray(layer.matrix()), bits, group, symmetric)
         if flip:
             sign = rng.choice([-1, 1], weight.scales.shape).astype(np.int8)
             values = (weight.values.reshape(*sign.shape, -1) * sign[:, :, None]).reshape(weight.values.shape)

@@ -117,6 +117,9 @@ def test_a_wide_budget_leaves_everything_and_one_out_of_reach_says_the_best() ->
     assert choose_widths(options, [Limit(cost, least)]) == (2, 2, 2)
     with pytest.raises(PassError, match=rf"cannot be met: the least that these widths reach is {least:.6g} of"):
         choose_widths(options, [Limit(cost, least - 1)])
+    assert choose_widths(options, [Limit(cost, least - 1)], or_nearest=True) == (2, 2, 2)
+    few = Cost("units", cost.n_units, (Term((AxisSize(8, {0: 1}),), lambda sizes: sizes[0]),))
+    assert choose_widths(options, [Limit(few, 2), Limit(cost, cost.at((8, 8, 8)))], or_nearest=True)[0] == 2
 
 
 def test_allowed_widths_are_multiples_and_the_whole() -> None:

@@ -6,10 +6,13 @@ import graphs
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.formats.schemes import WeightScheme
 from compress.graph.layers import find_layers
+from compress.rounding.grid import round_to_grid
 from compress.rounding.int8 import mean_shift
 from compress.rounding.qdq import write_state
 from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
@@ -56,14 +59,14 @@ def test_groups_are_rounded_as_a_loop_rounds_them(
 ) -> None:
     """No weight moves by more than half a step, and a zero does not move at all."""
     weight, width = weight_of(rows, groups, size, seed), groups[1]
-    rounded = round_to_nearest(weight, bits, -1 if groups[0] == 1 else width, symmetric, search=False)
+    rounded = round_to_nearest(weight, bits, -1 if groups[0] == 1 else width, symmetric)
     found = rounded.dequantize()
     for row in range(rows):
         for group, start in enumerate(range(0, weight.shape[1], width)):
             own = slice(start, start + width)
             np.testing.assert_allclose(found[row, own], slow_group(weight[row, own], bits, symmetric), rtol=1e-6)
             assert np.abs(found[row, own] - weight[row, own]).max() <= rounded.scales[row, group] * 0.50001
-    searched = round_to_nearest(weight, bits, width, symmetric)
+    searched = round_to_grid(torch.from_numpy(weight), WeightScheme(bits, width, symmetric), signed=False)
     assert not found[weight == 0].any() and not searched.dequantize()[weight == 0].any()
     assert error(weight, searched) <= error(weight, rounded) * 1.00001
 
@@ -77,11 +80,14 @@ def test_what_is_on_the_grid_stays() -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_more_bits_smaller_groups_and_a_search_leave_less_error(symmetric: bool) -> None:
+    def search(bits: int, group: int) -> QuantizedWeight:
+        return round_to_grid(torch.from_numpy(WEIGHT), WeightScheme(bits, group, symmetric), signed=False)
+
     errors = {
-        (bits, group, search): error(WEIGHT, round_to_nearest(WEIGHT, bits, group, symmetric, search))
+        (bits, group, way is search): error(WEIGHT, way(bits, group))
         for bits in (4, 8)
         for group in (-1, 32, 16)
-        for search in (True, False)
+        for way in (search, lambda bits, group: round_to_nearest(WEIGHT, bits, group, symmetric))
     }
     for group in (-1, 32, 16):
         assert errors[8, group, True] < errors[4, group, True] <= errors[4, group, False]

@@ -16,12 +16,13 @@ from compress.search.chains import (
     PrunedStructure,
     Yields,
     count_cut,
+    count_left,
     design,
-    ease,
     find_least_bytes,
     find_smallest,
     ground_of,
     list_formats,
+    take_blocks,
     train,
     train_rounded,
 )
@@ -71,10 +72,15 @@ def test_a_structure_is_foreseen_to_meet_both_needs(depth: float, size: float, s
     assert after.macs <= given.facts.macs / speed * 1.001  # as the plan foresees measured times
 
 
-def test_less_speed_is_asked_for_where_it_is_out_of_reach_and_none_where_there_is_little() -> None:
-    assert ease(PrunedStructure(6, 0.8, 1.5), 1.0) == PrunedStructure(6, 0.8, 1.35)
-    assert ease(PrunedStructure(6, 0.8, 1.7), 1.35) == PrunedStructure(6, 0.8, 1.595)
-    assert ease(PrunedStructure(6, 0.8), 1.0) is None and ease(PrunedStructure(6, 0.8, 1.37), 1.35) is None
+def test_blocks_go_where_channels_are_at_their_end() -> None:
+    whole, yields = PrunedStructure(None, 0.8, 1.5), Yields()
+    fewer = take_blocks(ground(), whole, Needs(1.0, 1.3), yields)
+    assert fewer is not None and fewer.keep is not None and (fewer.max_params, fewer.speedup) == (0.8, 1.5)
+    assert count_left(ground().facts, fewer.keep)[0] <= 1 / 1.3 < count_left(ground().facts, fewer.keep + 1)[0]
+    assert take_blocks(ground(), PrunedStructure(1, 0.8, 1.5), Needs(1.0, 1.3), yields) is None
+    assert PrunedStructure(6, 0.8, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
+    assert not PrunedStructure(6, 0.7, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
+    assert not PrunedStructure(7, 0.8, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
 
 
 def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:

@@ -54,20 +54,28 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
     assert Measured({}).correct("cut") == fast  # one alone was in no race
 
 
-def test_a_winner_whose_lack_is_out_of_reach_is_trained_as_it_was_raced(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+def test_blocks_that_were_too_many_and_too_few_have_those_between_tried() -> None:
+    pursuit, needs = Measured({}), Needs(1.7, 4.0)
+    tried = {"many": Needs(0.8, 1.1), "few": Needs(0.7, 0.9)}
+    pursuit.known.structures = {"many": {"keep": 9}, "few": {"keep": 7}}
+    for found in (9, 7, 4):
+        assert pursuit.put_between(PrunedStructure(found), needs, tried) == PrunedStructure(8)
+    assert pursuit.put_between(PrunedStructure(3), needs, {"many": Needs(0.8, 1.1)}) == PrunedStructure(3)
+    pursuit.known.structures["few"] = {"keep": 8}
+    assert pursuit.put_between(PrunedStructure(9), needs, tried) is None
 
-    def try_chain(self: Pursuit, name: str, rung: int, passes: Any) -> Run:
-        tried.append(name)
-        return Run(rung, 1.0, "failed" if len(tried) == 1 else "judged")
 
-    monkeypatch.setattr(Measured, "chains", {})
-    monkeypatch.setattr(Measured, "chain_of", lambda self, structure, seconds: [])
-    monkeypatch.setattr(Measured, "time_to_train", lambda self: 60.0)
-    monkeypatch.setattr(Measured, "try_chain", try_chain)
-    run = Measured({"cut": Needs(1.0, 1.08)}).train_in_full("cut")
-    assert run is not None and run.state == "judged"
-    assert tried[0] != tried[1] == "blocks6-params80-faster120-trained"
+def test_channels_that_give_no_more_for_being_asked_leave_it_to_blocks() -> None:
+    pursuit, needs = Measured({}), Needs(1.7, 4.0)
+    first, second = PrunedStructure(6, 0.8, 1.5), PrunedStructure(6, 0.8, 2.0)
+    pursuit.known.structures = {
+        each.name: {"keep": 6, "max_params": 0.8, "speedup": each.speedup} for each in (first, second)
+    }
+    tried = {first.name: Needs(1.0, 1.3), second.name: Needs(1.0, 1.29)}
+    assert not pursuit.is_at_its_end(first, {first.name: tried[first.name]})
+    better = pursuit.improve(second, needs, 0.4, tried)
+    assert better is not None and better.keep is not None and better.keep < 6 and better.speedup == 2.0
+    assert not pursuit.is_at_its_end(second, tried | {second.name: Needs(1.0, 1.1)})  # it gave more
 
 
 def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:

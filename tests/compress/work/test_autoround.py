@@ -81,7 +81,7 @@ def test_the_block_comes_closer(grid: tuple[int, int, bool]) -> None:
 def test_a_step_is_the_sign_of_the_gradient() -> None:
     """One step by hand: v -= rate * sign(dL/dv), and so the scale's factor."""
     weight, upstream = weight_of(), weight_of(seed=1)
-    start = round_to_nearest(weight.numpy(), 4, 16, True, search=False)
+    start = round_to_nearest(weight.numpy(), 4, 16, True)
     layer = nn.Linear(32, 8, bias=False).requires_grad_(False)
     batch = BlockBatch(lambda: (layer.weight * upstream).sum()[None, None], lambda: torch.full((1, 1), -1e6), None, 1)
     step = JoinedBatches([batch, batch])

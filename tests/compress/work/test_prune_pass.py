@@ -119,6 +119,12 @@ def test_the_plan_refuses(config: dict[str, Any], message: str) -> None:
     assert re.search(message, problem)
 
 
+@pytest.mark.parametrize("budget", [{"max_params": 0.01}, {"speedup": 90.0}, {"max_params": 0.01, "speedup": 90.0}])
+def test_the_nearest_to_a_budget_is_the_least_that_widths_leave(budget: dict[str, float]) -> None:
+    plan = checked(**budget, or_nearest=True)
+    assert not plan.problems and plan.units == {"a": 8, "b": 8}
+
+
 def test_an_onnx_file_is_refused() -> None:
     plan = PruneChannels(ratio=0.5).check(ModelFacts("onnx", "Net", "generic", (), (), ()), TARGETS["onnxruntime-cpu"])
     assert "an ONNX file cannot be pruned" in plan.problems[0]
