@@ -57,12 +57,12 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
 def test_blocks_that_were_too_many_and_too_few_have_those_between_tried() -> None:
     pursuit, needs = Measured({}), Needs(1.7, 4.0)
     tried = {"many": Needs(0.8, 1.1), "few": Needs(0.7, 0.9)}
-    pursuit.known.structures = {"many": {"keep": 9}, "few": {"keep": 7}}
-    for found in (9, 7, 4):
-        assert pursuit.put_between(PrunedStructure(found), needs, tried) == PrunedStructure(8)
+    pursuit.known.structures = {"many": {"keep": 6}, "few": {"keep": 4}}
+    for found in (6, 4, 2):
+        assert pursuit.put_between(PrunedStructure(found), needs, tried) == PrunedStructure(5)
     assert pursuit.put_between(PrunedStructure(3), needs, {"many": Needs(0.8, 1.1)}) == PrunedStructure(3)
-    pursuit.known.structures["few"] = {"keep": 8}
-    assert pursuit.put_between(PrunedStructure(9), needs, tried) is None
+    pursuit.known.structures["few"] = {"keep": 5}
+    assert pursuit.put_between(PrunedStructure(6), needs, tried) is None
 
 
 def test_channels_that_give_no_more_for_being_asked_leave_it_to_blocks() -> None:
