@@ -29,6 +29,8 @@ from runtime.backends import BACKENDS
 from runtime.bundle.format import Manifest
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.samples import write_npz
+from runtime.decode.generate import Request
+from runtime.decode.talk import converse, write_answer
 from runtime.judge.bundle import report_unjudged
 from runtime.judge.explain import explain_path
 from runtime.judge.findings import Findings
@@ -104,7 +106,10 @@ def _build_parser() -> argparse.ArgumentParser:
         _generate,
         "let the model write: continue a prompt, or answer a text or recording",
     )
-    generate.add_argument("prompt", metavar="PROMPT", help="a text, or a recording's file; '-' reads a text from stdin")
+    about = "a text, or a recording's file; '-' reads a text from stdin"
+    generate.add_argument("prompt", metavar="PROMPT", nargs="?", help=about)
+    about = "answer each line of stdin, the model staying in memory; with --chat an answer knows what was said before"
+    generate.add_argument("--interactive", action="store_true", help=about)
     for flag, kind, about in _SAMPLING:
         generate.add_argument(flag, type=kind, metavar="N", help=about)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
@@ -247,18 +252,21 @@ def _generate(options: argparse.Namespace) -> int:
     manifest = read_manifest(options.bundle)
     names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in _SAMPLING]
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.interactive == (options.prompt is not None) or (options.interactive and options.json):
+        raise UsageError("generate: give a PROMPT, or --interactive alone, which reads prompts from stdin")
     prompt = read_stdin(MOST_INPUT) if options.prompt == "-" else options.prompt
     backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
+    request = Request(**settings, stop=options.stop or (), chat=options.chat)
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
-        more: dict[str, Any] = {**settings, "stop": options.stop or (), "chat": options.chat}
-        if options.json:
-            print_json(asdict(bundle.generate(prompt, **more)))
-            return 0
-        for piece in bundle.generate(prompt, stream=True, **more):
-            print(piece, end="", flush=True)
-    print()
+        answering = bundle.generator()
+        if options.interactive:
+            converse(answering, request)
+        elif options.json:
+            print_json(asdict(answering.generate([prompt], request)[0]))
+        else:
+            write_answer(answering, prompt, request)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from runtime.bundle.format import (
 )
 from runtime.bundle.manifest import BuildScore, Judgement
 from runtime.decode.scoring import score
+from runtime.decode.talk import describe_pace
 from runtime.errors import BundleError, UsageError
 from runtime.judge.findings import OF_DECODERS
 from runtime.judge.speed import request_evidence, speed_evidence
@@ -443,10 +445,47 @@ def test_generate_streams_what_python_gives(make_decoder_bundle: MakeBundle, cap
     }
 
 
+def test_what_is_typed_is_answered_line_by_line(
+    make_decoder_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    root = make_decoder_bundle()
+    with open_bundle(root) as bundle:
+        answers = [bundle.generate(prompt, max_new_tokens=4).text for prompt in ("Once", "a dog")]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"Once\n\n{'x' * 99}\na dog\n"))
+    assert main(["generate", str(root), "--interactive", "--max-new-tokens", "4", "--threads", "1"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "".join(f"{answer}\n" for answer in answers)
+    assert said.err.startswith("error: ") and "context_length 64" in said.err  # and the next line is answered
+
+
+def test_a_chat_knows_what_was_said(
+    make_decoder_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pytest.importorskip("jinja2")
+    template = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+    root = make_decoder_bundle(config={"chat_template": template})
+    settings = {"chat": True, "max_new_tokens": 3}
+    with open_bundle(root) as bundle:
+        first = bundle.generate("Hi", **settings).text
+        said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+        second = bundle.generate([*said, {"role": "user", "content": "so"}], **settings).text
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nso\n"))
+    assert main(["generate", str(root), "--interactive", "--chat", "--max-new-tokens", "3", "--threads", "1"]) == 0
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_how_fast_an_answer_came() -> None:
+    assert describe_pace(65, 0.25, 2.0) == "[65 tokens, the first after 250 ms, then 32.0 a second]"
+    assert describe_pace(1, 0.25, 0.0) == "[1 token, the first after 250 ms]"
+
+
 def test_calls_that_are_wrong_end_with_2(make_decoder_bundle: MakeBundle, image_bundle: Path, capsys: Any) -> None:
     root = make_decoder_bundle()
     assert main(["predict", str(root), "Once"]) == 2
     assert "`compress-run generate DIR PROMPT`" in capsys.readouterr().err
+    for words in ([], ["x", "--interactive"], ["--interactive", "--json"]):
+        assert main(["generate", str(root), *words]) == 2
+        assert "give a PROMPT, or --interactive alone" in capsys.readouterr().err
     assert main(["generate", str(root), "x" * 99]) == 2
     assert "context_length 64" in capsys.readouterr().err
     assert main(["generate", str(root), "x", "--chat"]) == 2
