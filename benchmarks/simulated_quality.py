@@ -12,6 +12,7 @@ import numpy as np
 from runtime.bundle.format import Gate, Judgement
 from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.metrics import Outputs
+from runtime.metrics.language import PART, PARTS
 from runtime.tasks.metrics import METRICS
 
 SIZES = (10, 20, 30, 50, 100, 200, 500, 1000, 5000)
@@ -292,6 +293,7 @@ def language_subjects() -> Iterator[Subject]:
     for of_lengths, length in lengths.items():
         for of_added, losses in added.items():
             yield language_subject(f"{of_lengths}, adds {of_added}", length, losses)
+    yield from window_subjects()
     for disagreeing in (0.05, 0.01, 0.001):
         yield token_agreement_subject(disagreeing)
 
@@ -318,6 +320,40 @@ def language_subject(shape: str, length: Callable[[Rng, int], Array], losses: Lo
         ("kl_token", "max"): 0.05,
     }
     return Subject("tokens", shape, draw, truths)
+
+
+def window_subjects() -> Iterator[Subject]:
+    """Few windows of a long text: what the candidate adds differs from part to part, and in part by window."""
+    for name, losses in {
+        "lognormal 0.5": lognormal(0.5),
+        "lognormal 1": lognormal(1.0),
+        "gamma 0.3": LOSSES["gamma 0.3"],
+    }.items():
+        for shared in (0.0, 0.2, 0.5):
+            yield window_subject(f"{shared:g} of {name} by window", losses, shared)
+
+
+def window_subject(shape: str, losses: Losses, shared: float) -> Subject:
+    """`shared`: the share of what is added that all parts of a window have alike."""
+    scale, before, after = 0.05 / losses.mean, 3.0, 3.05
+
+    def draw(rng: Rng, n: int) -> Mapping[str, Evidence]:
+        tokens = np.tile([PART] * 7 + [PART - 1], (n, 1))
+        base = rng.gamma(30, 0.1, (n, 1)) + rng.normal(0, 0.4, tokens.shape)
+        alone, alike = (losses.draw(rng, size).reshape(n, -1) for size in (tokens.size, n))
+        extra = scale * (shared * alike + (1 - shared) * alone) * tokens
+        theirs, ours = add_parts(base * tokens, tokens), add_parts(base * tokens + extra, tokens)
+        ours |= {"kl": extra.sum(axis=1), f"{PARTS}kl": extra}
+        return quality(("nll", "kl_token"), ours, theirs, None)
+
+    truths = {("nll", "max_drop"): 0.05, ("nll", "max"): after, ("kl_token", "max"): 0.05}
+    truths |= {("nll", "min_retained"): before / after}
+    return Subject("windows", shape, draw, truths, (10, 20, 40))
+
+
+def add_parts(nll: Array, tokens: Array) -> dict[str, Array]:
+    sums = {"nll": nll, "n_tokens": tokens}
+    return {name: values.sum(axis=1) for name, values in sums.items()} | {f"{PARTS}{n}": v for n, v in sums.items()}
 
 
 def token_agreement_subject(disagreeing: float) -> Subject:

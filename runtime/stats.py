@@ -217,7 +217,11 @@ def _find_zero(falling: Callable[[float], float], low: float, high: float) -> fl
 
 
 def skewed_interval(
-    value: float, influence: np.ndarray, confidence: float, weights: np.ndarray | None = None
+    value: float,
+    influence: np.ndarray,
+    confidence: float,
+    weights: np.ndarray | None = None,
+    least: int = MIN_SAMPLES,
 ) -> Estimate:
     """Return the interval of a statistic from what each of its n samples adds to it, float64 [n].
 
@@ -228,14 +232,14 @@ def skewed_interval(
     normal's towards both: of two heavy tails a sample may miss either. Where fewer than `_FEWEST_CARRIERS` samples
     carry the spread, the end is as far as that transformation goes, and farther by what was not drawn: as large a share
     as none of n samples may be of, of deviations `_UNSEEN_TAIL` times as large as the largest one. Samples of unequal
-    `weights` count as the fewer equal ones that Kish (1965) puts for them.
+    `weights` count as the fewer equal ones that Kish (1965) puts for them; of fewer than `least` there is no interval.
     """
     n = len(influence)
     if weights is not None and not weights.any():
         return unknown(value, f"{n} samples", "none of them counts")
-    equal = n if weights is None else float(weights.sum() ** 2 / np.sum(weights**2))
-    if equal < MIN_SAMPLES:
-        return unknown(value, f"{n} samples", f"at least {math.ceil(n * MIN_SAMPLES / equal)} would be needed")
+    equal = count_equal(n, weights)
+    if equal < least:
+        return unknown(value, f"{n} samples", f"at least {math.ceil(n * least / equal)} would be needed")
     centred = influence - influence.mean()
     spread = math.sqrt(np.mean(centred**2))
     if spread == 0:
@@ -252,6 +256,11 @@ def skewed_interval(
         for skew, alone in zip(skews, few, strict=True)
     )
     return Estimate(value, value - below, value + above, FEW_CARRIERS if any(few) else HALL)
+
+
+def count_equal(n: int, weights: np.ndarray | None) -> float:
+    """Return how many equal samples say as much as n of these weights (Kish 1965)."""
+    return n if weights is None else float(weights.sum() ** 2 / np.sum(weights**2))
 
 
 def _hall_quantile(quantile: float, skew: float) -> float:

@@ -38,6 +38,7 @@ from compress.store.run_log import open_console
 from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
+from runtime.decode.scoring import split_sides
 from runtime.errors import UsageError
 from runtime.judge.bundle import prepare
 from runtime.judge.evidence import Evidence, quality_evidence
@@ -215,7 +216,7 @@ class _Judge:
         """Return what is known of the metric with these switches; None where outputs are not finite."""
         case = self.model.case
         outputs = self.model.run(vector, self.rows, self.reference)
-        outputs = {name: values for name, values in outputs.items() if name != "reference_nll"}
+        _, outputs = split_sides(outputs)
         try:
             check_finite(outputs)
         except NonFiniteOutputs:

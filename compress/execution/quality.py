@@ -27,7 +27,7 @@ from compress.store.durable import temporary_folder
 from runtime.backends import find_backend, open_model
 from runtime.backends.base import STATES, write_states
 from runtime.bundle.tensors import TensorSpec
-from runtime.decode.scoring import reduce_sample
+from runtime.decode.scoring import TokenNumbers, measure_tokens, split_sides, sum_tokens
 from runtime.encode.preprocess import make_preprocessor
 from runtime.judge.copies import find_draws
 from runtime.judge.evidence import quality_evidence, select_metrics
@@ -199,13 +199,8 @@ def score_streamed(
             held.enter_context(open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
         _share(*heads)
-        rows = list(_score_rows(heads, context.batches, masks))
-    names = ("nll", "n_tokens", "kl", "agree", "reference_nll")
-    columns = {name: np.array([row[name] for row in rows]) for name in names}
-    baseline = {"nll": columns["reference_nll"], "n_tokens": columns["n_tokens"].astype(np.int64)}
-    candidate = {name: columns[name] for name in ("nll", "kl")}
-    candidate |= {name: columns[name].astype(np.int64) for name in ("n_tokens", "agree")}
-    return baseline, candidate
+        sums = sum_tokens(list(_score_rows(heads, context.batches, masks)))
+    return split_sides(sums)
 
 
 def _share(one: BlockWork, other: BlockWork) -> None:
@@ -220,8 +215,8 @@ def _share(one: BlockWork, other: BlockWork) -> None:
 
 def _score_rows(
     heads: Sequence[BlockWork], batches: Sequence[Feeds], masks: Sequence[np.ndarray] | None
-) -> Iterator[dict[str, float]]:
-    """Yield each text's sums, in order."""
+) -> Iterator[TokenNumbers]:
+    """Yield what is scored of each text's tokens, in order."""
     texts = enumerate(batches)
     for i in range(len(heads[0].calls)):
         with torch.no_grad():
@@ -229,5 +224,4 @@ def _score_rows(
         for row in range(len(logits[0])):
             text, feeds = next(texts)
             ids, counted = feeds["input_ids"][0], None if masks is None else masks[text][1:]
-            sums = reduce_sample([one[row, : len(ids) - 1] for one in logits], ids[1:], counted)
-            yield {**sums, "n_tokens": len(ids) - 1 if counted is None else int(counted.sum())}
+            yield measure_tokens([one[row, : len(ids) - 1] for one in logits], ids[1:], counted)

@@ -63,6 +63,7 @@ from compress.work import WORK, find_work
 from runtime.backends import BACKENDS
 from runtime.bundle.format import Judgement
 from runtime.bundle.manifest import fixed_batch
+from runtime.encode.language import LanguagePreprocess
 from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, SIZES
@@ -319,7 +320,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         how = _IN_ONNXRUNTIME if runs else _BY_TORCH
         why = f": {reason}" if recipe.target in BACKENDS else ""
         texts.append(f"{recipe.target} does not run here{why}; {how}")
-    texts += [*_warn_plain_texts(inputs), *_warn_few_samples(recipe.validate_, data["evaluation"].n_samples)]
+    texts += [*_warn_plain_texts(inputs), *_warn_few_samples(inputs, data["evaluation"].n_samples)]
     texts += _warn_few_processes(recipe.validate_)
     if not recipe.validate_.gates:
         texts.append("validate: no gates; the verdict will be unjudged, whatever is measured")
@@ -334,11 +335,13 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 
 
-def _warn_few_samples(judgement: Judgement, n_samples: int) -> list[str]:
+def _warn_few_samples(inputs: Inputs, n_samples: int) -> list[str]:
     """Warn of gates on quality that so few samples cannot decide, even if the candidate loses nothing."""
+    judgement, spec = inputs.recipe.validate_, inputs.preprocess
+    longest = (spec.pack or spec.max_length) - 1 if isinstance(spec, LanguagePreprocess) else 0
     texts = []
     for gate in judgement.gates:
-        least = count_least_samples(gate, judgement.confidence) if gate.metric in METRICS else 0
+        least = count_least_samples(gate, judgement.confidence, longest) if gate.metric in METRICS else 0
         if n_samples < least:
             bounds = ", ".join(f"{rule} {limit:g}" for rule, limit in gate.bounds.items())
             wider = ", or ask for less" if METRICS[gate.metric].kind == "proportion" else ""

@@ -19,7 +19,7 @@ from runtime.decode.generate import Answer, Pieces, Request, Result, TextStream,
 from runtime.decode.kv_cache import EncodedDecoder
 from runtime.decode.rules import find_rules
 from runtime.decode.sampling import Sampling
-from runtime.decode.scoring import reduce_sample, run_logits, split_batches, vocab_size
+from runtime.decode.scoring import TokenNumbers, measure_tokens, run_logits, split_batches, sum_tokens, vocab_size
 from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import DECODER_IDS, Seq2SeqEncoder
 from runtime.encode.split import Split, split_samples
@@ -162,28 +162,23 @@ def score_answers(
     by_sample = seq2seq.references(columns)
     split = split_samples(seq2seq, columns)
     sessions = [session] if reference_session is None else [session, reference_session]
-    names = ("nll", "kl", "reference_nll")[: 1 if reference_session is None else 3]
-    sums: dict[str, Array] = {name: np.zeros(len(by_sample)) for name in names}
-    sums |= {"n_tokens": np.array([len(ids) for ids in seq2seq.predicted(by_sample)], np.int64)}
-    sums |= {"agree": np.zeros(len(by_sample), np.int64)} if reference_session is not None else {}
-    short = np.flatnonzero(sums["n_tokens"] < 1)
-    if short.size:
-        raise UsageError(f"sample {short[0]}: its reference has no token to predict")
-    sums["n_tokens"][split.rows_each > 1] = 0
+    short = next((row for row, ids in enumerate(seq2seq.predicted(by_sample)) if not len(ids)), None)
+    if short is not None:
+        raise UsageError(f"sample {short}: its reference has no token to predict")
+    measured: list[TokenNumbers] = [{}] * len(by_sample)
     generator = AnswerGenerator(EncodedDecoder(session, seq2seq.target.start_tokens), seq2seq)
     answers: list[list[str]] = [[] for _ in by_sample]
     vocab = max(map(vocab_size, sessions)) or seq2seq.vocab_size or 1
     references = [by_sample[sample] for sample in split.samples]
     for rows in split_batches(references, batch_size, vocab):  # parts of a sample keep their order: it sorts stably
-        scored = [row for row in rows if sums["n_tokens"][split.samples[row]]]
+        scored = [row for row in rows if split.rows_each[split.samples[row]] == 1]
         for row, logits in _score_batch(sessions, seq2seq, split.columns, references, scored):
             targets = references[row][len(seq2seq.target.start_tokens) :]
-            for name, value in reduce_sample(logits, targets).items():
-                sums[name][split.samples[row]] = value
+            measured[split.samples[row]] = measure_tokens(logits, targets)
         results = collect_results(generator.stream_rows(split.columns, Request(), np.array(rows)))
         for row, result in zip(rows, results, strict=True):
             answers[split.samples[row]].append(result.text)
-    return {**sums, "answer": pack_texts([join_texts(texts) for texts in answers])}
+    return {**sum_tokens(measured), "answer": pack_texts([join_texts(texts) for texts in answers])}
 
 
 def _score_batch(

@@ -6,9 +6,8 @@ both models read the same batch, side by side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,16 @@ from runtime.bundle.columns import Array, Columns, count
 from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import BundleError, UsageError
+from runtime.metrics.language import PART, PARTS
 
 LOGITS_BYTES = 256 << 20
 """Of one model's batch at most; a single text may take more."""
 REDUCED_AT_ONCE = 1 << 20
 """Logits that are turned to float64 at once."""
+REFERENCE = "reference_"
+"""In the name of a sum of the reference's."""
+TokenNumbers = dict[str, Array]
+"""What `score` sums up, by name, of each counted token of a sample [t]."""
 
 
 def score(
@@ -35,8 +39,9 @@ def score(
 
     {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, {"kl": float64 [N]
     KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
-    "reference_nll": float64 [N]}. Samples are what `LanguageEncoder.samples` makes of the columns; where these have a
-    "loss_mask", only the tokens that it marks are summed and counted. The result does not depend on the samples' order.
+    "reference_nll": float64 [N]}; each also of parts of PART tokens, "part_nll" [N, P], 0 where a sample has no more.
+    Samples are what `LanguageEncoder.samples` makes of the columns; where these have a "loss_mask", only the tokens
+    that it marks are summed and counted. The result does not depend on the samples' order.
     UsageError for samples that do not fit, a sample of one token, and models whose vocabularies differ; BundleError for
     a graph without logits [batch, sequence, vocab].
     """
@@ -51,15 +56,31 @@ def score(
     if not targets.any():
         raise UsageError(f"column '{LOSS_MASK}' marks no token that is predicted: there is nothing to score")
     sessions = [session] if reference_session is None else [session, reference_session]
-    names = ("nll", "kl", "reference_nll")[: 1 if reference_session is None else 3]
-    sums: dict[str, Array] = {name: np.zeros(len(sequences)) for name in names}
-    sums |= {"n_tokens": targets}
-    sums |= {"agree": np.zeros(len(sequences), np.int64)} if reference_session is not None else {}
+    rows: list[TokenNumbers] = [{}] * len(sequences)
     for row, logits in logit_rows(sessions, language, sequences, batch_size):
-        counted = None if masks is None else masks[row][1:]
-        for name, value in reduce_sample(logits, sequences[row][1:], counted).items():
-            sums[name][row] = value
+        rows[row] = measure_tokens(logits, sequences[row][1:], None if masks is None else masks[row][1:])
+    return sum_tokens(rows)
+
+
+def sum_tokens(rows: Sequence[TokenNumbers]) -> dict[str, Array]:
+    """Return `score`'s sums of samples of which `measure_tokens` gave the numbers; {}: no token of it is scored."""
+    n_tokens = np.array([len(row["nll"]) if row else 0 for row in rows], np.int64)
+    n_parts = -(-int(n_tokens.max(initial=0)) // PART)
+    held, by_part = np.arange(n_parts * PART) < n_tokens[:, None], (len(rows), n_parts, PART)
+    sums = {"n_tokens": n_tokens, f"{PARTS}n_tokens": held.reshape(by_part).sum(axis=2)}
+    for name, some in next((row for row in rows if row), {"nll": np.zeros(0)}).items():
+        values = np.zeros(held.shape, some.dtype)
+        values[held] = np.concatenate([row[name] for row in rows if row] or [some])
+        sums[name] = np.array([row[name].sum() if row else 0 for row in rows], some.dtype)
+        sums[f"{PARTS}{name}"] = values.reshape(by_part).sum(axis=2)
     return sums
+
+
+def split_sides(sums: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return (the reference's, the model's own) of the sums that `score` gives with a reference."""
+    own = {name: values for name, values in sums.items() if REFERENCE not in name}
+    reference = {name.replace(REFERENCE, ""): values for name, values in sums.items() if REFERENCE in name}
+    return {**reference, **{name: own[name] for name in own if name.endswith("n_tokens")}}, own
 
 
 def count_targets(sequences: Sequence[Array], masks: Sequence[Array] | None) -> Array:
@@ -100,34 +121,31 @@ def logit_rows(
             yield row, [logits[place, : len(sequences[row]) - 1] for logits in all_logits]
 
 
-def reduce_sample(logits: Sequence[Array], targets: Array, counted: Array | None = None) -> dict[str, Any]:
-    """Return `score`'s sums of one sample.
+def measure_tokens(logits: Sequence[Array], targets: Array, counted: Array | None = None) -> TokenNumbers:
+    """Return what `score` sums up, of each counted token of one sample.
 
     `logits`: [t, vocab] of the model (and the reference); `targets`: the tokens that came, [t]; `counted`: which of
-    them are summed, bool [t]; None: all.
+    them count, bool [t]; None: all.
     """
     if counted is not None and not counted.all():
         logits, targets = [model_logits[counted] for model_logits in logits], targets[counted]
-    totals: dict[str, Any] = {}
     step = max(1, REDUCED_AT_ONCE // logits[0].shape[-1])
-    for start in range(0, max(len(targets), 1), step):  # once for no tokens: sums of nothing are 0
-        part = slice(start, start + step)
-        for name, value in _reduce_part([model_logits[part] for model_logits in logits], targets[part]).items():
-            totals[name] = totals.get(name, 0) + value
-    return totals
+    pieces = [slice(start, start + step) for start in range(0, max(len(targets), 1), step)]  # one for no tokens
+    parts = [_measure_piece([model_logits[piece] for model_logits in logits], targets[piece]) for piece in pieces]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _reduce_part(logits: Sequence[Array], targets: Array) -> dict[str, Any]:
+def _measure_piece(logits: Sequence[Array], targets: Array) -> TokenNumbers:
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are told of where the sums are judged
         log_q, *reference = (log_softmax(model_logits) for model_logits in logits)
-        sums: dict[str, Any] = {"nll": -_pick_tokens(log_q, targets).sum()}
+        found = {"nll": -_pick_tokens(log_q, targets)}
         for log_p in reference:
-            sums["reference_nll"] = -_pick_tokens(log_p, targets).sum()
             chance = np.exp(log_p)  # [t, vocab]
             divergence = np.where(chance > 0, chance * (log_p - log_q), 0 * chance).sum(axis=-1)  # [t]
-            sums["kl"] = np.maximum(divergence, 0.0).sum()  # rounding can leave -1e-17
-            sums["agree"] = int(np.count_nonzero(log_p.argmax(axis=-1) == log_q.argmax(axis=-1)))
-    return sums
+            found["reference_nll"] = -_pick_tokens(log_p, targets)
+            found["kl"] = np.maximum(divergence, 0.0)  # rounding can leave -1e-17
+            found["agree"] = (log_p.argmax(axis=-1) == log_q.argmax(axis=-1)).astype(np.int64)
+    return found
 
 
 def log_softmax(logits: Array) -> Array:

@@ -26,6 +26,7 @@ from runtime.bundle.format import (
 )
 from runtime.bundle.onnx_file import graph_facts
 from runtime.clock.machine import environment
+from runtime.decode.scoring import split_sides
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
 from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
@@ -289,8 +290,7 @@ def run_candidate(case: Case) -> Outputs:
         if not manifest.generates:
             check_outputs(case.root, manifest.task, run(reference), case.baseline)
             return run(session)
-        outputs = run(session, reference)
-    again = {"nll": outputs.pop("reference_nll"), "n_tokens": outputs["n_tokens"]}
+        again, outputs = split_sides(run(session, reference))
     check_outputs(case.root, manifest.task, again, case.baseline)
     check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
     return outputs

@@ -18,6 +18,8 @@ class Draws:
 
     of_row: Array
     """The draw of each row, int64 [N], numbered from 0."""
+    are_runs: bool = False
+    """Whether rows are parts of samples, and draws runs of neighbours among them."""
 
     @classmethod
     def number(cls, names: Array) -> Draws:

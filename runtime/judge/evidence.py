@@ -20,6 +20,7 @@ from runtime.judge.copies import Draws
 from runtime.judge.slices import LABEL, Groups
 from runtime.metrics import Metric, Outputs
 from runtime.metrics.base import Columns, Flaws, Link
+from runtime.metrics.language import PART, RUN
 from runtime.stats import (
     FEW_CARRIERS,
     HALL,
@@ -29,6 +30,7 @@ from runtime.stats import (
     bound_mean,
     bound_rare_changes,
     change_scale,
+    count_equal,
     paired_difference,
     paired_ratio,
     proportion_interval,
@@ -36,6 +38,9 @@ from runtime.stats import (
     unknown,
 )
 from runtime.tasks.metrics import METRICS, is_own, why_not
+
+LEAST_RUNS = 10
+"""Equal runs of a text's parts below which their scatter is not known: Student's t of 9 degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,9 @@ def _make_evidence(
         ours, theirs = _take_rows(ours, counted), None if theirs is None else _take_rows(theirs, counted)
         draws = draws.take(counted)
     n = draws.n
+    few = _cut_few(metric, ours, theirs, draws)
+    if few is not None:
+        ours, theirs, draws = few
     nothing = unknown(math.nan, "no samples", "none of them counts")
     estimates: Sequence[Estimate | None] = (None if theirs is None else nothing, nothing, nothing)
     if n:
@@ -203,7 +211,7 @@ def _make_evidence(
         unit=metric.unit,
         higher_is_better=metric.higher_is_better,
         n=n,
-        counted=metric.counted if draws.are_rows else f"different {metric.counted}",
+        counted=metric.counted if draws.are_rows or draws.are_runs else f"different {metric.counted}",
         baseline=before,
         candidate=after,
         difference=difference,
@@ -211,9 +219,36 @@ def _make_evidence(
     )
 
 
-def count_least_samples(gate: Gate, confidence: float) -> int:
-    """Return how many samples can decide that a gate on quality holds, at the best that they can show."""
+def _cut_few(
+    metric: Metric, ours: Columns, theirs: Columns | None, draws: Draws
+) -> tuple[Columns, Columns | None, Draws] | None:
+    """Return the columns of both models by parts of samples, in runs, where samples are few and their parts are not."""
+    if metric.cut is None or not draws.n or not draws.are_rows or _count_equal(metric, ours, draws) >= MIN_SAMPLES:
+        return None
+    cut = metric.cut(ours)
+    if cut is None:
+        return None
+    parts, others = cut[0], None if theirs is None else metric.cut(theirs)
+    runs = replace(Draws.number(cut[1]), are_runs=True)
+    enough = _count_equal(metric, parts, Draws.number(np.arange(len(parts[0])))) >= MIN_SAMPLES
+    if not enough or _count_equal(metric, parts, runs) < LEAST_RUNS or (theirs is not None and others is None):
+        return None
+    return parts, None if others is None else others[0], runs
+
+
+def _count_equal(metric: Metric, columns: Columns, draws: Draws) -> float:
+    return count_equal(draws.n, draws.weigh(_sample_weights(metric, columns)))
+
+
+def count_least_samples(gate: Gate, confidence: float, longest: int = 0) -> int:
+    """Return how many samples can decide that a gate on quality holds, at the best that they can show.
+
+    `longest`: the most tokens that one of them has; 0 where samples are no texts.
+    """
     metric = METRICS[gate.metric]
+    if metric.cut is not None and longest:
+        parts = math.ceil(longest / PART)
+        return max(math.ceil(MIN_SAMPLES / parts), math.ceil(LEAST_RUNS / math.ceil(parts / RUN)))
     if metric.kind != "proportion":
         return MIN_SAMPLES
     needed, tail = 1, (1 - confidence) / 2
@@ -301,7 +336,16 @@ def _count(draws: Draws, marks: Array) -> tuple[float, float]:
 
 
 def _estimate_influence(value: float, influence: Array, weights: Array | None, draws: Draws, level: float) -> Estimate:
-    return skewed_interval(value, draws.add_up(influence), level, draws.weigh(weights))
+    """Estimate a statistic by what each draw adds; of runs by that of each part, too, the wider interval of the two.
+
+    Parts show the tail, of which runs are too few; runs, what neighbours have in common.
+    """
+    added, weighed = draws.add_up(influence), draws.weigh(weights)
+    if not draws.are_runs:
+        return skewed_interval(value, added, level, weighed)
+    parts = skewed_interval(value, influence, level, weights)
+    runs = skewed_interval(value, added, level, weighed, LEAST_RUNS)
+    return replace(parts, low=min(parts.low, runs.low), high=max(parts.high, runs.high))
 
 
 def _estimate_proportion(

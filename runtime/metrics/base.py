@@ -169,6 +169,9 @@ class Metric:
     """How much each sample counts, float64 [N], where that differs."""
     counts: Callable[[Columns], np.ndarray] | None = None
     """Which samples it is of, bool [N]; None: all. Those it is not of add nothing to the statistic."""
+    cut: Callable[[Columns], tuple[Columns, np.ndarray] | None] | None = None
+    """Gives columns of parts of samples [M], for sets of few long samples, and the run of neighbours that each part
+    belongs to, int64 [M]; None where the columns hold none."""
     bias: Callable[[Columns], float] | None = None
     """By how much the statistic of finite samples is off on average, estimated; None for one that is not."""
     shortage: Callable[[Columns], str] | None = None

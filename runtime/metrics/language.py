@@ -1,8 +1,9 @@
 """Language models: how well the next token is foreseen, and how far the candidate is from the baseline.
 
 Outputs are what `runtime.decode.scoring.score` gives: sums over each sample's predicted tokens. Metrics are per token,
-sums over sums, so that a long text counts for more than a short one; whole samples are what intervals take as drawn.
-A sample of no tokens (a recording that is read in several parts, a chat whose assistant says nothing) does not count.
+sums over sums, so that a long text counts for more than a short one. Whole samples are what intervals take as drawn;
+of few long ones, their parts (`cut_parts`). A sample of no tokens (a recording that is read in several parts, a chat
+whose assistant says nothing) does not count.
 """
 
 from __future__ import annotations
@@ -15,23 +16,30 @@ import numpy as np
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.metrics.base import Columns, Link, Metric, Outputs, share_of_sums
 
+PART = 64
+"""Tokens of a sample that follow each other and are summed up as one part, too."""
+PARTS = "part_"
+"""Before the name of a sum: of each part."""
+RUN = 8
+"""Parts of a run: 512 tokens."""
+
 
 def nll_columns(outputs: Outputs, reference: Any) -> Columns:
     """Return nats and tokens of each sample; the reference is the text itself, which is in the outputs already."""
-    return outputs["nll"], outputs["n_tokens"]
+    return outputs["nll"], outputs["n_tokens"], *_select_parts(outputs, "nll")
 
 
 def kl_columns(outputs: Outputs, baseline: Outputs) -> Columns:
     """Return nats of KL(baseline || candidate), and tokens, of each sample."""
-    return _select_column(outputs, baseline, "kl", np.zeros(len(outputs["nll"])))
+    return _select_columns(outputs, baseline, "kl", np.zeros(len(outputs["nll"])))
 
 
 def agreement_columns(outputs: Outputs, baseline: Outputs) -> Columns:
     """Return the number of tokens for which both models find the same one most likely, and of all, of each sample."""
-    return _select_column(outputs, baseline, "agree", outputs["n_tokens"])
+    return _select_columns(outputs, baseline, "agree", outputs["n_tokens"])
 
 
-def _select_column(outputs: Outputs, baseline: Outputs, name: str, of_itself: np.ndarray) -> Columns:
+def _select_columns(outputs: Outputs, baseline: Outputs, name: str, of_itself: np.ndarray) -> Columns:
     """Return the column `name`, or `of_itself` where the outputs are the baseline's own; and the tokens."""
     if not np.array_equal(outputs["n_tokens"], baseline["n_tokens"]):
         raise RuntimeFailure(
@@ -39,10 +47,29 @@ def _select_column(outputs: Outputs, baseline: Outputs, name: str, of_itself: np
             "baseline: both must read the same samples"
         )
     if name in outputs:
-        return outputs[name], outputs["n_tokens"]
+        return outputs[name], outputs["n_tokens"], *_select_parts(outputs, name)
     if not np.array_equal(outputs["nll"], baseline["nll"]):
         raise UsageError(f"the outputs hold no '{name}': score the candidate beside the baseline")
     return of_itself, outputs["n_tokens"]
+
+
+def _select_parts(outputs: Outputs, name: str) -> Columns:
+    """Return the sums and the tokens of each sample's parts, [N, P] each; () of a bundle that has none."""
+    names = (f"{PARTS}{name}", f"{PARTS}n_tokens")
+    return tuple(outputs[part] for part in names) if names[0] in outputs else ()
+
+
+def cut_parts(columns: Columns) -> tuple[Columns, np.ndarray] | None:
+    """Return the columns of parts instead of samples, and the run of each part, int64 [M]; None where there are none.
+
+    A run is RUN parts that follow each other in a sample: tokens of one text depend on those before them.
+    """
+    if len(columns) == 2:
+        return None
+    sums, n_tokens = columns[2:]
+    held = n_tokens > 0
+    rows, places = np.nonzero(held)
+    return (sums[held], n_tokens[held]), rows * held.shape[1] + places // RUN
 
 
 def per_token(columns: Columns) -> float:
@@ -93,6 +120,7 @@ NLL = Metric(
     influence=per_token_influence,
     weights=tokens,
     counts=have_tokens,
+    cut=cut_parts,
 )
 PERPLEXITY = Metric(
     name="perplexity",
@@ -109,6 +137,7 @@ PERPLEXITY = Metric(
     influence=perplexity_influence,
     weights=tokens,
     counts=have_tokens,
+    cut=cut_parts,
     link=Link(to=math.log, back=math.exp, slope=lambda value: 1 / value),
 )
 KL_TOKEN = Metric(
@@ -126,6 +155,7 @@ KL_TOKEN = Metric(
     influence=per_token_influence,
     weights=tokens,
     counts=have_tokens,
+    cut=cut_parts,
     ideal=0.0,
 )
 TOKEN_AGREEMENT = Metric(
@@ -141,5 +171,6 @@ TOKEN_AGREEMENT = Metric(
     kind="statistic",
     **share_of_sums(),
     counts=have_tokens,
+    cut=cut_parts,
     ideal=1.0,
 )

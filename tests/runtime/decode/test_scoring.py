@@ -59,7 +59,7 @@ def test_sums_are_those_of_the_definition(tiny: Any, tmp_path: Path, shared: boo
         want = slow_nll(tiny.decoder_logits(tiny.decoder_weights(), ids), ids)
         assert found["nll"][row] == pytest.approx(want, abs=1e-4)
     assert found["n_tokens"].dtype == np.int64 and found["nll"].dtype == np.float64
-    assert found.keys() == {"nll", "n_tokens"}
+    assert found.keys() == {"nll", "n_tokens", "part_nll", "part_n_tokens"}
 
 
 def test_perplexity_is_exp_of_all_nats_over_all_tokens(tiny: Any, tmp_path: Path, session: Session) -> None:
@@ -91,6 +91,25 @@ def test_beside_a_reference(tiny: Any, tmp_path: Path, session: Session, shared:
 def softmax(logits: np.ndarray) -> np.ndarray:
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("part", [3, 5, 64])
+def test_sums_of_parts_are_those_of_their_tokens(
+    tiny: Any, tmp_path: Path, session: Session, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "PART", part)
+    own, texts = encoder(tiny, tmp_path, session), ["the cat sat", "x", "a dog ran"]
+    found = score(session, own, {"text": texts}, 2, session)
+    assert found["part_nll"].shape == (3, -(-int(found["n_tokens"].max()) // part))
+    for row, text in enumerate(texts):
+        ids = [BOS, *own.tokens(text)]
+        logits = tiny.decoder_logits(tiny.decoder_weights(), ids)
+        for number, start in enumerate(range(0, len(ids) - 1, part)):
+            piece = ids[start : start + part + 1]
+            assert found["part_nll"][row, number] == pytest.approx(slow_nll(logits[start:], piece), abs=1e-4)
+            assert found["part_n_tokens"][row, number] == found["part_agree"][row, number] == len(piece) - 1
+    for name in ("nll", "n_tokens", "agree", "kl", "reference_nll"):
+        np.testing.assert_allclose(found[f"part_{name}"].sum(axis=1), found[name])
 
 
 # identities

@@ -382,6 +382,36 @@ def test_samples_without_tokens_count_for_nothing() -> None:
     assert of_none.verdict == "undecided" and "none of them counts" in of_none.why
 
 
+def windows(added: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(Candidate's, baseline's) sums of windows of parts of 64 tokens; `added`: nats per token of each part [N, P]."""
+    rng = np.random.default_rng(0)
+    tokens, base = np.full(added.shape, 64), rng.gamma(30, 0.1, added.shape)
+    sides = []
+    for nats in (base + added, base):
+        parts = {"nll": nats * tokens, "n_tokens": tokens}
+        sums = {name: values.sum(axis=1) for name, values in parts.items()}
+        sides.append(sums | {f"part_{name}": values for name, values in parts.items()})
+    return sides[0], sides[1]
+
+
+def test_few_long_texts_are_decided_by_their_parts_and_what_neighbours_share() -> None:
+    judgement = Judgement(gates=(Gate("nll", max_drop=0.05),))
+
+    def decide(added: np.ndarray, cut: bool = True) -> str:
+        sides = [{n: v for n, v in side.items() if cut or not n.startswith("part_")} for side in windows(added)]
+        (result,) = judge(judgement, quality_evidence([METRICS["nll"]], *sides, None, judgement))
+        return result.verdict
+
+    rng = np.random.default_rng(1)
+    alone, alike = rng.exponential(0.02, (19, 8)), np.repeat(rng.exponential(0.02, (19, 1)), 8, axis=1)
+    assert decide(alone) == "pass" and decide(alone + 0.1) == "fail"
+    assert decide(alone, cut=False) == "undecided"  # 19 texts
+    assert decide(alone + 0.022) == "pass"
+    assert decide(alike + 0.022) == "undecided"  # what differs from window to window has 19 draws and no more
+    assert decide(alone[:9]) == "undecided"  # of 9 runs no scatter is known
+    assert decide(alone[:2].repeat(30, axis=1)) == "undecided" and decide(rng.exponential(0.02, (2, 88))) == "pass"
+
+
 def test_metrics_of_tokens_where_there_are_none() -> None:
     outputs, task = scored(np.zeros(3, np.int64), 0), "automatic-speech-recognition"
     labels = ["a", "b", "c"]
@@ -438,6 +468,12 @@ def test_copies_that_are_wrong_together_widen_the_interval() -> None:
     )
     assert wide.candidate.value == narrow.candidate.value == 0.75
     assert wide.candidate.high - wide.candidate.low > 3 * (narrow.candidate.high - narrow.candidate.low)
+
+
+def test_so_many_windows_can_decide_a_gate_on_tokens() -> None:
+    gate = Gate("nll", max_drop=0.05)
+    found = [count_least_samples(gate, 0.95, longest) for longest in (20, 127, 511, 2047)]
+    assert found == [50, 25, 10, 3]
 
 
 @pytest.mark.parametrize(
