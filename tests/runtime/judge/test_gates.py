@@ -397,19 +397,23 @@ def windows(added: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
 def test_few_long_texts_are_decided_by_their_parts_and_what_neighbours_share() -> None:
     judgement = Judgement(gates=(Gate("nll", max_drop=0.05),))
 
-    def decide(added: np.ndarray, cut: bool = True) -> str:
+    def find(added: np.ndarray, cut: bool = True) -> tuple[str, float]:
+        """The verdict, and how far the end of the interval is."""
         sides = [{n: v for n, v in side.items() if cut or not n.startswith("part_")} for side in windows(added)]
-        (result,) = judge(judgement, quality_evidence([METRICS["nll"]], *sides, None, judgement))
-        return result.verdict
+        evidence = quality_evidence([METRICS["nll"]], *sides, None, judgement)
+        (result,) = judge(judgement, evidence)
+        difference = evidence["nll"].difference
+        assert difference is not None
+        return result.verdict, difference.high - difference.value
 
     rng = np.random.default_rng(1)
-    alone, alike = rng.exponential(0.02, (19, 8)), np.repeat(rng.exponential(0.02, (19, 1)), 8, axis=1)
-    assert decide(alone) == "pass" and decide(alone + 0.1) == "fail"
-    assert decide(alone, cut=False) == "undecided"  # 19 texts
-    assert decide(alone + 0.022) == "pass"
-    assert decide(alike + 0.022) == "undecided"  # what differs from window to window has 19 draws and no more
-    assert decide(alone[:9]) == "undecided"  # of 9 runs no scatter is known
-    assert decide(alone[:2].repeat(30, axis=1)) == "undecided" and decide(rng.exponential(0.02, (2, 88))) == "pass"
+    alone, alike = rng.gamma(16, 0.00125, (19, 8)), np.repeat(rng.gamma(16, 0.00125, (19, 1)), 8, axis=1)
+    assert find(alone)[0] == "pass" and find(alone + 0.1)[0] == "fail"
+    assert find(alone, cut=False)[0] == "undecided"  # 19 texts
+    assert find(alike)[1] > 1.5 * find(alone)[1]  # what differs from window to window has 19 draws and no more
+    assert find(alone[:9])[0] == "undecided"  # of 9 runs no scatter is known
+    assert find(rng.gamma(16, 0.00125, (2, 32)))[0] == "undecided"
+    assert find(rng.gamma(16, 0.00125, (2, 88)))[0] == "pass"  # two texts of 11 runs each
 
 
 def test_metrics_of_tokens_where_there_are_none() -> None:
