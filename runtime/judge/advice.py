@@ -27,6 +27,8 @@ MOST_REASONS = 2
 """Said in the advice; the report's table has all."""
 NOISY = 3.0
 """p99 over p50 from which a machine counts as busy."""
+OTHERWISE = {"ttft": "The first token comes", "throughput": "Many samples at once are"}
+"""Metrics of speed beside `latency_p50`, and what is slow by them."""
 AS_IT_WAS = ("float32", "as it was")
 """An artifact's precision where nothing was rounded."""
 DISAGREEING = 1.1
@@ -68,7 +70,16 @@ def advise(
     if not subject.speed_counts:  # it is no fault of what is made for an engine that it is slow elsewhere
         return [*notes, *size, *explain_other_backend(evidence, subject), *noise]
     around = explain_time_around_call(subject)
-    return [*slower(evidence, subject), *size, *less_exact(subject), *notes, *faster_elsewhere(rows), *around, *noise]
+    return [
+        *slower(evidence, subject),
+        *slower_otherwise(evidence),
+        *size,
+        *less_exact(subject),
+        *notes,
+        *faster_elsewhere(rows),
+        *around,
+        *noise,
+    ]
 
 
 def explain_other_backend(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
@@ -103,6 +114,17 @@ def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
         return [first, *why]
     first = f"The candidate is SLOWER than the baseline: {times}, {speedup.value:.2f}x."
     return [first, *(why or ["No reason for it can be seen from here."])]
+
+
+def slower_otherwise(evidence: Mapping[str, Evidence]) -> list[str]:
+    """Say where the candidate is surely slower in what `latency_p50` does not show, be that faster; else nothing."""
+    found = [(what, evidence[name]) for name, what in OTHERWISE.items() if name in evidence]
+    return [
+        f"{what} SLOWER than with the baseline: {one.candidate.value:.3g} {one.unit} against {one.baseline.value:.3g} "
+        f"{one.unit}, {one.speedup.value:.2f}x."
+        for what, one in found
+        if one.baseline is not None and one.speedup is not None and one.speedup.high < 1
+    ]
 
 
 def falls_short(evidence: Mapping[str, Evidence], forecast: float | None) -> bool:

@@ -27,6 +27,7 @@ from runtime.judge.advice import (
     reason_not_smaller,
     reasons,
     slower,
+    slower_otherwise,
 )
 from runtime.judge.causes import Cause
 from runtime.judge.evidence import Evidence
@@ -105,6 +106,14 @@ def test_a_slower_candidate_is_told_first_with_what_its_profile_shows() -> None:
     first, second = slower(latency(2, 3), subject)
     assert first == "The candidate is SLOWER than the baseline: 3 ms against 2 ms on onnxruntime-cpu, 0.67x."
     assert second == "9 casts take 1 of 3 ms: they are slow. Keep float32 (about 1.50x)."
+
+
+def test_a_faster_candidate_whose_first_token_comes_later_is_told() -> None:
+    late = timing_evidence("ttft", 50, as_processes(np.array([[0.1], [0.11]]) * np.linspace(0.99, 1.01, 40)), 0.95)
+    found = latency(100, 50) | {"ttft": late}
+    said = advise(found | size_evidence(10, 5), on("onnxruntime-cpu", {}, PLAIN), [], [], "")
+    assert said == ["The first token comes SLOWER than with the baseline: 110 ms against 100 ms, 0.91x."]
+    assert slower_otherwise(latency(100, 50) | {"ttft": latency(100, 50)["latency_p50"]}) == []
 
 
 def test_a_candidate_that_is_less_fast_than_was_forecast_is_told_with_what_its_profile_shows() -> None:
