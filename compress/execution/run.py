@@ -35,7 +35,7 @@ from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of, input_specs
 from compress.models.facts import describe_unread
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, SCORING, START, WRITING
-from compress.planning.in_files import allowed_bytes, note_missing_float, runs_float, stays_in_files
+from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
 from compress.planning.inputs import (
     TEXTS,
     Batches,
@@ -285,6 +285,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring += [] if left_out is None else [left_out]
     elif in_files and not not_run:  # the runtime measures the candidate beside the float graph
         candidate, score = None, None
+    if with_float and (narrow := note_narrow_source(recipe, plan.before)) is not None:
+        scoring.append(narrow)
     portable = make_portable(recipe)
     if exported is not None:
         scoring += exported.notes()

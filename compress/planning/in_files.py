@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.facts import ModelFacts, Note
+from compress.facts import FLOAT_BYTES, ModelFacts, Note
 from compress.recipe.exports import EngineExport
 from compress.recipe.schema import Recipe
 from runtime.processes.memory import available_bytes
@@ -38,6 +38,17 @@ def allowed_bytes(recipe: Recipe, held: int = 0) -> int:
 def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
     """Return whether the bundle gets the float graph, to be run and timed beside the candidate."""
     return not stays_in_files(recipe, facts) or BASE_BYTES + FLOAT_COPIES * facts.n_bytes <= allowed_bytes(recipe)
+
+
+def note_narrow_source(recipe: Recipe, facts: ModelFacts) -> Note | None:
+    """Return a note that the model's own files are smaller than the float32 that an ONNX file is compared with."""
+    if not recipe.has_onnx or facts.source != "torch" or facts.float_bytes >= FLOAT_BYTES:
+        return None
+    return Note(
+        "info",
+        f"sizes are against float32, in which the graph computes; the model's own files hold {8 * facts.float_bytes} "
+        f"bits a number: what is 4x smaller than float32 is {facts.float_bytes:g}x smaller than these",
+    )
 
 
 def note_missing_float(recipe: Recipe, facts: ModelFacts) -> Note | None:

@@ -31,7 +31,7 @@ from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import Durations
 from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
-from compress.planning.in_files import note_missing_float, stays_in_files
+from compress.planning.in_files import note_missing_float, note_narrow_source, stays_in_files
 from compress.planning.inputs import (
     IMAGE_BATCH,
     TEXTS,
@@ -330,8 +330,8 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
-    if (left_out := note_missing_float(recipe, inputs.facts)) is not None:
-        notes.append(left_out)
+    of_size = (note_missing_float(recipe, inputs.facts), note_narrow_source(recipe, inputs.facts))
+    notes += [note for note in of_size if note is not None]
     return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
 
 

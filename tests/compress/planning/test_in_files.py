@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from compress.planning import in_files
-from compress.planning.in_files import WHOLE_BYTES, note_missing_float, runs_float, stays_in_files
+from compress.planning.in_files import WHOLE_BYTES, note_missing_float, note_narrow_source, runs_float, stays_in_files
 
 GIB = 2**30
 
@@ -19,7 +19,7 @@ def recipe(*stages: str, memory_gib: float | None = None, steps: Any = "auto", *
         has_onnx=True,
         passes=passes,
         export=(),
-        model=SimpleNamespace(**{"generates": True, "encodes": False, **model}),
+        model=SimpleNamespace(**{"decoder_only": True, **model}),
         validate_=SimpleNamespace(steps=steps),
         limits=SimpleNamespace(memory_gib=memory_gib),
     )
@@ -38,8 +38,7 @@ def test_large_decoders_stay_in_files_where_nothing_needs_them_whole() -> None:
         (recipe("model", "blocks"), facts()),
         (recipe(), facts()),
         (recipe("blocks", steps=True), facts()),
-        (recipe("blocks", generates=False), facts()),
-        (recipe("blocks", encodes=True), facts()),
+        (recipe("blocks", decoder_only=False), facts()),
     ):
         assert not stays_in_files(*other)
 
@@ -55,3 +54,11 @@ def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
     assert note_missing_float(recipe("blocks"), facts(5 * GIB)) is None
     note = note_missing_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
     assert note is not None and "takes about 18.2 GiB of memory, and 6.0 GiB may be taken" in note.text
+
+
+def test_files_of_sixteen_bits_are_what_a_size_is_told_beside() -> None:
+    note = note_narrow_source(recipe("blocks"), SimpleNamespace(source="torch", float_bytes=2))  # type: ignore[arg-type]
+    assert note is not None and note.text.endswith(
+        "hold 16 bits a number: what is 4x smaller than float32 is 2x smaller than these"
+    )
+    assert note_narrow_source(recipe("blocks"), SimpleNamespace(source="torch", float_bytes=4)) is None  # type: ignore[arg-type]
