@@ -221,7 +221,7 @@ def skewed_interval(
     influence: np.ndarray,
     confidence: float,
     weights: np.ndarray | None = None,
-    least: int = MIN_SAMPLES,
+    least: float = MIN_SAMPLES,
 ) -> Estimate:
     """Return the interval of a statistic from what each of its n samples adds to it, float64 [n].
 

@@ -199,7 +199,7 @@ def score_streamed(
             held.enter_context(open_last_block(Stream(model, context, rows=SCORED_ROWS))) for model in (after, before)
         ]
         _share(*heads)
-        sums = sum_tokens(list(_score_rows(heads, context.batches, masks)))
+        sums = sum_tokens(list(_score_rows(heads, context.batches, masks)), with_reference=True)
     return split_sides(sums)
 
 

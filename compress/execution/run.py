@@ -285,7 +285,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
         scoring += [] if left_out is None else [left_out]
     elif in_files and not not_run:  # the runtime measures the candidate beside the float graph
         candidate, score = None, None
-    if with_float and (narrow := note_narrow_source(recipe, plan.before)) is not None:
+    if (narrow := note_narrow_source(recipe, plan.before)) is not None:
         scoring.append(narrow)
     portable = make_portable(recipe)
     if exported is not None:

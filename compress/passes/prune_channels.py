@@ -83,6 +83,8 @@ class PruneChannels(Pass):
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if given not in TOGETHER:
             one_of(self, BUDGETS, ", or max_params and one of max_flops and speedup")
+        if self.or_nearest and (self.ratio is not None or self.widths is not None):
+            raise ValueError("or_nearest is for budgets: ratio and widths are kept to anyhow; leave it out")
         if self.timed_in != "float32" and self.speedup is None:
             raise ValueError("timed_in says what a speedup is measured in; give speedup, or leave it out")
         return self
@@ -108,8 +110,10 @@ class PruneChannels(Pass):
         if problems := self._find_width_problems(taken):
             return PassPlan(facts, problems=tuple(problems))
         ratio = 0.0 if self.widths is not None else self.ratio or self._find_ratio(facts, taken)
-        if ratio is None:
+        if ratio is None and not self.or_nearest:
             return PassPlan(facts, problems=(self._explain_out_of_reach(facts, taken),))
+        beyond = [] if ratio is not None else [Note("warning", self._explain_out_of_reach(facts, taken))]
+        ratio = MOST if ratio is None else ratio
         units = {group.name: self._count_kept(group, ratio) for group in taken}  # as `plan_units` gives them
         problems = [
             f"{self.kind}: ratio {ratio:g} would leave nothing of the {group.n_units} {group.kind} of {group.name}; "
@@ -123,13 +127,14 @@ class PruneChannels(Pass):
             return PassPlan(facts, problems=tuple(problems))
         after = shrunk(facts, taken, units)
         decisions, notes = self._decide_layers(facts, taken, units), self._make_notes(facts, after)
-        return PassPlan(after, decisions, notes, units=units)
+        return PassPlan(after, decisions, (*notes, *beyond), units=units)
 
     def plan_units(self, facts: ModelFacts) -> dict[str, int]:
         """Return how many units of each group that is cut are to stay; under a budget, about."""
         types = {layer.name: layer.type for layer in facts.layers}
         taken = [group for group in facts.prunable or () if self.takes(group, types)]
         ratio = 0.0 if self.widths is not None else self.ratio or self._find_ratio(facts, taken)
+        ratio = MOST if ratio is None and self.or_nearest else ratio
         return {} if ratio is None else {group.name: self._count_kept(group, ratio) for group in taken}
 
     def takes(self, group: Prunable, types: Mapping[str, str]) -> bool:
@@ -194,8 +199,7 @@ class PruneChannels(Pass):
                 count_cost(name, after) <= share * count_cost(name, facts) for name, share in self._list_limits()
             )
 
-        found = least_ratio(holds)
-        return MOST if found is None and self.or_nearest else found
+        return least_ratio(holds)
 
     def _count_kept(self, group: Prunable, ratio: float) -> int:
         """Count the units that a ratio leaves; under a budget, which chooses by itself, no fewer than may be chosen."""
@@ -215,7 +219,7 @@ class PruneChannels(Pass):
         reach = f"speedup: {1 / best:.2f} by multiply-accumulates" if field == "speedup" else f"{field}: {best:.3g}"
         return (
             f"{self.kind}: {field} {getattr(self, field):g} is out of reach: the best, with the least of every "
-            f"dimension left, is {reach}; ask for less, or allow more dimensions"
+            f"dimension left, is {reach}{'' if self.or_nearest else '; ask for less, or allow more dimensions'}"
         )
 
     def least_share(self, facts: ModelFacts, taken: Sequence[Prunable], budget: str = "max_flops") -> float:

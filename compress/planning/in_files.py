@@ -41,8 +41,10 @@ def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
 
 
 def note_narrow_source(recipe: Recipe, facts: ModelFacts) -> Note | None:
-    """Return a note that the model's own files are smaller than the float32 that an ONNX file is compared with."""
-    if not recipe.has_onnx or facts.source != "torch" or facts.float_bytes >= FLOAT_BYTES:
+    """Return a note that the model's own files are smaller than the float graph that sizes are against; else None."""
+    if facts.source != "torch" or facts.float_bytes >= FLOAT_BYTES or not recipe.has_onnx:
+        return None
+    if not runs_float(recipe, facts):  # sizes are then against those files
         return None
     return Note(
         "info",

@@ -165,7 +165,7 @@ class Yields:
 def design(
     ground: Ground, needs: Needs, depth: float, yields: Yields, timed_in: str = "float32"
 ) -> PrunedStructure | None:
-    """Return a structure that is foreseen to meet the needs; None where nothing can be cut so far.
+    """Return a structure that is foreseen to meet the needs; None where nothing can be cut.
 
     `depth`: the part of the time to go (of the weights, where no time is to be gained) that goes as whole blocks.
     """

@@ -222,7 +222,9 @@ def _decide_widths(config: PruneChannels, given: Choosing) -> WidthChoice:
 def _tell_excess(config: PruneChannels, widths: Sequence[int], limits: Sequence[Limit]) -> tuple[Note, ...]:
     return tuple(
         Note(
-            "warning", f"{config.kind}: the nearest to {limit.most:.6g} {limit.cost.unit}: {limit.cost.at(widths):.6g}"
+            "warning",
+            f"{config.kind}: {limit.most:.6g} {limit.cost.unit} are out of reach: the nearest is "
+            f"{limit.cost.at(widths):.6g}",
         )
         for limit in limits
         if not limit.holds(widths)

@@ -178,7 +178,10 @@ def score_answers(
         results = collect_results(generator.stream_rows(split.columns, Request(), np.array(rows)))
         for row, result in zip(rows, results, strict=True):
             answers[split.samples[row]].append(result.text)
-    return {**sum_tokens(measured), "answer": pack_texts([join_texts(texts) for texts in answers])}
+    return {
+        **sum_tokens(measured, reference_session is not None),
+        "answer": pack_texts([join_texts(texts) for texts in answers]),
+    }
 
 
 def _score_batch(

@@ -59,19 +59,21 @@ def score(
     rows: list[TokenNumbers] = [{}] * len(sequences)
     for row, logits in logit_rows(sessions, language, sequences, batch_size):
         rows[row] = measure_tokens(logits, sequences[row][1:], None if masks is None else masks[row][1:])
-    return sum_tokens(rows)
+    return sum_tokens(rows, reference_session is not None)
 
 
-def sum_tokens(rows: Sequence[TokenNumbers]) -> dict[str, Array]:
+def sum_tokens(rows: Sequence[TokenNumbers], with_reference: bool) -> dict[str, Array]:
     """Return `score`'s sums of samples of which `measure_tokens` gave the numbers; {}: no token of it is scored."""
     n_tokens = np.array([len(row["nll"]) if row else 0 for row in rows], np.int64)
-    n_parts = -(-int(n_tokens.max(initial=0)) // PART)
+    n_parts = max(-(-int(n_tokens.max(initial=0)) // PART), 1)
     held, by_part = np.arange(n_parts * PART) < n_tokens[:, None], (len(rows), n_parts, PART)
     sums = {"n_tokens": n_tokens, f"{PARTS}n_tokens": held.reshape(by_part).sum(axis=2)}
-    for name, some in next((row for row in rows if row), {"nll": np.zeros(0)}).items():
-        values = np.zeros(held.shape, some.dtype)
-        values[held] = np.concatenate([row[name] for row in rows if row] or [some])
-        sums[name] = np.array([row[name].sum() if row else 0 for row in rows], some.dtype)
+    names = ("nll", f"{REFERENCE}nll", "kl", "agree") if with_reference else ("nll",)
+    for name in names:
+        dtype = np.int64 if name == "agree" else np.float64
+        values = np.zeros(held.shape, dtype)
+        values[held] = np.concatenate([np.zeros(0, dtype), *(row[name] for row in rows if row)])
+        sums[name] = np.array([row[name].sum() if row else 0 for row in rows], dtype)
         sums[f"{PARTS}{name}"] = values.reshape(by_part).sum(axis=2)
     return sums
 

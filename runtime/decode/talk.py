@@ -12,6 +12,8 @@ from runtime.errors import UsageError
 
 INPUT = "> "
 """What a terminal shows where a person is to type."""
+LONGEST_LINE = 2**20
+"""Characters; what goes beyond is a line of its own."""
 
 
 class Answering(Protocol):
@@ -23,7 +25,7 @@ class Answering(Protocol):
 
 def write_answer(answering: Answering, prompt: Any, request: Request) -> Result:
     """Print an answer as it comes, and on a terminal how fast it came. Errors are those of `stream`."""
-    begun, first = time.perf_counter(), 0.0
+    begun, first = time.perf_counter(), None
     pieces = answering.stream([prompt], request)
     while True:
         try:
@@ -34,7 +36,7 @@ def write_answer(answering: Answering, prompt: Any, request: Request) -> Result:
         first = first or time.perf_counter()
         print(text, end="", flush=True)
     print(flush=True)
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and first is not None:
         print(describe_pace(len(result.token_ids), first - begun, time.perf_counter() - first), file=sys.stderr)
     return result
 
@@ -69,7 +71,10 @@ def _read_lines() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print(INPUT, end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline(LONGEST_LINE)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin is not {error.encoding}: {error.reason} at byte {error.start}") from error
         if not line:
             return
         if line.strip():

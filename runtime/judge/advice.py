@@ -27,8 +27,11 @@ MOST_REASONS = 2
 """Said in the advice; the report's table has all."""
 NOISY = 3.0
 """p99 over p50 from which a machine counts as busy."""
-OTHERWISE = {"ttft": "The first token comes", "throughput": "Many samples at once are"}
-"""Metrics of speed beside `latency_p50`, and what is slow by them."""
+OTHERWISE = {
+    "ttft": ("The first token comes", "ms"),
+    "throughput": ("Many samples at once are", "samples a second"),
+}
+"""Metrics of speed beside `latency_p50`: what is slow by them, and their unit."""
 AS_IT_WAS = ("float32", "as it was")
 """An artifact's precision where nothing was rounded."""
 DISAGREEING = 1.1
@@ -118,11 +121,11 @@ def slower(evidence: Mapping[str, Evidence], subject: Subject) -> list[str]:
 
 def slower_otherwise(evidence: Mapping[str, Evidence]) -> list[str]:
     """Say where the candidate is surely slower in what `latency_p50` does not show, be that faster; else nothing."""
-    found = [(what, evidence[name]) for name, what in OTHERWISE.items() if name in evidence]
+    found = [(*words, evidence[name]) for name, words in OTHERWISE.items() if name in evidence]
     return [
-        f"{what} SLOWER than with the baseline: {one.candidate.value:.3g} {one.unit} against {one.baseline.value:.3g} "
-        f"{one.unit}, {one.speedup.value:.2f}x."
-        for what, one in found
+        f"{what} SLOWER than with the baseline: {one.candidate.value:.4g} {unit} against {one.baseline.value:.4g} "
+        f"{unit}, {one.speedup.value:.2f}x."
+        for what, unit, one in found
         if one.baseline is not None and one.speedup is not None and one.speedup.high < 1
     ]
 

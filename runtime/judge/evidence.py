@@ -39,8 +39,8 @@ from runtime.stats import (
 )
 from runtime.tasks.metrics import METRICS, is_own, why_not
 
-LEAST_RUNS = 10
-"""Equal runs of a text's parts below which their scatter is not known: Student's t of 9 degrees of freedom."""
+LEAST_RUNS = 9.5
+"""Equal runs of a text's parts below which their scatter is not known: of ten, a token more or less."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,8 @@ def column_evidence(
 ) -> Evidence:
     """Return evidence of a metric from its columns for the candidate and, unless it is against it, for the baseline."""
     draws = draws or Draws(np.arange(len(ours[0])))
+    if theirs is not None and metric.cut is not None:  # a report of before has no parts
+        ours, theirs = (side[: min(len(ours), len(theirs))] for side in (ours, theirs))
     whole = _make_evidence(metric, ours, theirs, draws, judgement, judgement.confidence)
     slices = {}
     for column, masks in (groups or {}).items():
@@ -188,8 +190,8 @@ def _make_evidence(
         draws = draws.take(counted)
     n = draws.n
     few = _cut_few(metric, ours, theirs, draws)
-    if few is not None:
-        ours, theirs, draws = few
+    if few is not None and few.enough:
+        ours, theirs, draws = few.ours, few.theirs, few.runs
     nothing = unknown(math.nan, "no samples", "none of them counts")
     estimates: Sequence[Estimate | None] = (None if theirs is None else nothing, nothing, nothing)
     if n:
@@ -201,6 +203,8 @@ def _make_evidence(
             None if estimate is None else _check_defined(_keep_within(estimate, ends), n)
             for estimate, ends in zip(unbounded, ranges, strict=True)
         ]
+    if few is not None and not few.enough:
+        estimates = [one and replace(one, lacking=one.lacking and few.lacking) for one in estimates]
     before, after, difference = estimates
     assert after is not None
     retained = None
@@ -219,21 +223,39 @@ def _make_evidence(
     )
 
 
-def _cut_few(
-    metric: Metric, ours: Columns, theirs: Columns | None, draws: Draws
-) -> tuple[Columns, Columns | None, Draws] | None:
-    """Return the columns of both models by parts of samples, in runs, where samples are few and their parts are not."""
+@dataclass(frozen=True)
+class _FewTexts:
+    """The columns of both models by parts of few texts, in runs; `lacking`: what more there must be, "" if enough."""
+
+    ours: Columns
+    theirs: Columns | None
+    runs: Draws
+    lacking: str
+
+    @property
+    def enough(self) -> bool:
+        return not self.lacking
+
+
+def _cut_few(metric: Metric, ours: Columns, theirs: Columns | None, draws: Draws) -> _FewTexts | None:
+    """Return the parts of samples that are too few for an interval; None where they are not, or have no parts."""
     if metric.cut is None or not draws.n or not draws.are_rows or _count_equal(metric, ours, draws) >= MIN_SAMPLES:
         return None
-    cut = metric.cut(ours)
-    if cut is None:
+    cut, other = metric.cut(ours), None if theirs is None else metric.cut(theirs)
+    if cut is None or (theirs is not None and other is None):
         return None
-    parts, others = cut[0], None if theirs is None else metric.cut(theirs)
-    runs = replace(Draws.number(cut[1]), are_runs=True)
-    enough = _count_equal(metric, parts, Draws.number(np.arange(len(parts[0])))) >= MIN_SAMPLES
-    if not enough or _count_equal(metric, parts, runs) < LEAST_RUNS or (theirs is not None and others is None):
-        return None
-    return parts, None if others is None else others[0], runs
+    columns, run_of = cut
+    runs = replace(Draws.number(run_of), are_runs=True)
+    parts = Draws(np.arange(len(run_of)))
+    short = max(MIN_SAMPLES / _count_equal(metric, columns, parts), LEAST_RUNS / _count_equal(metric, columns, runs))
+    lacking = f"at least {math.ceil(draws.n * short)} would be needed" if short > 1 else ""
+    return _FewTexts(columns, other and other[0], runs, lacking)
+
+
+def count_equal_pieces(n_tokens: int, size: int) -> float:
+    """Return as how many equal ones the pieces of `size` tokens of a text count, the last of which may be shorter."""
+    whole, rest = divmod(n_tokens, size)
+    return n_tokens**2 / (whole * size**2 + rest**2)
 
 
 def _count_equal(metric: Metric, columns: Columns, draws: Draws) -> float:
@@ -247,8 +269,8 @@ def count_least_samples(gate: Gate, confidence: float, longest: int = 0) -> int:
     """
     metric = METRICS[gate.metric]
     if metric.cut is not None and longest:
-        parts = math.ceil(longest / PART)
-        return max(math.ceil(MIN_SAMPLES / parts), math.ceil(LEAST_RUNS / math.ceil(parts / RUN)))
+        parts, runs = (count_equal_pieces(longest, size) for size in (PART, PART * RUN))
+        return max(math.ceil(MIN_SAMPLES / parts), math.ceil(LEAST_RUNS / runs))
     if metric.kind != "proportion":
         return MIN_SAMPLES
     needed, tail = 1, (1 - confidence) / 2

@@ -9,6 +9,7 @@ whose assistant says nothing) does not count.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,12 @@ def perplexity_influence(columns: Columns) -> np.ndarray:
     return perplexity(columns) * per_token_influence(columns)
 
 
+def differ_in_sums(ours: Columns, theirs: Columns) -> np.ndarray:
+    """Return which samples have other sums, bool [N]; their parts are of no account."""
+    changed: np.ndarray = (ours[0] != theirs[0]) | (ours[1] != theirs[1])
+    return changed
+
+
 NLL = Metric(
     name="nll",
     against="texts",
@@ -169,7 +176,7 @@ TOKEN_AGREEMENT = Metric(
     reduce=agreement_columns,
     shape="tokens",
     kind="statistic",
-    **share_of_sums(),
+    **(share_of_sums() | {"flaws": replace(share_of_sums()["flaws"], changed=differ_in_sums)}),
     counts=have_tokens,
     cut=cut_parts,
     ideal=1.0,

@@ -57,8 +57,10 @@ def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
 
 
 def test_files_of_sixteen_bits_are_what_a_size_is_told_beside() -> None:
-    note = note_narrow_source(recipe("blocks"), SimpleNamespace(source="torch", float_bytes=2))  # type: ignore[arg-type]
-    assert note is not None and note.text.endswith(
-        "hold 16 bits a number: what is 4x smaller than float32 is 2x smaller than these"
-    )
-    assert note_narrow_source(recipe("blocks"), SimpleNamespace(source="torch", float_bytes=4)) is None  # type: ignore[arg-type]
+    def tell(float_bytes: int, n_bytes: int = 1) -> str:
+        model: Any = SimpleNamespace(source="torch", float_bytes=float_bytes, n_bytes=n_bytes, structure=object())
+        note = note_narrow_source(recipe("blocks", memory_gib=6), model)
+        return "" if note is None else note.text
+
+    assert tell(2).endswith("hold 16 bits a number: what is 4x smaller than float32 is 2x smaller than these")
+    assert tell(4) == "" and tell(2, 5 * GIB) == ""  # without the float graph sizes are against the files

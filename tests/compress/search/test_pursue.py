@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -54,28 +55,41 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
     assert Measured({}).correct("cut") == fast  # one alone was in no race
 
 
+def put(structure: PrunedStructure, tried: dict[PrunedStructure, Needs]) -> PrunedStructure | None:
+    """What is judged instead of a structure, those tried having left so much."""
+    pursuit = Measured({})
+    pursuit.known.structures = {each.name: asdict(each) for each in tried}
+    return pursuit.put_between(structure, Needs(1.7, 4.0), {each.name: left for each, left in tried.items()})
+
+
 def test_blocks_that_were_too_many_and_too_few_have_those_between_tried() -> None:
-    pursuit, needs = Measured({}), Needs(1.7, 4.0)
-    tried = {"many": Needs(0.8, 1.1), "few": Needs(0.7, 0.9)}
-    pursuit.known.structures = {"many": {"keep": 6}, "few": {"keep": 4}}
+    many, few = {PrunedStructure(6): Needs(0.8, 1.1)}, {PrunedStructure(4): Needs(0.7, 0.9)}
     for found in (6, 4, 2):
-        assert pursuit.put_between(PrunedStructure(found), needs, tried) == PrunedStructure(5)
-    assert pursuit.put_between(PrunedStructure(3), needs, {"many": Needs(0.8, 1.1)}) == PrunedStructure(3)
-    pursuit.known.structures["few"] = {"keep": 5}
-    assert pursuit.put_between(PrunedStructure(6), needs, tried) is None
+        assert put(PrunedStructure(found), many | few) == PrunedStructure(5)
+    assert put(PrunedStructure(3), many) == PrunedStructure(3)
+    assert put(PrunedStructure(4, 0.9), few) == PrunedStructure(4, 0.9)  # its blocks are enough, its weights too many
+    channels = put(PrunedStructure(6), many | {PrunedStructure(5): Needs(0.7, 0.9)})  # none between: 6 and channels
+    assert channels is not None and channels.keep == 6 and channels.speedup is not None
+    mixed = PrunedStructure(6, 0.8, 1.3)
+    assert put(mixed, many | few) == mixed and put(PrunedStructure(None, 0.8), few) == PrunedStructure(None, 0.8)
 
 
 def test_channels_that_give_no_more_for_being_asked_leave_it_to_blocks() -> None:
-    pursuit, needs = Measured({}), Needs(1.7, 4.0)
     first, second = PrunedStructure(6, 0.8, 1.5), PrunedStructure(6, 0.8, 2.0)
-    pursuit.known.structures = {
-        each.name: {"keep": 6, "max_params": 0.8, "speedup": each.speedup} for each in (first, second)
-    }
+    pursuit = Measured({})
+    pursuit.known.structures = {each.name: asdict(each) for each in (first, second)}
+
+    def ends(before: Needs, left: Needs) -> bool:
+        return pursuit.is_at_its_end(second, {first.name: before, second.name: left})
+
+    assert not pursuit.is_at_its_end(first, {first.name: Needs(1.0, 1.3)})
+    assert ends(Needs(1.0, 1.3), Needs(1.0, 1.29)) and not ends(Needs(1.0, 1.3), Needs(1.0, 1.1))
+    assert ends(Needs(1.1, 1.3), Needs(1.0, 1.29))  # what it lacks stood still
+    assert not ends(Needs(0.0, 1.2), Needs(0.0, 1.1)) and not ends(Needs(0.0, 1.2), Needs(0.0, 0.0))  # speed alone
+    assert ends(Needs(1.2, 0.0), Needs(1.2, 0.0))
     tried = {first.name: Needs(1.0, 1.3), second.name: Needs(1.0, 1.29)}
-    assert not pursuit.is_at_its_end(first, {first.name: tried[first.name]})
-    better = pursuit.improve(second, needs, 0.4, tried)
+    better = pursuit.improve(second, Needs(1.7, 4.0), 0.4, tried)
     assert better is not None and better.keep is not None and better.keep < 6 and better.speedup == 2.0
-    assert not pursuit.is_at_its_end(second, tried | {second.name: Needs(1.0, 1.1)})  # it gave more
 
 
 def test_those_race_that_have_what_is_needed_and_may_be_the_best() -> None:

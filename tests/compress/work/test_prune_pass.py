@@ -123,6 +123,11 @@ def test_the_plan_refuses(config: dict[str, Any], message: str) -> None:
 def test_the_nearest_to_a_budget_is_the_least_that_widths_leave(budget: dict[str, float]) -> None:
     plan = checked(**budget, or_nearest=True)
     assert not plan.problems and plan.units == {"a": 8, "b": 8}
+    assert plan.notes[-1].level == "warning" and re.search(
+        r"is out of reach: the best, .* is [\w:. -]+$", plan.notes[-1].text
+    )
+    with pytest.raises(ValidationError, match="or_nearest is for budgets"):
+        PruneChannels(ratio=0.5, or_nearest=True)
 
 
 def test_an_onnx_file_is_refused() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ from runtime.bundle.format import (
     write_outputs,
 )
 from runtime.bundle.manifest import BuildScore, Judgement
+from runtime.decode.generate import Request, Result
 from runtime.decode.scoring import score
-from runtime.decode.talk import describe_pace
+from runtime.decode.talk import describe_pace, write_answer
 from runtime.errors import BundleError, UsageError
 from runtime.judge.findings import OF_DECODERS
 from runtime.judge.speed import request_evidence, speed_evidence
@@ -472,6 +474,18 @@ def test_a_chat_knows_what_was_said(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nso\n"))
     assert main(["generate", str(root), "--interactive", "--chat", "--max-new-tokens", "3", "--threads", "1"]) == 0
     assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_an_answer_without_text_has_no_pace(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    nothing = Result("", (), "eos", 3)
+
+    def stream(prompts: Any, request: Request) -> Any:
+        yield from ()
+        return [nothing]
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert write_answer(SimpleNamespace(stream=stream), "x", Request()) == nothing
+    assert capsys.readouterr() == ("\n", "")
 
 
 def test_how_fast_an_answer_came() -> None:

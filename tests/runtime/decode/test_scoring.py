@@ -112,6 +112,15 @@ def test_sums_of_parts_are_those_of_their_tokens(
         np.testing.assert_allclose(found[f"part_{name}"].sum(axis=1), found[name])
 
 
+def test_samples_without_a_scored_token_have_sums_of_nothing() -> None:
+    with_reference = {"nll", "n_tokens", "reference_nll", "kl", "agree"}
+    for reference, names in ((False, {"nll", "n_tokens"}), (True, with_reference)):
+        found = scoring.sum_tokens([{}, {}], reference)
+        assert found.keys() == names | {f"part_{name}" for name in names}
+        assert all(not values.any() and len(values) == 2 for values in found.values())
+        assert found["part_nll"].shape == (2, 1)
+
+
 # identities
 
 

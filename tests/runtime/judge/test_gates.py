@@ -13,7 +13,7 @@ from timed import as_processes
 from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.errors import UsageError
 from runtime.judge.copies import Draws, describe_copies, find_draws
-from runtime.judge.evidence import Evidence, count_least_samples, quality_evidence, select_metrics
+from runtime.judge.evidence import Evidence, column_evidence, count_least_samples, quality_evidence, select_metrics
 from runtime.judge.gates import GateResult, check_gates, judge, overall
 from runtime.judge.speed import process_evidence, range_evidence, size_evidence, timing_evidence
 from runtime.metrics import NonFiniteOutputs
@@ -416,6 +416,22 @@ def test_few_long_texts_are_decided_by_their_parts_and_what_neighbours_share() -
     assert find(rng.gamma(16, 0.00125, (2, 88)))[0] == "pass"  # two texts of 11 runs each
 
 
+def test_a_report_of_before_has_no_parts_and_is_compared_all_the_same() -> None:
+    ours, theirs = windows(np.full((60, 8), 0.02))
+    for side in (ours, theirs):
+        side |= {"agree": side["n_tokens"] - 1, "part_agree": side["part_n_tokens"]}
+    for name in ("nll", "token_agreement"):
+        columns = [METRICS[name].columns(side, theirs) for side in (ours, theirs)]
+        assert [len(each) for each in columns] == [4, 4]
+        new = column_evidence(METRICS[name], columns[0], columns[1], Judgement())
+        assert column_evidence(METRICS[name], columns[0], columns[1][:2], Judgement()).difference == new.difference
+
+
+def test_what_few_texts_lack_is_told_in_texts() -> None:
+    nine = quality_evidence([METRICS["nll"]], *windows(np.full((9, 8), 0.02)), None, Judgement())["nll"]
+    assert nine.candidate.lacking == "at least 10 would be needed"
+
+
 def test_metrics_of_tokens_where_there_are_none() -> None:
     outputs, task = scored(np.zeros(3, np.int64), 0), "automatic-speech-recognition"
     labels = ["a", "b", "c"]
@@ -476,8 +492,8 @@ def test_copies_that_are_wrong_together_widen_the_interval() -> None:
 
 def test_so_many_windows_can_decide_a_gate_on_tokens() -> None:
     gate = Gate("nll", max_drop=0.05)
-    found = [count_least_samples(gate, 0.95, longest) for longest in (20, 127, 511, 2047)]
-    assert found == [50, 25, 10, 3]
+    found = [count_least_samples(gate, 0.95, longest) for longest in (20, 127, 511, 598, 1023, 2047)]
+    assert found == [50, 26, 10, 8, 5, 3]
 
 
 @pytest.mark.parametrize(
