@@ -55,6 +55,10 @@ from runtime.tasks import find_task
 if TYPE_CHECKING:
     from compress.rounding.state import GraphState
 
+KEYS = {"table": "embeddings", "head": "lm_head", "tied": "embeddings"}
+"""Role of a layer -> the key that rounds it."""
+MUCH = 0.25
+"""Of what is left, from which tables that stay float are told: of Qwen2.5-0.5B in 4 bits they are two thirds."""
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -250,7 +254,29 @@ class WeightPass(WeightNumbers, Pass):
             {layer.name: count_stored_bits(settings[layer.name], layer, widths[layer.name]) for layer in taken}
         )
         after = self._untie(after, settings)
+        notes += [] if problems else self._tell_tables(facts, after, target)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
+
+    def _tell_tables(self, facts: ModelFacts, after: ModelFacts, target: Target) -> list[Note]:
+        """Return a note where tables that stay float are much of what is left, and the target takes them in 8 bits.
+
+        Readers of checkpoints take them beside layers of other bits in part, which is the export's to say.
+        """
+        tables = [layer for layer in after.distinct_layers() if layer.role in KEYS and layer.bits >= 16]
+        share = sum(layer.n_bytes for layer in tables) / max(after.n_bytes, 1)
+        if self.takes_tables or share < MUCH or target.reads == "checkpoint":
+            return []
+        keys = dict.fromkeys(KEYS[layer.role] for layer in tables)
+        smaller = WeightPass.check(self.model_copy(update=dict.fromkeys(keys, "W8A16")), facts, target)
+        if smaller.problems:
+            return []
+        names, given = " and ".join(layer.name for layer in tables), ", ".join(f"{key}: W8" for key in keys)
+        better, as_is = (facts.n_bytes / model.n_bytes for model in (smaller.facts, after))
+        text = (
+            f"{self.kind}: {names} stay float, {share:.0%} of the bytes that are left: `{given}` makes the weights "
+            f"{better:.1f}x smaller, not {as_is:.1f}x"
+        )
+        return [Note("info", text)]
 
     def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
         """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""

@@ -236,19 +236,21 @@ def test_no_calibration_data_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_speedup_that_is_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "said"), [({"speedup": 1.05}, ""), ({"speedup": 40, "or_nearest": True}, "to 40")])
+def test_a_speedup_that_is_measured(asked: dict[str, Any], said: str, tmp_path: Path) -> None:
     """The notes say what was measured and what was foretold; the figures are the machine's."""
-    timed = {"kind": "prune_channels", "speedup": 1.05, "max_params": 0.9, "timed_in": "int8", "round_to": 8}
+    timed = {"kind": "prune_channels", "max_params": 0.9, "timed_in": "int8", "round_to": 8, **asked}
     recipe = recipe_with(timed)
     report = compress.apply(recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
     assert report is not None
     settled = json.loads((tmp_path / "out/lock.json").read_text())["training"]
     again = repeat_training(recipe, settled).passes[0]
-    assert isinstance(again, PruneChannels) and again.speedup is None
+    assert isinstance(again, PruneChannels) and again.speedup is None and not again.or_nearest
     found = {r["layer"]: r["width"] for r in report.layers if r.get("width", 0) < r.get("width_before", 0)}
     assert again.widths == found
     texts = [row["reason"] for row in report.layers if row["type"] == "note"]
     assert any(
-        "times as fast as before, measured on onnxruntime-cpu in int8" in text and "foretold" in text for text in texts
+        "times as fast as before, measured on onnxruntime-cpu in int8" in text and f"{said}; the layers" in text
+        for text in texts
     )
     assert list((tmp_path / "cache/measured").glob("*.json"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +22,7 @@ from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_proble
 from compress.export.onnx import finish, with_integers
 from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure, assign_roles
 from compress.formats.schemes import PRESETS, WeightScheme
-from compress.formats.targets import TARGETS
+from compress.formats.targets import TARGETS, Target
 from compress.passes import Gptq, Rtn
 from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
@@ -198,6 +200,21 @@ def test_a_head_of_its_own_is_counted_beside_float_embeddings() -> None:
     after = Rtn(scheme="W4A16", group_size=32, ignore=()).check(facts(), ANY).facts
     assert after.n_bytes == 128 * 64 * 5 // 8 + 64 * 64 * 5 // 8 + 4 * 132 * 64
     assert [layer.role for layer in after.layers] == ["table", "", "", "head"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_that_are_most_of_what_is_left_are_told_with_the_keys_that_round_them(tied: bool) -> None:
+    def tell(target: Target, **more: Any) -> list[str]:
+        notes = Rtn(scheme="W4A16", group_size=32, **more).check(facts(tied=tied), target).notes
+        return [note.text for note in notes if "stay float" in note.text]
+
+    (text,) = tell(CPU)
+    given = {"embeddings": "W8"} | ({} if tied else {"lm_head": "W8"})
+    assert f"`{', '.join(f'{key}: {scheme}' for key, scheme in given.items())}` makes the weights" in text
+    found = [float(each) for each in re.findall(r"([\d.]+)x", text)]
+    plans = [Rtn(scheme="W4A16", group_size=32, **more).check(facts(tied=tied), CPU).facts for more in (given, {})]
+    assert found == [pytest.approx(facts(tied=tied).n_bytes / after.n_bytes, abs=0.05) for after in plans]
+    assert tell(TARGETS["vllm"]) == [] and tell(CPU, **given) == []
 
 
 def test_what_readers_of_checkpoints_cannot_take_is_refused() -> None:
