@@ -412,13 +412,14 @@ class Pursuit:
         self, structure: PrunedStructure, needs: Needs, depth: float, tried: Mapping[str, Needs]
     ) -> PrunedStructure | None:
         """Return what to judge after a structure, by what it and those before it gave; None where nothing is left."""
-        left = tried[structure.name]
-        better: PrunedStructure | None = self.change(structure, f"{structure.name}{UNTRAINED}", left)
+        left, better = tried[structure.name], None
+        changed = self.change(structure, f"{structure.name}{UNTRAINED}", left)
         if self.is_at_its_end(structure, tried):
             better = take_blocks(self.ground, structure, left, self.known.yields)
-        elif not self.may_keep_blocks(structure, needs, left):
-            better = self.design(needs, depth) or better  # another number of blocks, by what this one gave
-            better = self.put_between(better, needs, tried)
+        elif self.may_keep_blocks(structure, needs, left):
+            better = changed
+        else:  # another number of blocks, by what this one gave
+            better = self.put_between(self.design(needs, depth) or changed, needs, tried)
         return None if better is None or self.ground.explain_misfit(better.passes()) else better
 
     def is_at_its_end(self, structure: PrunedStructure, tried: Mapping[str, Needs]) -> bool:
@@ -451,7 +452,7 @@ class Pursuit:
         if most - least > 1:
             return replace(structure, keep=(least + most) // 2)
         name = plain.get(most)
-        return name and self.change(self.structure_of(name), f"{name}{UNTRAINED}", tried[name])
+        return self.change(self.structure_of(name), f"{name}{UNTRAINED}", tried[name]) if name else None
 
     def may_keep_blocks(self, structure: PrunedStructure, needs: Needs, left: Needs) -> bool:
         """Return whether a structure's blocks give what they were chosen for, so that its channels do the rest.

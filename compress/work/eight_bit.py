@@ -214,8 +214,7 @@ def _choose_placement(config: EightBit, state: GraphState) -> Kind:
 
 def _choose_rounding(config: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
     """Return how a layer's weights are rounded."""
-    is_int = isinstance(config, Int8)
-    scheme = replace(INT8, bits=config.weight_bits) if is_int else PRESETS["FP8"].weights
+    scheme = replace(INT8, bits=config.weight_bits) if isinstance(config, Int8) else PRESETS["FP8"].weights
     return partial(round_layer, scheme=scheme)
 
 
