@@ -20,7 +20,7 @@ Rows = np.ndarray
 
 
 EVALUATIONS = 20
-"""Looks at the samples held out in a run."""
+"""Evaluations on the samples held out, in a run."""
 
 
 @dataclass(frozen=True)

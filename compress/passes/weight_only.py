@@ -55,10 +55,10 @@ from runtime.tasks import find_task
 if TYPE_CHECKING:
     from compress.rounding.state import GraphState
 
-KEYS = {"table": "embeddings", "head": "lm_head", "tied": "embeddings"}
+TABLE_KEYS = {"table": "embeddings", "head": "lm_head", "tied": "embeddings"}
 """Role of a layer -> the key that rounds it."""
 MUCH = 0.25
-"""Of what is left, from which tables that stay float are told: of Qwen2.5-0.5B in 4 bits they are two thirds."""
+"""Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %."""
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -216,9 +216,16 @@ class WeightPass(WeightNumbers, Pass):
                 self.budget,
                 facts,
                 target,
-                lambda bits: WeightPass.check(self.with_bits(bits), facts, target),
+                lambda bits: self.with_bits(bits)._plan_layers(facts, target),
                 self.find_allocation,
             )
+        plan = self._plan_layers(facts, target)
+        return (
+            plan if plan.problems else replace(plan, notes=(*plan.notes, *self._tell_tables(facts, plan.facts, target)))
+        )
+
+    def _plan_layers(self, facts: ModelFacts, target: Target) -> PassPlan:
+        """Return the plan with bits that are given for each layer."""
         taken, kept = self.choose_layers(facts.layers)
         if self.needs_calibration and facts.structure is not None:
             idle = find_uncalled(taken, facts.structure)
@@ -254,7 +261,6 @@ class WeightPass(WeightNumbers, Pass):
             {layer.name: count_stored_bits(settings[layer.name], layer, widths[layer.name]) for layer in taken}
         )
         after = self._untie(after, settings)
-        notes += [] if problems else self._tell_tables(facts, after, target)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
 
     def _tell_tables(self, facts: ModelFacts, after: ModelFacts, target: Target) -> list[Note]:
@@ -262,12 +268,12 @@ class WeightPass(WeightNumbers, Pass):
 
         Readers of checkpoints take them beside layers of other bits in part, which is the export's to say.
         """
-        tables = [layer for layer in after.distinct_layers() if layer.role in KEYS and layer.bits >= 16]
+        tables = [layer for layer in after.distinct_layers() if layer.role in TABLE_KEYS and layer.bits >= 16]
         share = sum(layer.n_bytes for layer in tables) / max(after.n_bytes, 1)
         if self.takes_tables or share < MUCH or target.reads == "checkpoint":
             return []
-        keys = dict.fromkeys(KEYS[layer.role] for layer in tables)
-        smaller = WeightPass.check(self.model_copy(update=dict.fromkeys(keys, "W8A16")), facts, target)
+        keys = dict.fromkeys(TABLE_KEYS[layer.role] for layer in tables)
+        smaller = self.model_copy(update=dict.fromkeys(keys, "W8A16"))._plan_layers(facts, target)
         if smaller.problems:
             return []
         names, given = " and ".join(layer.name for layer in tables), ", ".join(f"{key}: W8" for key in keys)

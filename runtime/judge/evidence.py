@@ -148,8 +148,6 @@ def column_evidence(
 ) -> Evidence:
     """Return evidence of a metric from its columns for the candidate and, unless it is against it, for the baseline."""
     draws = draws or Draws(np.arange(len(ours[0])))
-    if theirs is not None and metric.cut is not None:  # a report of before has no parts
-        ours, theirs = (side[: min(len(ours), len(theirs))] for side in (ours, theirs))
     whole = _make_evidence(metric, ours, theirs, draws, judgement, judgement.confidence)
     slices = {}
     for column, masks in (groups or {}).items():
@@ -252,12 +250,6 @@ def _cut_few(metric: Metric, ours: Columns, theirs: Columns | None, draws: Draws
     return _FewTexts(columns, other and other[0], runs, lacking)
 
 
-def count_equal_pieces(n_tokens: int, size: int) -> float:
-    """Return as how many equal ones the pieces of `size` tokens of a text count, the last of which may be shorter."""
-    whole, rest = divmod(n_tokens, size)
-    return n_tokens**2 / (whole * size**2 + rest**2)
-
-
 def _count_equal(metric: Metric, columns: Columns, draws: Draws) -> float:
     return count_equal(draws.n, draws.weigh(_sample_weights(metric, columns)))
 
@@ -269,7 +261,8 @@ def count_least_samples(gate: Gate, confidence: float, longest: int = 0) -> int:
     """
     metric = METRICS[gate.metric]
     if metric.cut is not None and longest:
-        parts, runs = (count_equal_pieces(longest, size) for size in (PART, PART * RUN))
+        pieces = (np.append(np.full(longest // size, size), longest % size) for size in (PART, PART * RUN))
+        parts, runs = (count_equal(len(sizes), sizes) for sizes in pieces)
         return max(math.ceil(MIN_SAMPLES / parts), math.ceil(LEAST_RUNS / runs))
     if metric.kind != "proportion":
         return MIN_SAMPLES

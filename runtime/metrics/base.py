@@ -122,10 +122,13 @@ class Flaws:
     """Which samples differ between two models in what counts, bool [N]; None: those that differ in any column."""
 
 
-def share_of_sums(sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> dict[str, Any]:
+def share_of_sums(
+    sum_up: Callable[[np.ndarray], np.ndarray] = keep_column,
+    changed: Callable[[Columns, Columns], np.ndarray] | None = None,
+) -> dict[str, Any]:
     """Return `statistic`, `influence`, `weights` and `flaws`: what is right (the first column) of all (the second).
 
-    `sum_up`: makes [N] of a column.
+    `sum_up`: makes [N] of a column. `changed`: as of `Flaws`.
     """
 
     def weigh(columns: Columns) -> np.ndarray:
@@ -134,6 +137,7 @@ def share_of_sums(sum_up: Callable[[np.ndarray], np.ndarray] = keep_column) -> d
     flaws = Flaws(
         of=lambda columns: sum_up(columns[0]) < sum_up(columns[1]),
         reach=lambda columns: float(weigh(columns).max(initial=1) / max(weigh(columns).mean(), 1e-9)),
+        changed=changed,
     )
     return {**ratio_of_sums(1.0, sum_up=sum_up), "weights": weigh, "flaws": flaws}
 

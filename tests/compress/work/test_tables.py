@@ -215,6 +215,10 @@ def test_tables_that_are_most_of_what_is_left_are_told_with_the_keys_that_round_
     plans = [Rtn(scheme="W4A16", group_size=32, **more).check(facts(tied=tied), CPU).facts for more in (given, {})]
     assert found == [pytest.approx(facts(tied=tied).n_bytes / after.n_bytes, abs=0.05) for after in plans]
     assert tell(TARGETS["vllm"]) == [] and tell(CPU, **given) == []
+    mixed = Rtn(bits={"average": 6.0, "choices": (4, 8)}, group_size=32).check(facts(tied=tied), CPU)
+    assert not mixed.problems and not any(
+        "makes the weights" in note.text for note in mixed.notes
+    )  # what each choice of bits would leave is no plan
 
 
 def test_what_readers_of_checkpoints_cannot_take_is_refused() -> None:
