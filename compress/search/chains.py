@@ -179,14 +179,10 @@ def design(
 
 def take_blocks(ground: Ground, structure: PrunedStructure, left: Needs, yields: Yields) -> PrunedStructure | None:
     """Return the structure with so many blocks fewer that what is `left` is met; None where no block can go."""
-    macs_now, weights_now = count_left(ground.facts, structure.keep)
+    faster_now, smaller_now = _foresee_gains(ground.facts, structure.keep, yields)
     for keep in range((structure.keep or len(ground.facts.removable or ())) - 1, 0, -1):
-        macs, weights = count_left(ground.facts, keep)
-        faster, smaller = (
-            (macs_now / macs) ** yields.time_by_blocks,
-            (weights_now / weights) ** yields.weights_by_blocks,
-        )
-        if (faster >= left.speed and smaller >= left.size) or keep == 1:
+        faster, smaller = _foresee_gains(ground.facts, keep, yields)
+        if (faster >= left.speed * faster_now and smaller >= left.size * smaller_now) or keep == 1:
             return replace(structure, keep=keep)
     return None
 
@@ -202,11 +198,16 @@ def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields
     if wanted <= LEAST_GAIN:
         return None, 1.0, 1.0
     for keep in range(len(blocks) - 1, 0, -1):
-        macs, weights = count_left(facts, keep)
-        faster, smaller = macs**-yields.time_by_blocks, weights**-yields.weights_by_blocks
+        faster, smaller = _foresee_gains(facts, keep, yields)
         if (faster if fast else smaller) >= wanted or keep == 1:
             return keep, faster, smaller
     return None, 1.0, 1.0
+
+
+def _foresee_gains(facts: ModelFacts, keep: int | None, yields: Yields) -> tuple[float, float]:
+    """Return how many times faster and smaller a model is foreseen to be with so many blocks."""
+    macs, weights = count_left(facts, keep)
+    return macs**-yields.time_by_blocks, weights**-yields.weights_by_blocks
 
 
 def count_left(facts: ModelFacts, keep: int | None) -> tuple[float, float]:

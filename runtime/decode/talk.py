@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from runtime.decode.generate import Pieces, Request, Result
 from runtime.errors import UsageError
+from runtime.processes.endings import read_stdin_line
 
 INPUT = "> "
 """What a terminal shows where a person is to type."""
@@ -66,15 +67,10 @@ def converse(answering: Answering, request: Request) -> None:
 
 def _read_lines() -> Iterator[str]:
     """Yield what is typed, line by line, without empty ones."""
-    if sys.stdin is None:
-        raise UsageError("stdin is closed: --interactive reads prompts from it")
     while True:
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             print(INPUT, end="", file=sys.stderr, flush=True)
-        try:
-            line = sys.stdin.readline(LONGEST_LINE)
-        except UnicodeDecodeError as error:
-            raise UsageError(f"stdin is not {error.encoding}: {error.reason} at byte {error.start}") from error
+        line = read_stdin_line(LONGEST_LINE)
         if not line:
             return
         if line.strip():

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.processes.interrupts import Terminated, end_orderly
@@ -104,15 +104,24 @@ def write_any_text() -> None:
 
 def read_stdin(most: int) -> str:
     """Read all of stdin. UsageError where it is closed, is not text, or has more than `most` characters."""
-    if sys.stdin is None:
-        raise UsageError("stdin is closed: give the input as an argument")
-    try:
-        text = sys.stdin.read(most + 1)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"stdin is not {error.encoding}: {error.reason} at byte {error.start}") from error
+    text = _read(lambda stdin: stdin.read(most + 1))
     if len(text) > most:
         raise UsageError(f"stdin has more than {most} characters: split it")
     return text
+
+
+def read_stdin_line(most: int) -> str:
+    """Read a line of stdin, or as many characters of it; "" at its end. UsageError as of `read_stdin`."""
+    return _read(lambda stdin: stdin.readline(most))
+
+
+def _read(read: Callable[[TextIO], str]) -> str:
+    if sys.stdin is None:
+        raise UsageError("stdin is closed: give the input as an argument")
+    try:
+        return read(sys.stdin)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not {error.encoding}: {error.reason} at byte {error.start}") from error
 
 
 def silence_stdout() -> None:
