@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import nbformat
 from nbclient import NotebookClient
@@ -33,13 +35,22 @@ def notebooks() -> list[Path]:
     return sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
-def execute(path: Path, folder: Path, bench: str = "", before: str = "") -> NotebookNode:
+def execute(
+    path: Path, folder: Path, bench: str = "", before: str = "", replaced: Mapping[str, str] = MappingProxyType({})
+) -> NotebookNode:
     """Return the notebook `path` with the outputs of a run in `folder`, where all its files go. The file stays.
 
     `bench` is what the notebook sees as COMPRESS_BENCH, whatever it is outside. `before`: code that its kernel runs
-    first, unseen. Raises CellExecutionError with the traceback of the first cell that fails.
+    first, unseen. `replaced`: text of its cells -> what is run instead; ValueError for one that no cell holds. Raises
+    CellExecutionError with the traceback of the first cell that fails.
     """
     notebook = nbformat.read(path, as_version=4)
+    for old, new in replaced.items():
+        cells = [cell for cell in notebook.cells if old in cell.source]
+        if not cells:
+            raise ValueError(f"{path.name}: no cell holds {old!r}")
+        for cell in cells:
+            cell.source = cell.source.replace(old, new)
     startup = folder / "ipython/profile_default/startup/before.py"
     startup.parent.mkdir(parents=True)
     startup.write_text(before)

@@ -6,6 +6,7 @@ And the ruler: what it says of intervals that are known to be too narrow.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,20 @@ from places import BENCHMARKS
 from runtime.stats import Estimate
 
 RUNS = 400
+Subjects = dict[tuple[str, str], Any]
 
 
-@pytest.fixture
-def ruler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gate_confidence")
+@pytest.fixture(scope="module")
+def ruler() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("gate_confidence")
 
 
-def find_subject(ruler: Any, name: str, shape: str) -> Any:
-    (subject,) = (s for s in ruler.subjects() if s.name == name and s.shape == shape)
-    return subject
+@pytest.fixture(scope="module")
+def subjects(ruler: Any) -> Subjects:
+    """(name, shape) -> subject. Each finds its own truth, which takes seconds for all of them."""
+    return {(subject.name, subject.shape): subject for subject in ruler.subjects()}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +50,9 @@ def find_subject(ruler: Any, name: str, shape: str) -> Any:
         ("fresh processes", "0.1 cold", 6),
     ],
 )
-def test_a_gate_on_the_truth_is_seldom_wrong(ruler: Any, name: str, shape: str, n: int) -> None:
+def test_a_gate_on_the_truth_is_seldom_wrong(ruler: Any, subjects: Subjects, name: str, shape: str, n: int) -> None:
     runs = RUNS // 2 if name == "times" else RUNS
-    counts = ruler.judge_at_the_edge(find_subject(ruler, name, shape), n, range(runs))
+    counts = ruler.judge_at_the_edge(subjects[name, shape], n, range(runs))
     wrong = {rule: max(count["pass"], count["fail"]) for rule, count in counts.items()}
     assert not any(ruler.exceeds(times, runs) for times in wrong.values()), wrong
 
@@ -56,12 +60,14 @@ def test_a_gate_on_the_truth_is_seldom_wrong(ruler: Any, name: str, shape: str, 
 @pytest.mark.parametrize(
     ("name", "shape"), [("mse_baseline", "lognormal 2"), ("tokens", "even lengths, adds gamma 0.3")]
 )
-def test_below_the_floor_every_gate_is_undecided(ruler: Any, name: str, shape: str) -> None:
-    counts = ruler.judge_at_the_edge(find_subject(ruler, name, shape), 30, range(50))
+def test_below_the_floor_every_gate_is_undecided(ruler: Any, subjects: Subjects, name: str, shape: str) -> None:
+    counts = ruler.judge_at_the_edge(subjects[name, shape], 30, range(50))
     assert all(count["undecided"] == 50 for count in counts.values())
 
 
-def test_the_ruler_refuses_a_percentile_bootstrap(ruler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ruler_refuses_a_percentile_bootstrap(
+    ruler: Any, subjects: Subjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
 
     def bootstrap(value: float, influence: np.ndarray, confidence: float, weights: np.ndarray | None) -> Estimate:
@@ -70,7 +76,7 @@ def test_the_ruler_refuses_a_percentile_bootstrap(ruler: Any, monkeypatch: pytes
         return Estimate(value, low, high, "percentile bootstrap")
 
     monkeypatch.setattr("runtime.judge.evidence.skewed_interval", bootstrap)
-    subject = find_subject(ruler, "mse", "lognormal 1, candidate adds it")
+    subject = subjects["mse", "lognormal 1, candidate adds it"]
     counts = ruler.judge_at_the_edge(subject, 50, range(RUNS))["mse", "max_drop"]
     assert ruler.exceeds(counts["pass"], RUNS)
     assert not ruler.exceeds(counts["fail"], RUNS)
