@@ -77,11 +77,11 @@ class Block(nn.Module):
 def make(seed: int) -> nn.Module:
     """A network for images of 32 x 32 whose kind of block, widths and depths are drawn."""
     draw = random.Random(seed)
-    kind, width = draw.choice(["two", "two", "bottleneck", "inverted", "plain"]), draw.choice([16, 20, 24, 32])
+    kind, width = draw.choice(["two", "two", "bottleneck", "inverted", "plain"]), draw.choice([12, 16, 20, 24])
     layers = [*convolve(3, width, 3), nn.ReLU()]
     for stage in range(3):
         outer = round(width * draw.choice([1.5, 2.0, 2.5]) / 4) * 4 if stage else width
-        for block in range(draw.randint(2, 3 if kind == "plain" else 6)):
+        for block in range(draw.randint(2, 3 if kind == "plain" else 5)):
             layers.append(Block(kind, width, outer, 2 if stage and not block else 1))
             width = outer
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
@@ -196,7 +196,7 @@ def make_drawn(folder: Path, seed: int, data: Path) -> tuple[dict[str, Any], Pat
 
     (folder / "drawn.py").write_text(DRAWN, encoding="utf-8")
     weights = folder / "drawn.safetensors"
-    find_trained(f"drawn-{seed}", (DRAWN, seed), (train,), lambda: train(DRAWN, (seed,), 12, *give()), weights)
+    find_trained(f"drawn-{seed}", (DRAWN, seed), (train,), lambda: train(DRAWN, (seed,), 8, *give()), weights)
     return {"source": f"python:{folder}/drawn.py:make", "args": {"seed": seed}}, weights
 
 

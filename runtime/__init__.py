@@ -107,7 +107,7 @@ class Bundle:
         if self.manifest.alone:
             from runtime.judge.bundle import run_candidate_alone
 
-            return dict(run_candidate_alone(self.root, self.manifest, columns, self.session, batch_size))
+            return dict(run_candidate_alone(self.root, self.manifest, columns, self.session))
         baseline = self.manifest.baseline_for(self.backend)
         exact = find_backend(self.backend).exact
         reference = open_artifact(self.root, baseline, self.backend, self.threads, exact)

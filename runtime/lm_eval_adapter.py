@@ -19,8 +19,9 @@ import numpy as np
 from runtime import Bundle, open_bundle
 from runtime.bundle.columns import Array
 from runtime.decode.generate import Generator, Request
-from runtime.decode.scoring import language_encoder, log_softmax, logit_rows
+from runtime.decode.scoring import language_encoder, logit_rows
 from runtime.errors import MissingDependency, UsageError
+from runtime.metrics.fidelity import log_softmax
 from runtime.processes.endings import end_command
 
 USUAL_NEW_TOKENS = 256
@@ -132,7 +133,7 @@ class Scorer:
         rows = logit_rows([self.bundle.session], self.encoder, [ids for ids, _ in cut], self.batch_size)
         for row, (logits,) in rows:
             ids, n = cut[row]
-            scores = log_softmax(logits[-n:])  # [n, vocab]
+            scores = log_softmax(logits[-n:].astype(np.float64))  # [n, vocab]
             chosen = np.take_along_axis(scores, ids[-n:, None], axis=1)
             results[row] = float(chosen.sum()), bool((scores.argmax(axis=1) == ids[-n:]).all())
         return [results[row] for row in range(len(cut))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from compress.blocks.stream import result_of
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
-from compress.execution.cached import result_from_record, result_to_record
+from compress.execution.cached import keep_both, result_from_record, result_to_record
 from compress.execution.quality import score_streamed
 from compress.execution.work_meter import WorkMeter
 from compress.models.facts import structure_of_module
@@ -29,9 +29,6 @@ from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.store.cache import CachedResult, ResultCache, hand_over
 from compress.work import apply_pass
-from runtime.bundle.samples import read_npz, write_npz
-
-BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
 
 
 def open_streamed(inputs: Inputs, loaded: TorchModel | None) -> StreamedModel:
@@ -112,19 +109,11 @@ def score_in_torch(
     `masks`: which of each text's tokens count; None: all.
     """
 
-    def write(folder: Path) -> dict[str, Any]:
+    def score() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         with alone():
             for attempt in halve_rows(SCORED_ROWS, context.log):
                 with attempt:
                     scores = score_streamed(before, after, replace(context, rows=attempt.rows), masks)
-        for name, outputs in zip((BASELINE, CANDIDATE), scores, strict=True):
-            write_npz(folder / name, outputs)
-        return {}
+        return scores
 
-    cached = cache.get(key) or cache.put(key, write)
-    baseline, candidate = (_to_arrays(read_npz(cached.folder / name)) for name in (BASELINE, CANDIDATE))
-    return baseline, candidate
-
-
-def _to_arrays(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {name: np.asarray(values) for name, values in columns.items()}
+    return keep_both(cache, key, score)

@@ -42,6 +42,7 @@ from runtime.metrics import NonFiniteOutputs, check_finite
 from runtime.tasks import find_task
 
 GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
+BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
 PARITY_BATCHES = 4
 MakeBatches = Callable[[tuple[TensorSpec, ...]], Batches]
 """Inputs of a model -> the encoded samples that it is exported and checked with."""
@@ -213,6 +214,21 @@ def run_baseline(
 
     cached = cache.get(key) or cache.put(key, write)
     return read_outputs_npz(cached.folder / "outputs.npz")
+
+
+def keep_both(
+    cache: ResultCache, key: str, measure: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return (baseline, candidate) outputs of a language model: those of the cache, or what is measured now."""
+
+    def write(folder: Path) -> dict[str, Any]:
+        for name, outputs in zip((BASELINE, CANDIDATE), measure(), strict=True):
+            write_npz(folder / name, outputs)
+        return {}
+
+    cached = cache.get(key) or cache.put(key, write)
+    baseline, candidate = (read_outputs_npz(cached.folder / name) for name in (BASELINE, CANDIDATE))
+    return baseline, candidate
 
 
 def _refuse_broken(outputs: Mapping[str, np.ndarray]) -> None:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,19 @@ from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError, PlanError
 from compress.execution.blocks import open_streamed, score_in_torch
-from compress.execution.cached import FloatModel, run_baseline
+from compress.execution.cached import FloatModel, keep_both, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import PassMeasurements, list_costs
 from compress.execution.own_metrics import check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
-from compress.export.bundle import Contents, Graphs, assemble, note_rows
+from compress.export.bundle import Contents, Graphs, Outcome, assemble, note_rows, write_models
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
-from compress.export.onnx import finish, float_graph, save_graph
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.graph.specs import cache_of, input_specs
 from compress.models.facts import describe_unread
-from compress.planning.forecast import BASELINE, EXPORT, JUDGING, SCORING, START, WRITING
+from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
 from compress.planning.inputs import (
     TEXTS,
@@ -45,12 +44,11 @@ from compress.planning.inputs import (
     load_set,
     locate_result,
 )
-from compress.planning.judging import explain_not_run
+from compress.planning.judging import explain_not_run, runs_once
 from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import find_own_metrics, shorten_names
 from compress.planning.plan import Plan
-from compress.planning.timing import variant_of
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
@@ -60,10 +58,13 @@ from compress.store.output import keep_log, publish, reserve_output, resolve_out
 from compress.store.run_log import RunLog
 from compress.tasks import find_torch_task
 from runtime.bundle.format import BuildScore
+from runtime.bundle.manifest import Manifest
 from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
+from runtime.judge.bundle import run_beside
 from runtime.judge.passes import PassModel
 from runtime.judge.slices import find_groups
+from runtime.measure.benchmark import graph_backend
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
 from runtime.report.validate import check_earlier, validate
@@ -100,9 +101,9 @@ def apply_recipe(
         _check_room(run.plan, out, root)
         if earlier is not None:
             _check_earlier(earlier, recipe, out, run.sets["evaluation"])
-        passes, notes = _build(run, staging, between)
+        built = _build(run, staging, between)
         with blame(out):
-            report = _judge(run, staging, passes, notes, earlier)
+            report = _judge(run, staging, built, earlier)
         _keep_durations(run)
     return report
 
@@ -119,9 +120,9 @@ def build_recipe(
     with _stage_bundle(recipe, out, root, quiet) as (staging, run_log), temporary_folder() as between:
         run = _prepare(recipe, ResultCache(root, run_log.log), run_log, timed=timed)
         _check_room(run.plan, out, root)
-        _, notes = _build(run, staging, between)
+        built = _build(run, staging, between)
         _keep_durations(run)
-    return tuple(note.text for note in notes)
+    return tuple(note.text for note in built.notes)
 
 
 @contextmanager
@@ -217,33 +218,36 @@ def _expected_speedup(plan: Plan) -> float | None:
     return latency.speedup if latency is not None and latency.backend == plan.recipe.target else None
 
 
-def _judge(
-    run: RunContext,
-    folder: Path,
-    passes: Sequence[PassModel],
-    notes: Sequence[Note],
-    earlier: StoredReport | None,
-) -> Report:
-    """Judge the bundle. `passes`: the models between the passes, measured, too; `notes`: of this machine alone."""
+def _judge(run: RunContext, folder: Path, built: Built, earlier: StoredReport | None) -> Report:
     with run.run_log.time_stage(JUDGING, f"{run.sets['evaluation'].n} samples"):
         report = validate(
             folder,
-            passes=passes,
-            notes=[note.text for note in notes],
+            passes=built.passes,
+            notes=[note.text for note in built.notes],
             earlier=earlier,
             forecast=_expected_speedup(run.plan),
             progress=run.run_log.progress,
+            outputs=built.outputs,
         )
     run.run_log.log(f"verdict: {report.verdict}")
     return report
 
 
-def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[PassModel], list[Note]]:
-    """Run the passes and write the bundle into `staging`, and into `between` the models between the passes.
+@dataclass(frozen=True)
+class Built:
+    """What the judgement gets of a build beside its bundle.
 
-    Returns those models, and the notes of this machine alone, which the report has and the bundle's hashed files have
-    not.
+    `passes`: the models between the passes. `notes`: of this machine alone, which the report has and the bundle's
+    hashed files have not. `outputs`: what the candidate gave on the samples, where its files were run.
     """
+
+    passes: Sequence[PassModel]
+    notes: list[Note]
+    outputs: dict[str, np.ndarray] | None
+
+
+def _build(run: RunContext, staging: Path, between: Path) -> Built:
+    """Run the passes and write the bundle into `staging`, and into `between` the models between the passes."""
     plan, run_log = run.plan, run.run_log
     inputs, recipe = plan.inputs, plan.recipe
     evaluation = run.sets["evaluation"]
@@ -251,6 +255,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     in_files, with_float = stays_in_files(recipe, plan.before), runs_float(recipe, plan.before)
     score: BuildScore | None = None
     scoring: list[Note] = []
+    not_run = explain_not_run(recipe) or ""
+    once = runs_once(recipe, plan.before)
     if recipe.has_onnx:
         with run_log.time_stage(EXPORT):
             exported = export(run, plan.keys.float_graph, lambda: load(plan))
@@ -267,24 +273,14 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     if exported is not None and measures_passes(recipe, plan.before):
         chain = PassMeasurements(plan, run.cache, run_log, between, evaluation.columns, exported)
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
-    not_run = explain_not_run(recipe) or ""
-    if baseline is None or not_run:
+    if (baseline is None or not_run) and not once:
         with run_log.time_stage(SCORING):
             before, candidate = _score_checkpoint(run, passed)
         score, scoring = _describe_score(run, passed, in_files, not_run)
-        if baseline is None:
-            baseline = before
-            own = load_own_metrics(distinct, baseline, labels)
-            check_sliced(own, judgement)
-    if own:
-        with run_log.time_stage("the recipe's own metrics"):
-            outputs = candidate if candidate is not None else _run_candidate(run, exported, passed, between)
-            recorded = [metric.compute_or_mark(outputs, labels) for metric in own]
+        baseline = before if baseline is None else baseline
     if not with_float:
         left_out = note_missing_float(recipe, plan.before)
         scoring += [] if left_out is None else [left_out]
-    elif in_files and not not_run:  # the runtime measures the candidate beside the float graph
-        candidate, score = None, None
     if (narrow := note_narrow_source(recipe, plan.before)) is not None:
         scoring.append(narrow)
     portable = make_portable(recipe)
@@ -297,40 +293,49 @@ def _build(run: RunContext, staging: Path, between: Path) -> tuple[Sequence[Pass
     told = {note.text for result in passed.results for note in result.notes}
     scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
     with run_log.time_stage(WRITING), blame(staging.parent):
-        _, notes = assemble(
-            staging,
-            Contents(
-                recipe=recipe,
-                recipe_yaml=recipe_to_yaml(recipe, portable),
-                lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
-                host=describe_host(recipe, portable),
-                preprocess=inputs.preprocess,
-                folder=inputs.source.folder,
-                tokenizer=inputs.tokenizer,
-                samples=evaluation.columns,
-                slices=evaluation.slices,
-                baseline_outputs=baseline,
-                judgement=judgement,
-                recorded=tuple(metric.record for metric in own),
-                recorded_values=([metric.baseline for metric in own], recorded) if own else None,
-                layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
-                graphs=_collect_graphs(plan, exported, passed, with_float),
-                streamed=passed.streamed,
-                candidate_outputs=candidate,
-                score=score,
-                class_names=exported.class_names if exported else (),
-                generation=generation_of(plan.inputs),
-                cache=run.cache.root,
-                load_back=_prepare_load_back(run) if passed.streamed is not None else None,
-                detections=inputs.facts.detections,
-                source_bytes=None if exported and with_float else _source_bytes(plan),
-            ),
+        contents = Contents(
+            recipe=recipe,
+            recipe_yaml=recipe_to_yaml(recipe, portable),
+            lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
+            host=describe_host(recipe, portable),
+            preprocess=inputs.preprocess,
+            folder=inputs.source.folder,
+            tokenizer=inputs.tokenizer,
+            samples=evaluation.columns,
+            slices=evaluation.slices,
+            judgement=judgement,
+            layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
+            graphs=_collect_graphs(plan, exported, passed, with_float),
+            streamed=passed.streamed,
+            class_names=exported.class_names if exported else (),
+            generation=generation_of(plan.inputs),
+            cache=run.cache.root,
+            load_back=_prepare_load_back(run) if passed.streamed is not None else None,
+            detections=inputs.facts.detections,
+            source_bytes=None if exported and with_float else _source_bytes(plan),
         )
+        manifest, notes = write_models(staging, contents)
+    if once:
+        with run_log.time_stage(RUNNING):
+            baseline, candidate = _score_bundle(run, staging, manifest)
+    assert baseline is not None
+    outcome = Outcome(baseline, candidate if score else None, score)
+    if distinct:
+        with run_log.time_stage("the recipe's own metrics"):
+            if not own:
+                own = load_own_metrics(distinct, baseline, labels)
+                check_sliced(own, judgement)
+            outputs = candidate if candidate is not None else _run_candidate(run, staging, manifest)
+            values = [metric.baseline for metric in own], [metric.compute_or_mark(outputs, labels) for metric in own]
+        outcome = replace(outcome, recorded=tuple(metric.record for metric in own), recorded_values=values)
+    with blame(staging.parent):
+        assemble(staging, manifest, notes, contents, outcome)
     notes = [*notes, *(note for result in passed.results for note in result.notes if note.here)]
     for note in (*run.notes, *scoring, *notes):
         run_log.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
-    return chain.models if chain else costs, [note for note in (*scoring, *notes) if note.here]
+    here = [note for note in (*scoring, *notes) if note.here]
+    return Built(chain.models if chain else costs, here, candidate if once else None)
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:
@@ -342,19 +347,20 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log)
 
 
-def _run_candidate(
-    run: RunContext, exported: FloatModel | None, passed: Passed, between: Path
-) -> dict[str, np.ndarray]:
+def _score_bundle(
+    run: RunContext, staging: Path, manifest: Manifest
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
+    backend, columns = graph_backend(manifest.target, manifest.generates), run.sets["evaluation"].columns
+    return keep_both(run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend))
+
+
+def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """Return the outputs over the evaluation samples of the graph that will be judged."""
-    assert exported is not None and passed.state is not None
-    path, beside = between / "candidate" / "model.onnx", None
-    model, _ = finish(passed.state, variant_of(run.plan.recipe))
-    save_graph(model, path)
-    if run.plan.recipe.model.generates:
-        beside = between / "baseline" / "model.onnx"
-        save_graph(float_graph(exported.state.model), beside)
-    specs = exported.inputs if cache_of(model) is None else input_specs(model)
-    return run_graph(path, run.plan.inputs, specs, run.sets["evaluation"].columns, beside)
+    if manifest.generates:
+        return _score_bundle(run, staging, manifest)[1]
+    graph = manifest.graph_for(graph_backend(manifest.target))
+    return run_graph(staging / graph.path, run.plan.inputs, graph.inputs, run.sets["evaluation"].columns)
 
 
 def _collect_graphs(plan: Plan, exported: FloatModel | None, passed: Passed, with_float: bool) -> Graphs | None:

@@ -105,27 +105,19 @@ class Contents:
     folder: Path | None
     tokenizer: Path | None
     samples: Mapping[str, Any]
-    baseline_outputs: Mapping[str, np.ndarray]
     layers: Sequence[Mapping[str, Any]]
     judgement: Judgement
     """The recipe's, with the names that own metrics have in a bundle."""
     slices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By which samples are told apart."""
-    recorded: tuple[RecordedMetric, ...] = ()
-    recorded_values: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
-    """Of the metrics `recorded`, for baseline and candidate."""
     graphs: Graphs | None = None
     """None: no ONNX file is written."""
     streamed: StreamedModel | None = None
     """What checkpoints are written from."""
-    candidate_outputs: Mapping[str, np.ndarray] | None = None
-    """Of a candidate that the runtime cannot run: measured at the build."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
-    score: BuildScore | None = None
-    """How `candidate_outputs` were measured."""
     load_back: LoadBack | None = None
     """What checkpoints are loaded back with; None: they are not."""
     source_bytes: int | None = None
@@ -134,32 +126,28 @@ class Contents:
     """Of a detector: what its outputs mean."""
 
 
-def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
-    """Write every file of the bundle under `staging`, then its manifest; return it, and notes on the files.
+@dataclass(frozen=True)
+class Outcome:
+    """What the models gave on the samples, as far as a bundle keeps it."""
+
+    baseline: Mapping[str, np.ndarray]
+    candidate: Mapping[str, np.ndarray] | None = None
+    """Of one that the runtime cannot run: measured at the build."""
+    score: BuildScore | None = None
+    """How `candidate` was measured."""
+    recorded: tuple[RecordedMetric, ...] = ()
+    recorded_values: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
+    """Of the metrics `recorded`, for baseline and candidate."""
+
+
+def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
+    """Write the models under `staging`; return a manifest with which they can be run, and notes on the files.
 
     Raises ExportError, BundleError.
     """
     recipe = contents.recipe
     artifacts, orders, notes = _write_artifacts(staging, contents)
-    labels, baseline = contents.samples.get("label"), contents.baseline_outputs
-    metrics = select_metrics(recipe.model.task, baseline, labels, contents.judgement)
-    evaluation = replace(
-        write_samples(staging, contents.samples, contents.slices),
-        baseline_metrics=record_metrics(metrics, baseline, labels),
-    )
-    write_outputs(staging, contents.baseline_outputs)
-    if contents.candidate_outputs is not None:
-        write_candidate_outputs(staging, contents.candidate_outputs)
-    if contents.recorded_values is not None:
-        write_recorded(staging, *contents.recorded_values)
-    (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
-    write_json(staging / "lock.json", contents.lock)
-    here = [note.text for note in notes if note.here]
-    write_json(staging / HOST, {**contents.host, "notes": here})
-    layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
-    write_json(staging / "layers.json", layers)
-    write_json(staging / REMEDIES_FILE, REMEDIES)
-    manifest = Manifest(
+    return Manifest(
         name=recipe.name,
         task=recipe.model.task,
         target=recipe.target,
@@ -167,18 +155,45 @@ def assemble(staging: Path, contents: Contents) -> tuple[Manifest, list[Note]]:
         preprocess=spec_to_dict(contents.preprocess),
         detections=contents.detections,
         artifacts=tuple(artifacts),
-        evaluation=evaluation,
+        evaluation=None,
         judgement=contents.judgement,
         postprocess=recipe.postprocess,
-        recorded=contents.recorded,
         generation=contents.generation,
         source_bytes=contents.source_bytes,
-        score=contents.score,
         orders=tuple(orders),
         created_by=f"compress {__version__}",
+    ), notes
+
+
+def assemble(
+    staging: Path, manifest: Manifest, notes: Sequence[Note], contents: Contents, outcome: Outcome
+) -> Manifest:
+    """Write what a bundle has beside its models, and then its manifest, which is returned; BundleError.
+
+    `manifest`, `notes`: what `write_models` gave.
+    """
+    recipe = contents.recipe
+    labels = contents.samples.get("label")
+    metrics = select_metrics(recipe.model.task, outcome.baseline, labels, contents.judgement)
+    evaluation = replace(
+        write_samples(staging, contents.samples, contents.slices),
+        baseline_metrics=record_metrics(metrics, outcome.baseline, labels),
     )
+    write_outputs(staging, outcome.baseline)
+    if outcome.candidate is not None:
+        write_candidate_outputs(staging, outcome.candidate)
+    if outcome.recorded_values is not None:
+        write_recorded(staging, *outcome.recorded_values)
+    (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
+    write_json(staging / "lock.json", contents.lock)
+    here = [note.text for note in notes if note.here]
+    write_json(staging / HOST, {**contents.host, "notes": here})
+    layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
+    write_json(staging / "layers.json", layers)
+    write_json(staging / REMEDIES_FILE, REMEDIES)
+    manifest = replace(manifest, evaluation=evaluation, recorded=outcome.recorded, score=outcome.score)
     (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
-    return write_bundle(staging, manifest), notes
+    return write_bundle(staging, manifest)
 
 
 def _name_weights(rows: Sequence[Mapping[str, Any]], graphs: Graphs | None) -> list[dict[str, Any]]:

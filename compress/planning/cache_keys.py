@@ -21,6 +21,7 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.records import to_json
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
+from runtime.measure.benchmark import graph_backend
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
 from runtime.tasks.metrics import METRICS, is_own
 
@@ -30,7 +31,8 @@ class CacheKeys:
     """`float_graph`: the exported float graph; `passes`: the state after each pass; `baseline`: the float outputs.
 
     `passed_graph`: the graph exported after the passes over the torch model, on which the graph passes work; the float
-    graph if there are none. `torch_outputs`: those of a model of which no graph is written, before and after.
+    graph if there are none. `torch_outputs`: those of a model of which no graph is written, before and after; `beside`:
+    those of one whose graphs are run once, side by side.
     `exports`: the graph exported after each pass that is not over the graph; `outputs`: those of what each pass left.
     """
 
@@ -39,6 +41,7 @@ class CacheKeys:
     passed_graph: str
     baseline: str
     torch_outputs: str
+    beside: str
     exports: tuple[str, ...]
     outputs: tuple[str, ...]
 
@@ -70,9 +73,12 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     how += _describe_detections(inputs)
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
+    beside = cache_key("beside", torch_outputs, graph_backend(recipe.target, recipe.model.generates), how)
     left = [*exports, *keys[len(exports) :]]
     outputs = [cache_key("pass outputs", key, baseline) for key in left]
-    return CacheKeys(float_graph, tuple(keys), passed_graph, baseline, torch_outputs, tuple(exports), tuple(outputs))
+    return CacheKeys(
+        float_graph, tuple(keys), passed_graph, baseline, torch_outputs, beside, tuple(exports), tuple(outputs)
+    )
 
 
 def _list_dependencies(pass_: Pass, inputs: Inputs, data: Mapping[str, list[Any]]) -> list[Any]:

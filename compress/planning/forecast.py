@@ -26,7 +26,7 @@ from compress.passes.base import DataSize, PassCost
 from compress.planning.durations import Duration, Durations
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
 from compress.planning.inputs import Inputs, text_fill
-from compress.planning.judging import is_scored_by_torch
+from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.recipe.exports import CheckpointExport
@@ -37,7 +37,8 @@ from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
 from runtime.measure.benchmark import choose_backend
 
 START, EXPORT, BASELINE = "start", "export to float ONNX", "baseline outputs"
-SCORING, WRITING, JUDGING = "scoring the model in torch", "writing the bundle", "judging"
+SCORING, RUNNING = "scoring the model in torch", "running both models on the samples"
+WRITING, JUDGING = "writing the bundle", "judging"
 """Names of the stages before and after the passes, in the plan and in the log."""
 LIBRARIES_BYTES = 460 * 2**20
 """torch and transformers once imported, and the data read: the least, where this process does not hold more already."""
@@ -52,7 +53,7 @@ COPIES = 4
 LOADED_COPIES = 1.5
 """Float copies of the weights that the process holds in which a checkpoint is loaded back."""
 REDUCED_COPIES = 7
-"""Copies in float64 of the logits that are compared at once: both models' logarithms, and what divergence needs."""
+"""Copies of the logits that are compared at once: both models' exponentials, and what divergence needs."""
 ARENA = 2
 """Times the activations that ONNX Runtime holds, whose arena doubles as it grows. Set on one model, 12 convolutions of
 8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all)."""
@@ -206,14 +207,18 @@ class _Run:
         if onnx and not self.in_files:
             stages.append(self._stage(BASELINE, self.graph_bytes() + self.evaluation_bytes(1), evaluated))
         stages += [self._pass_stage(number, name) for number, name in enumerate(pass_names(self.recipe.passes))]
-        in_torch = self.in_files or not onnx or is_scored_by_torch(self.recipe, self.before)
-        if self.before.structure is not None and in_torch:
+        once = runs_once(self.recipe, self.before)
+        in_torch = not onnx or self.in_files or is_scored_by_torch(self.recipe, self.before)
+        if self.before.structure is not None and in_torch and not once:
             stages.append(self._stage(SCORING, self.scoring_bytes(), 2 * evaluated))
         if self.n_checkpoints:
             n_bytes = self.n_checkpoints * (self.after.n_bytes + self.before.n_bytes)
             stages.append(self._stage(WRITING, self.writing_bytes(), n_bytes, START_S, DISK_BYTES_S))
+        if once:
+            stages.append(self._stage(RUNNING, self.judging_bytes(), 2 * evaluated))
         if onnx:
-            work = (2 + self.between) * evaluated  # the candidate, once for the gates and once for its outputs
+            # each model between the passes; and the candidate, once for the gates and once for its outputs
+            work = (self.between + (0 if once else 2)) * evaluated
             call_s = self.before.macs / find_pace()
             timed_s = min(TIMED_CALLS * self.recipe.validate_.benchmark.iterations * call_s, TIMED_S)
             stages.append(self._stage(JUDGING, self.judging_bytes(), work, CLOCK_S + timed_s))
@@ -385,7 +390,7 @@ class _Run:
         assert structure is not None
         n_scored = self.volumes.scored or self._rows("evaluation")
         handed_on = 2 * FLOAT_BYTES * n_scored * _find_width(self.before)
-        compared = REDUCED_COPIES * 8 * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
+        compared = REDUCED_COPIES * FLOAT_BYTES * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
         return self.base_bytes + head_memory(structure, _collect_shapes(self.before)) + handed_on + compared
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compress.facts import ModelFacts
 from compress.formats.targets import NOT_ON_CPUS
+from compress.planning.in_files import runs_float, stays_in_files
 from compress.recipe.schema import Recipe
 from runtime.measure.benchmark import explain_unavailable
 
@@ -26,6 +27,14 @@ def explain_not_run(recipe: Recipe) -> str | None:
                 f"CPUs, so that the result could not be judged; {instead}, or apply it where that works"
             )
     return None
+
+
+def runs_once(recipe: Recipe, facts: ModelFacts) -> bool:
+    """Return whether the build runs a decoder and its float graph, both too large to be run twice, for the judgement.
+
+    The samples then have the outputs of the very files that the bundle holds.
+    """
+    return stays_in_files(recipe, facts) and runs_float(recipe, facts) and explain_not_run(recipe) is None
 
 
 def is_scored_by_torch(recipe: Recipe, facts: ModelFacts) -> bool:

@@ -42,7 +42,7 @@ from compress.planning.inputs import (
     settle_digests,
     text_fill,
 )
-from compress.planning.judging import is_scored_by_torch
+from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
@@ -182,6 +182,8 @@ def settle_keys(plan: Plan, cache: ResultCache, verify: bool = False) -> Plan:
 
 def _list_first_keys(recipe: Recipe, facts: ModelFacts, keys: CacheKeys) -> tuple[str, str]:
     """Return the keys of what comes before all passes: the float graph, and the baseline's outputs."""
+    if runs_once(recipe, facts):
+        return keys.float_graph, keys.beside
     return keys.float_graph, keys.torch_outputs if stays_in_files(recipe, facts) else keys.baseline
 
 

@@ -74,7 +74,7 @@ def judge_model(
     progress: Progress | None = None,
 ) -> tuple[Findings, Mapping[str, Evidence]]:
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
-    candidate = run_candidate(case)
+    candidate = case.outputs or run_candidate(case)
     evidence, failures = quality(case, candidate)
     if case.backend in ENGINES:  # what a pass left is an ONNX file
         passes = [replace(model, path=None) for model in passes]
@@ -272,28 +272,44 @@ def run_candidate(case: Case) -> Outputs:
         outputs = read_candidate_outputs(case.root, manifest)
         find_task(manifest.task).check_frozen(f"{case.root}: the candidate's outputs", outputs)
         return outputs
-    threads = case.threads or manifest.judgement.benchmark.threads
+    if manifest.generates and not case.alone:
+        again, beside = run_beside(case.root, manifest, case.columns, case.backend, case.threads)
+        check_outputs(case.root, manifest.task, again, case.baseline)
+        check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
+        return beside
     with ExitStack() as stack:
+        threads = case.threads or manifest.judgement.benchmark.threads
         *before, after = list_variants(manifest, case.backend)
         session = open_variant(stack, case.root, after, threads)
         if case.alone:
-            return run_candidate_alone(case.root, manifest, case.columns, session, manifest.judgement.batch_size)
+            return run_candidate_alone(case.root, manifest, case.columns, session)
         # OpenVINO computes float in bfloat16 where the processor can: 1.2 times the distance of two rows, of a detector
-        exact = find_backend(case.backend).exact if manifest.generates or _has_record(manifest) else {}
+        exact = find_backend(case.backend).exact if _has_record(manifest) else {}
         reference = open_variant(stack, case.root, replace(before[0], options=exact), threads)
+        check_outputs(case.root, manifest.task, _run(case.root, manifest, case.columns, reference), case.baseline)
+        return _run(case.root, manifest, case.columns, session)
 
-        def run(model: Session, beside: Session | None = None) -> dict[str, Any]:
-            preprocessor = bundle_preprocessor(case.root, manifest, model.inputs)
-            size, facts = manifest.judgement.batch_size, facts_of(manifest)
-            return run_samples(model, preprocessor, manifest.task, case.columns, size, beside, facts)
 
-        if not manifest.generates:
-            check_outputs(case.root, manifest.task, run(reference), case.baseline)
-            return run(session)
-        again, outputs = split_sides(run(session, reference))
-    check_outputs(case.root, manifest.task, again, case.baseline)
-    check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
-    return outputs
+def run_beside(
+    root: Path, manifest: Manifest, columns: Columns, backend: str, threads: int | None = None
+) -> tuple[Outputs, Outputs]:
+    """Run a decoder beside its float model; return the sums of both over the samples, the float model's first."""
+    before, after = pair(manifest, backend)
+    with ExitStack() as stack:
+        session, reference = (
+            open_variant(stack, root, variant, threads or manifest.judgement.benchmark.threads)
+            for variant in (after, replace(before, options=find_backend(backend).exact))
+        )
+        return split_sides(_run(root, manifest, columns, session, reference))
+
+
+def _run(
+    root: Path, manifest: Manifest, columns: Columns, model: Session, beside: Session | None = None
+) -> dict[str, Any]:
+    """Return a model's outputs over the samples; a decoder's sums, with those of one beside it where there is one."""
+    preprocessor = bundle_preprocessor(root, manifest, model.inputs)
+    size, facts = manifest.judgement.batch_size, facts_of(manifest)
+    return run_samples(model, preprocessor, manifest.task, columns, size, beside, facts)
 
 
 def _has_record(manifest: Manifest) -> bool:
@@ -301,13 +317,12 @@ def _has_record(manifest: Manifest) -> bool:
     return manifest.evaluation is not None and manifest.evaluation.baseline_metrics is not None
 
 
-def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, session: Session, size: int) -> Outputs:
+def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, session: Session) -> Outputs:
     """Return a decoder's sums over the frozen samples, run here; those beside the baseline are torch's, of the build.
 
     Raises BundleError where the two do not speak of the same model.
     """
-    preprocessor = bundle_preprocessor(root, manifest, session.inputs)
-    outputs = run_samples(session, preprocessor, manifest.task, columns, size, None, facts_of(manifest))
+    outputs = _run(root, manifest, columns, session)
     frozen = read_candidate_outputs(root, manifest)
     check_sums(root, "candidate", CANDIDATE_TOLERANCE, outputs["nll"], outputs["n_tokens"], frozen)
     return {**frozen, **outputs}

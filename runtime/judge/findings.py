@@ -52,6 +52,8 @@ class Case:
     """What each of the recipe's own metrics gave at the build, (baseline, candidate)."""
     draws: Draws | None = None
     """Which samples are copies of one another; None: not looked."""
+    outputs: Outputs | None = None
+    """What the candidate gave on the samples, where the build that judges it has just run it; None: it is run."""
 
     @property
     def labels(self) -> Any | None:

@@ -21,7 +21,7 @@ from runtime.judge.findings import Case, Side
 from runtime.judge.passes import PassModel, write_pass_table
 from runtime.judge.samples import EvaluatedOn, keep_samples
 from runtime.measure.benchmark import Progress
-from runtime.metrics import MEASURED
+from runtime.metrics import MEASURED, Outputs
 from runtime.metrics.base import Columns
 from runtime.report.pairing import compare_reports, find_incomparable
 from runtime.report.report import Report, prepare_folder, write_report
@@ -41,6 +41,7 @@ def validate(
     earlier: StoredReport | None = None,
     forecast: float | None = None,
     progress: Progress | None = None,
+    outputs: Outputs | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -50,13 +51,14 @@ def validate(
     `report_folder`: where the report goes instead, for a bundle that cannot be written. `notes`: what a build found on
     this machine, for the report. `earlier`: a report that this one is held against (`check_earlier`).
     `forecast`: how many times as fast as the baseline the plan expected it to be; where it is less, or no faster at
-    all, both models are profiled and the report says why. `progress` is told how far timing is.
+    all, both models are profiled and the report says why. `progress` is told how far timing is. `outputs`: what the
+    candidate gave on these samples a moment ago, so that it is timed and not run again.
     A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError (not intact), UsageError (a gate
     that cannot be judged, labels out of range), RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
-        case = replace(case, notes=[*case.notes, *notes])
+        case = replace(case, notes=[*case.notes, *notes], outputs=outputs)
         if earlier is not None:
             manifest = case.manifest
             samples = None if manifest.evaluation is None else manifest.evaluation.digest
