@@ -71,7 +71,12 @@ def find_changes(record: Record, names: Iterable[str]) -> list[str]:
     )
 
 
-MODEL_SOURCES = ("hf:<hub id>", "dir:<folder>", "python:<module or file.py>:<factory>", "onnx:<file>")
+MODEL_SOURCES = (
+    *("hf:<hub id>", "dir:<folder>", "gguf:<file>"),
+    *("python:<module or file.py>:<factory>", "onnx:<file>"),
+)
+OF_FOLDERS = ("hf:", "dir:", "gguf:")
+"""Sources with files that say how a model's inputs are made."""
 DATA_SOURCES = (
     "npz:<file>",
     "jsonl:<file>",
@@ -114,7 +119,7 @@ class ModelSpec(Record):
     """Where the trained model comes from."""
 
     source: Annotated[str, _source(MODEL_SOURCES), NAMES_PLACE]
-    """hf:<hub id>, dir:<Hugging Face folder>, python:<module or file.py>:<factory>, onnx:<file>."""
+    """hf:<hub id>, dir:<Hugging Face folder>, gguf:<file>, python:<module or file.py>:<factory>, onnx:<file>."""
     task: TaskName
     """What the model does: which inputs it takes, which metrics fit."""
     weights: Annotated[str | None, NAMES_PLACE] = None

@@ -13,7 +13,7 @@ from compress.models import huggingface
 from compress.models.meta import OpenedModel
 from compress.models.onnx_ends import onnx_io
 from compress.models.source import Source
-from compress.specs import ModelSpec
+from compress.specs import OF_FOLDERS, ModelSpec
 from compress.tasks import find_torch_task
 from compress.tasks.base import FREE_AXES
 from runtime.bundle.tensors import TensorSpec
@@ -144,7 +144,7 @@ def output_specs(spec: ModelSpec, outputs: SampleShapes) -> tuple[TensorSpec, ..
     `outputs` are [1, ...]: batch dimension included. SourceError where the task needs other outputs.
     """
     task = find_torch_task(spec.task)
-    any_fit = task.any_outputs and not spec.source.startswith(("hf:", "dir:"))
+    any_fit = task.any_outputs and not spec.source.startswith(OF_FOLDERS)
     if any_fit or not any(task.outputs.values()):
         return tuple(TensorSpec(name, dtype, ("batch", *shape[1:])) for name, (shape, dtype) in outputs.items())
     names = tuple(outputs if outputs.keys() == task.outputs.keys() else task.outputs)  # or in the task's order

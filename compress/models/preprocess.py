@@ -11,7 +11,7 @@ from typing import Any
 from compress.errors import SourceError
 from compress.models.answers import resolve_target
 from compress.models.source import Source
-from compress.specs import ModelSpec
+from compress.specs import OF_FOLDERS, ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import (
@@ -56,7 +56,7 @@ def resolve_preprocess(source: Source, declared: PreprocessSpec | None) -> Prepr
 def explain_missing(spec: ModelSpec) -> str:
     """Say what a recipe without `preprocess` lacks, of a model that has no files which say it; "" where nothing."""
     task = find_task(spec.task)
-    if task.preprocess is None or task.encodes or spec.source.startswith(("hf:", "dir:")):
+    if task.preprocess is None or task.encodes or spec.source.startswith(OF_FOLDERS):
         return ""
     return (
         f"preprocess: {spec.source} does not say how its inputs are made of samples; add "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from compress.errors import SourceError
+from compress.models.gguf_source import unpack
 from compress.models.onnx_check import check_onnx, forget_shapes
 from compress.specs import ModelSpec
 from compress.store.digests import DigestOf
@@ -65,7 +66,8 @@ class Source:
 
 
 def locate(spec: ModelSpec, root: Path) -> Source:
-    """Find the model's files; an hf: source is downloaded (or taken from the cache, see HF_HUB_OFFLINE).
+    """Find the model's files; an hf: source is downloaded (or taken from the cache, see HF_HUB_OFFLINE), a gguf: one
+    unpacked.
 
     A relative path is tried against the working directory, then against `root`. SourceError if something is missing.
     """
@@ -73,6 +75,8 @@ def locate(spec: ModelSpec, root: Path) -> Source:
     if kind in ("hf", "dir"):
         folder = _download_snapshot(rest, spec.revision) if kind == "hf" else resolve_path(root, rest)
         return _locate_huggingface(spec, root, folder)
+    if kind == "gguf":
+        return _locate_huggingface(spec, root, unpack(resolve_path(root, rest)))
     if kind == "onnx":
         return _locate_onnx(spec, root, resolve_path(root, rest))
     return _locate_python(spec, rest, root)

@@ -130,7 +130,7 @@ def find_model_source(text: str, root: Path) -> str:
     except SourceError as error:
         if re.fullmatch(r"[\w./-]+:\w+", text):
             return f"python:{text}"
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text) and Path(text).suffix != ".onnx":
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text) and Path(text).suffix not in (".onnx", ".gguf"):
             return f"hf:{text}"
         raise SourceError(f"{error}; a model is {', '.join(MODEL_SOURCES)}") from error
     if path.is_dir():
@@ -141,8 +141,8 @@ def find_model_source(text: str, root: Path) -> str:
             return f"onnx:{Path(text) / graphs[0].name}"
         many = f"; it has {', '.join(g.name for g in graphs)}: name one" if graphs else ""
         raise SourceError(f"{text}: holds neither config.json nor one .onnx file, so it is no model's folder{many}")
-    if path.suffix == ".onnx":
-        return f"onnx:{text}"
+    if path.suffix in (".onnx", ".gguf"):
+        return f"{path.suffix[1:]}:{text}"
     way = f"name its factory: {text}:FACTORY" if path.suffix == ".py" else "weights alone are no model: name the "
     way += "" if path.suffix == ".py" else "factory that builds it, FILE.py:FACTORY, and give these with --weights"
     raise SourceError(f"{text}: a model is {', '.join(MODEL_SOURCES)}; {way}")
@@ -159,7 +159,7 @@ def name_recipe(source: str) -> str:
         names = [factory, file.stem, file.parent.name]
     else:
         path = Path(rest).resolve()
-        names = [path.stem if kind == "onnx" else path.name, path.parent.name]
+        names = [path.stem if kind in ("onnx", "gguf") else path.name, path.parent.name]
     name = next((name for name in names if not NO_NAMES.fullmatch(name.lower())), names[-1])
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "model"
 

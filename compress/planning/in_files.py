@@ -5,6 +5,7 @@ from __future__ import annotations
 from compress.facts import FLOAT_BYTES, ModelFacts, Note
 from compress.recipe.exports import EngineExport
 from compress.recipe.schema import Recipe
+from compress.store.paths import resolve_path
 from runtime.processes.memory import available_bytes
 from runtime.words import size_text
 
@@ -42,6 +43,10 @@ def runs_float(recipe: Recipe, facts: ModelFacts) -> bool:
 
 def note_narrow_source(recipe: Recipe, facts: ModelFacts) -> Note | None:
     """Return a note that the model's own files are smaller than the float graph that sizes are against; else None."""
+    kind, _, file = recipe.model.source.partition(":")
+    if kind == "gguf":
+        held = size_text(resolve_path(recipe.root, file).stat().st_size)
+        return Note("info", f"sizes are against float32, to which the file ({held}) was unpacked, and not against it")
     if facts.source != "torch" or facts.float_bytes >= FLOAT_BYTES or not recipe.has_onnx:
         return None
     if not runs_float(recipe, facts):  # sizes are then against those files

@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.errors import OutputError, RecipeError
 from compress.recipe.variables import escape
-from compress.specs import MODEL_SOURCES
+from compress.specs import MODEL_SOURCES, OF_FOLDERS
 from compress.tasks import TORCH_TASKS
 from compress.tasks.base import Starter
 from runtime.errors import UsageError
@@ -58,7 +58,7 @@ passes:
 def _format_preprocess(task: str, source: str, parts: Starter) -> str:
     """Return the line that says how inputs are made, of a source that has no files which say it."""
     kind = find_task(task).preprocess
-    if kind in (None, "seq2seq") or source.startswith(("hf:", "dir:")) or "preprocess:" in parts.model:
+    if kind in (None, "seq2seq") or source.startswith(OF_FOLDERS) or "preprocess:" in parts.model:
         return ""
     said, note = USUAL_PREPROCESS.get(str(kind), ("{kind: tensor}", "the data holds the model's inputs ready"))
     return f"preprocess: {said}   # TODO: {note}\n"
