@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, keep_both, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import PassMeasurements, list_costs
-from compress.execution.own_metrics import check_sliced, load_own_metrics
+from compress.execution.own_metrics import LoadedMetric, check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, Graphs, Outcome, assemble, note_rows, write_models
@@ -44,10 +44,10 @@ from compress.planning.inputs import (
     load_set,
     locate_result,
 )
-from compress.planning.judging import explain_not_run, runs_once
+from compress.planning.judging import explain_not_run
 from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
-from compress.planning.own_metrics import find_own_metrics, shorten_names
+from compress.planning.own_metrics import OwnMetric, find_own_metrics, shorten_names
 from compress.planning.plan import Plan
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
@@ -57,7 +57,7 @@ from compress.store.durable import blame, temporary_folder
 from compress.store.output import keep_log, publish, reserve_output, resolve_output
 from compress.store.run_log import RunLog
 from compress.tasks import find_torch_task
-from runtime.bundle.format import BuildScore
+from runtime.bundle.format import BuildScore, Judgement
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
@@ -248,94 +248,122 @@ class Built:
 
 def _build(run: RunContext, staging: Path, between: Path) -> Built:
     """Run the passes and write the bundle into `staging`, and into `between` the models between the passes."""
-    plan, run_log = run.plan, run.run_log
-    inputs, recipe = plan.inputs, plan.recipe
-    evaluation = run.sets["evaluation"]
-    exported, baseline, candidate = None, None, None
-    in_files, with_float = stays_in_files(recipe, plan.before), runs_float(recipe, plan.before)
-    score: BuildScore | None = None
-    scoring: list[Note] = []
-    not_run = explain_not_run(recipe) or ""
-    once = runs_once(recipe, plan.before)
-    if recipe.has_onnx:
-        with run_log.time_stage(EXPORT):
-            exported = export(run, plan.keys.float_graph, lambda: load(plan))
-        if not in_files:
-            with run_log.time_stage(BASELINE):
-                baseline = run_baseline(run.cache, plan.keys.baseline, exported, inputs, evaluation.columns)
-    own_metrics = find_own_metrics(recipe)
-    distinct = list({metric.short_name: metric for metric in own_metrics}.values())  # one may be named in two ways
-    labels = evaluation.columns.get("label")
-    own = load_own_metrics(distinct, baseline, labels) if baseline is not None else []
-    judgement = shorten_names(recipe.validate_, own_metrics)
-    check_sliced(own, judgement)
+    plan, run_log, recipe = run.plan, run.run_log, run.plan.recipe
+    samples = run.sets["evaluation"].columns
+    not_run, with_float = explain_not_run(recipe) or "", runs_float(recipe, plan.before)
+    once = with_float and stays_in_files(recipe, plan.before) and not not_run
+    exported, baseline = _export_float(run)
+    metrics = find_own_metrics(recipe)
+    judgement = shorten_names(recipe.validate_, metrics)
+    own = _load_own_metrics(metrics, judgement, baseline, samples) if baseline is not None else []
     chain = None
     if exported is not None and measures_passes(recipe, plan.before):
-        chain = PassMeasurements(plan, run.cache, run_log, between, evaluation.columns, exported)
+        chain = PassMeasurements(plan, run.cache, run_log, between, samples, exported)
     passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
+    candidate, score, notes = None, None, list[Note]()
     if (baseline is None or not_run) and not once:
         with run_log.time_stage(SCORING):
             before, candidate = _score_checkpoint(run, passed)
-        score, scoring = _describe_score(run, passed, in_files, not_run)
+        score, notes = _describe_score(run, passed, not_run)
         baseline = before if baseline is None else baseline
-    if not with_float:
-        left_out = note_missing_float(recipe, plan.before)
-        scoring += [] if left_out is None else [left_out]
-    if (narrow := note_narrow_source(recipe, plan.before)) is not None:
-        scoring.append(narrow)
-    portable = make_portable(recipe)
-    if exported is not None:
-        scoring += exported.notes()
-    if plan.latency is not None and (text := plan.latency.describe_denormals()):
-        scoring.append(Note("warning", text, here=True))
-    if unread := plan.before.unread:
-        scoring.append(Note("warning", describe_unread(unread)))
-    told = {note.text for result in passed.results for note in result.notes}
-    scoring += [note for step in plan.steps for note in step.notes if note.level == "warning" and note.text not in told]
+    notes += _collect_notes(plan, exported, passed, with_float)
     with run_log.time_stage(WRITING), blame(staging.parent):
-        contents = Contents(
-            recipe=recipe,
-            recipe_yaml=recipe_to_yaml(recipe, portable),
-            lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
-            host=describe_host(recipe, portable),
-            preprocess=inputs.preprocess,
-            folder=inputs.source.folder,
-            tokenizer=inputs.tokenizer,
-            samples=evaluation.columns,
-            slices=evaluation.slices,
-            judgement=judgement,
-            layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *scoring])],
-            graphs=_collect_graphs(plan, exported, passed, with_float),
-            streamed=passed.streamed,
-            class_names=exported.class_names if exported else (),
-            generation=generation_of(plan.inputs),
-            cache=run.cache.root,
-            load_back=_prepare_load_back(run) if passed.streamed is not None else None,
-            detections=inputs.facts.detections,
-            source_bytes=None if exported and with_float else _source_bytes(plan),
-        )
-        manifest, notes = write_models(staging, contents)
+        contents = _collect_contents(run, exported, passed, with_float, judgement, notes)
+        manifest, of_files = write_models(staging, contents)
     if once:
         with run_log.time_stage(RUNNING):
-            baseline, candidate = _score_bundle(run, staging, manifest)
+            baseline, candidate = _run_bundle(run, staging, manifest)
     assert baseline is not None
     outcome = Outcome(baseline, candidate if score else None, score)
-    if distinct:
+    if metrics:
         with run_log.time_stage("the recipe's own metrics"):
-            if not own:
-                own = load_own_metrics(distinct, baseline, labels)
-                check_sliced(own, judgement)
+            own = own or _load_own_metrics(metrics, judgement, baseline, samples)
             outputs = candidate if candidate is not None else _run_candidate(run, staging, manifest)
-            values = [metric.baseline for metric in own], [metric.compute_or_mark(outputs, labels) for metric in own]
-        outcome = replace(outcome, recorded=tuple(metric.record for metric in own), recorded_values=values)
+            after = [metric.compute_or_mark(outputs, samples.get("label")) for metric in own]
+        records = tuple(metric.record for metric in own)
+        outcome = replace(outcome, recorded=records, recorded_values=([metric.baseline for metric in own], after))
     with blame(staging.parent):
-        assemble(staging, manifest, notes, contents, outcome)
-    notes = [*notes, *(note for result in passed.results for note in result.notes if note.here)]
-    for note in (*run.notes, *scoring, *notes):
+        assemble(staging, manifest, of_files, contents, outcome)
+    of_files = [*of_files, *(note for result in passed.results for note in result.notes if note.here)]
+    for note in (*run.notes, *notes, *of_files):
         run_log.log(note.text)
     costs = [] if recipe.validate_.steps is False else list_costs(recipe.passes, passed.results)
-    here = [note for note in (*scoring, *notes) if note.here]
+    here = [note for note in (*notes, *of_files) if note.here]
     return Built(chain.models if chain else costs, here, candidate if once else None)
+
+
+def _export_float(run: RunContext) -> tuple[FloatModel | None, dict[str, np.ndarray] | None]:
+    """Return the float graph and its outputs over the evaluation samples, as far as the recipe has them before passes.
+
+    None for a graph that is not written, and for outputs that are found once the candidate is there.
+    """
+    plan, exported, baseline = run.plan, None, None
+    if plan.recipe.has_onnx:
+        with run.run_log.time_stage(EXPORT):
+            exported = export(run, plan.keys.float_graph, lambda: load(plan))
+        if not stays_in_files(plan.recipe, plan.before):
+            samples = run.sets["evaluation"].columns
+            with run.run_log.time_stage(BASELINE):
+                baseline = run_baseline(run.cache, plan.keys.baseline, exported, plan.inputs, samples)
+    return exported, baseline
+
+
+def _load_own_metrics(
+    metrics: Sequence[OwnMetric], judgement: Judgement, baseline: Mapping[str, np.ndarray], samples: Mapping[str, Any]
+) -> list[LoadedMetric]:
+    distinct = list({metric.short_name: metric for metric in metrics}.values())  # one may be named in two ways
+    own = load_own_metrics(distinct, baseline, samples.get("label"))
+    check_sliced(own, judgement)
+    return own
+
+
+def _collect_notes(plan: Plan, exported: FloatModel | None, passed: Passed, with_float: bool) -> list[Note]:
+    """Return what the report says of the model and the graph, and the plan's warnings that no pass has said."""
+    recipe, facts = plan.recipe, plan.before
+    missing = None if with_float else note_missing_float(recipe, facts)
+    notes = [note for note in (missing, note_narrow_source(recipe, facts)) if note is not None]
+    if exported is not None:
+        notes += exported.notes()
+    if plan.latency is not None and (text := plan.latency.describe_denormals()):
+        notes.append(Note("warning", text, here=True))
+    if facts.unread:
+        notes.append(Note("warning", describe_unread(facts.unread)))
+    told = {note.text for result in passed.results for note in result.notes}
+    return notes + [n for step in plan.steps for n in step.notes if n.level == "warning" and n.text not in told]
+
+
+def _collect_contents(
+    run: RunContext,
+    exported: FloatModel | None,
+    passed: Passed,
+    with_float: bool,
+    judgement: Judgement,
+    notes: Sequence[Note],
+) -> Contents:
+    """Return what the bundle is made of; `with_float`: the float graph, too."""
+    plan, recipe, inputs, evaluation = run.plan, run.plan.recipe, run.plan.inputs, run.sets["evaluation"]
+    portable = make_portable(recipe)
+    return Contents(
+        recipe=recipe,
+        recipe_yaml=recipe_to_yaml(recipe, portable),
+        lock=make_lock(inputs, plan.keys, run.sets, exported, passed.results, portable),
+        host=describe_host(recipe, portable),
+        preprocess=inputs.preprocess,
+        folder=inputs.source.folder,
+        tokenizer=inputs.tokenizer,
+        samples=evaluation.columns,
+        slices=evaluation.slices,
+        judgement=judgement,
+        layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *notes])],
+        graphs=_collect_graphs(plan, exported, passed, with_float),
+        streamed=passed.streamed,
+        class_names=exported.class_names if exported else (),
+        generation=generation_of(inputs),
+        cache=run.cache.root,
+        load_back=_prepare_load_back(run) if passed.streamed is not None else None,
+        detections=inputs.facts.detections,
+        source_bytes=None if exported and with_float else _source_bytes(plan),
+    )
 
 
 def _prepare_load_back(run: RunContext) -> LoadBack:
@@ -347,7 +375,7 @@ def _prepare_load_back(run: RunContext) -> LoadBack:
     return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log)
 
 
-def _score_bundle(
+def _run_bundle(
     run: RunContext, staging: Path, manifest: Manifest
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
@@ -358,7 +386,7 @@ def _score_bundle(
 def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """Return the outputs over the evaluation samples of the graph that will be judged."""
     if manifest.generates:
-        return _score_bundle(run, staging, manifest)[1]
+        return _run_bundle(run, staging, manifest)[1]
     graph = manifest.graph_for(graph_backend(manifest.target))
     return run_graph(staging / graph.path, run.plan.inputs, graph.inputs, run.sets["evaluation"].columns)
 
@@ -393,19 +421,17 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
     return score_in_torch(run.cache, keys, before, passed.streamed, context, batches.loss_masks)
 
 
-def _describe_score(
-    run: RunContext, passed: Passed, in_files: bool, not_run: str = ""
-) -> tuple[BuildScore, list[Note]]:
+def _describe_score(run: RunContext, passed: Passed, not_run: str) -> tuple[BuildScore, list[Note]]:
     """Return how the candidate was scored by torch, and the notes that the report has of it.
 
-    `in_files`: it is a graph, which computes what its layers' schemes say. `not_run`: why nothing here runs that.
+    `not_run`: why nothing here runs the graph; "" where it is run, so that it computes what its layers' schemes say.
     """
-    streamed, engine = passed.streamed, run.plan.recipe.target
+    streamed, recipe = passed.streamed, run.plan.recipe
     assert streamed is not None
-    if in_files and not not_run:
+    if stays_in_files(recipe, run.plan.before) and not not_run:
         return BuildScore(f"torch {version('torch')}"), []
-    gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, engine))
-    return BuildScore(f"torch {version('torch')}", gaps, not_run), rounding_notes(streamed, engine)
+    gaps = tuple(scoring_gaps(streamed.structure, streamed.kv_cache, recipe.target))
+    return BuildScore(f"torch {version('torch')}", gaps, not_run), rounding_notes(streamed, recipe.target)
 
 
 def _load_sets(plan: Plan, run_log: RunLog) -> tuple[dict[str, Samples], tuple[Note, ...]]:

@@ -107,7 +107,7 @@ def save_unpacked(file: str, folder: str) -> None:
     place, name = Path(file).parent, Path(file).name
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32)
-    model.hf_quantizer = None  # else what is saved claims to be quantized
+    model.hf_quantizer = None  # type: ignore[assignment]  # else what is saved claims to be quantized
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
