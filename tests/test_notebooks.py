@@ -63,7 +63,9 @@ def test_there_are_notebooks_and_the_readme_lists_each() -> None:
 
 @every_notebook
 def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path) -> None:
-    done = cleaned(execute(path, tmp_path, before=QUICK_JUDGE, replaced=SHORTER.get(path.stem, {})))  # raises where a cell fails
+    done = cleaned(
+        execute(path, tmp_path, before=QUICK_JUDGE, replaced=SHORTER.get(path.stem, {}))
+    )  # raises where a cell fails
     assert [cell for cell, output in outputs(done) if output.get("name") == "stderr"] == [], "it warns"
     shape = [(cell, output.output_type, sorted(output.get("data", ()))) for cell, output in outputs(done)]
     kept = nbformat.read(path, as_version=4)

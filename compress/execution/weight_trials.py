@@ -80,7 +80,7 @@ class _TriedWeights:
     def time(self, choices: Sequence[LayerSchemes]) -> list[float]:
         graphs = list(self.write(choices))
         if self.recipe.model.generates:
-            return time_decoders(self.recipe, graphs, self.inputs)
+            return time_decoders(self.recipe, graphs, self.inputs)[1]
         return make_clock(self.recipe, self.cache).time(graphs, self.make_feeds(), BUDGET_S)
 
     def time_layers(self, schemes: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,17 @@ def _choose_class(source: Source) -> tuple[Any, Any, dict[str, Any]]:
     auto = _find_auto_class(task.model_task or source.task, config.model_type)
     _check_task(source.name, source.task, config, auto)
     return auto, config, kwargs
+
+
+def make_shallow(source: Source, n_blocks: int, n: int) -> Source | None:
+    """Return the source of an untrained model with `n` of `n_blocks` blocks; None where config.json counts none.
+
+    Lists with an entry for each block keep their first.
+    """
+    known = load_config(source).to_dict()
+    counts = {key for key, value in known.items() if "layer" in key and type(value) is int and value == n_blocks}
+    lists = {key: value[:n] for key, value in known.items() if isinstance(value, list) and len(value) == n_blocks}
+    return replace(source, config={**dict.fromkeys(counts, n), **lists}) if counts else None
 
 
 def load_config(source: Source) -> Any:

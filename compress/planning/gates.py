@@ -21,6 +21,9 @@ def foresee_gates(recipe: Recipe, before: ModelFacts, after: ModelFacts, latency
     foreseen = {"size": _count_file_bytes(recipe, before, after)}
     if latency is not None and latency.backend == recipe.target and not latency.parts:
         foreseen[latency.metric] = (latency.float_ms, latency.compressed_ms)
+        if latency.first_ms:
+            before_ms, after_ms = latency.first_ms
+            foreseen["ttft"] = (before_ms, after_ms)
     return [note for gate in recipe.validate_.gates if (note := _foresee(gate, foreseen)) is not None]
 
 

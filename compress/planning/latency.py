@@ -23,7 +23,7 @@ from compress.errors import CompressError, NotExportable, PlanError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
-from compress.facts import ModelFacts, Note
+from compress.facts import FLOAT_BYTES, ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.graph.fast_forms import own_transposes
@@ -32,8 +32,10 @@ from compress.graph.run import clone
 from compress.graph.specs import cache_of
 from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds
+from compress.models.huggingface import make_shallow
 from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_model, load_torch_model
 from compress.planning.cache_keys import CacheKeys
+from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
@@ -56,11 +58,18 @@ from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
+from runtime.processes.memory import available_bytes
 from runtime.words import size_text
 
 BUDGET_S = 6.0
 """Seconds for the calls of one comparison."""
 REQUESTS = 12
+SHALLOW = (2, 6)
+"""Blocks of the decoders from which a large one is foretold."""
+SHALLOW_COPIES = 2.5
+"""Float copies of all weights of those decoders that timing them holds: in torch, the graph, a session."""
+SHALLOW_TOKENS = 16
+"""Tokens of an answer of theirs."""
 GAINS = 1.1
 """Times as fast as float; what gains less is compressed for size, and the plan says so."""
 WEIGHT_GROUP = 32
@@ -86,7 +95,7 @@ def forecast_latency(
     key = [keys.float_graph, list(keys.passes), describe_call(recipe)]
     kept = keep.read("forecast", key)
     if kept is not None:
-        lists = {name: tuple(kept["forecast"][name]) for name in ("parts", "in_float")}
+        lists = {name: tuple(kept["forecast"].get(name, ())) for name in ("parts", "in_float", "first_ms", "blocks")}
         latency = LatencyForecast(**{**kept["forecast"], **lists})
         return latency, _describe_gain(recipe, latency)
     if not twins and inputs.facts.source != "onnx":
@@ -130,18 +139,46 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
         return reason
     if inputs.recipe.model.encodes:
         return "an encoder and its decoder are exported together, which no twin is yet"
-    large = inputs.facts.n_bytes > LARGEST_BYTES
-    return f"the weights are larger than {size_text(LARGEST_BYTES)}" if large else None
+    return _explain_no_shallow_twins(inputs) if inputs.facts.n_bytes > LARGEST_BYTES else None
+
+
+def _explain_no_shallow_twins(inputs: Inputs) -> str | None:
+    """Return why a large model is not foretold from models of a few of its blocks; None where it is."""
+    large, structure = f"the weights are larger than {size_text(LARGEST_BYTES)}", inputs.facts.structure
+    if structure is None or not stays_in_files(inputs.recipe, inputs.facts):
+        return large
+    n_blocks, most = len(structure.blocks), SHALLOW[-1]
+    if n_blocks <= most:
+        return f"{large}, and its {n_blocks} blocks are too few to be foretold from some of them"
+    if make_shallow(inputs.source, n_blocks, most) is None:
+        return f"{large}, and config.json does not say how many blocks there are"
+    blocks = _count_block_bytes(inputs.facts)
+    head = inputs.facts.n_bytes - sum(blocks)
+    needed, free = int(SHALLOW_COPIES * sum(head + sum(blocks[:n]) for n in SHALLOW)), available_bytes()
+    if needed <= free:
+        return None
+    return f"{large}; to time a few blocks takes {size_text(needed)} of memory, and {size_text(free)} are free"
+
+
+def _count_block_bytes(facts: ModelFacts) -> list[int]:
+    """Return the float bytes of each block's layers."""
+    assert facts.structure is not None
+    held = {layer.name: FLOAT_BYTES * layer.n_weights for layer in facts.layers}
+    return [sum(held.get(name, 0) for name in block.layers) for block in facts.structure.blocks]
 
 
 def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     timer = make_timer(recipe, cache, [make_call(inputs)])
     log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
+    if inputs.facts.n_bytes > LARGEST_BYTES:
+        return _measure_shallow(inputs, timer, log)
     before, after, parts = make_twins(inputs, timer, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
+    first: list[float] = []
     if recipe.model.generates:
-        metric, ms = "tpot", time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
+        metric = "tpot"
+        first, ms = time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
     else:
         flushed = clone(before.model)
         denormal = flush_denormals(flushed)
@@ -155,6 +192,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
         parts,
         in_float,
         held_bytes=peak_memory_bytes(),
+        first_ms=tuple(round(value, 4) for value in first),
     )
     if metric == "tpot":
         return latency
@@ -165,6 +203,38 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
         others = _time_others(recipe, before, timer, forms=latency.speedup < GAINS)
         latency = replace(latency, others=others)
     return latency
+
+
+def _measure_shallow(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyForecast:
+    """Foretell a large decoder from two of fewer blocks: each further block takes what those between the two take."""
+    recipe, structure = inputs.recipe, inputs.facts.structure
+    assert structure is not None
+    n_blocks, graphs = len(structure.blocks), list[ir.Model]()
+    for n in SHALLOW:
+        source = make_shallow(inputs.source, n_blocks, n)
+        assert source is not None
+        before, after, parts = make_twins(replace(inputs, source=source), timer, log)
+        graphs += [timer.write(before), timer.write(after)]
+    times = time_decoders(recipe, graphs, inputs, min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS))
+    first, first_after, token, token_after = (
+        _extend(few, many, n_blocks) for ms in times for few, many in zip(ms[:2], ms[2:], strict=True)
+    )
+    return LatencyForecast(
+        "tpot",
+        timer.clock.backend,
+        round(token, 4),
+        round(token_after, 4),
+        parts,
+        held_bytes=peak_memory_bytes(),
+        first_ms=(round(first, 4), round(first_after, 4)),
+        blocks=SHALLOW,
+    )
+
+
+def _extend(few_ms: float, many_ms: float, n_blocks: int) -> float:
+    """Return what so many blocks take, of what the two numbers of SHALLOW took."""
+    few, many = SHALLOW
+    return few_ms + (n_blocks - few) * max(many_ms - few_ms, 0.0) / (many - few)
 
 
 def _list_in_float(recipe: Recipe, facts: ModelFacts, after: GraphState) -> tuple[str, ...]:
@@ -306,8 +376,13 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
     return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
 
 
-def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) -> list[float]:
-    """Return milliseconds of a further token of each decoder."""
+def time_decoders(
+    recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs, new_tokens: int | None = None
+) -> tuple[list[float], list[float]]:
+    """Return milliseconds of the first token and of a further one, of each decoder.
+
+    `new_tokens`: of an answer; None: as many as the recipe times.
+    """
     speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
@@ -322,9 +397,14 @@ def time_decoders(recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs) ->
             held.callback(session.close)
             decoders.append(Decoder(session, cache_of(graph)))
         prompt = rng.integers(0, vocab_size, (speed.batch_size, speed.prompt_tokens))
-        times = time_requests(decoders, [list(prompt)], speed.new_tokens, REQUESTS, 1, recipe.seed, BUDGET_S)
-    of_token = times.per_token  # [graphs, requests]
-    return [1000 * float(np.median(of_token[0]) * ratio) for ratio in np.median(of_token / of_token[0], axis=1)]
+        n_tokens = new_tokens or speed.new_tokens
+        times = time_requests(decoders, [list(prompt)], n_tokens, REQUESTS, 1, recipe.seed, BUDGET_S)
+
+    def compare(seconds: np.ndarray) -> list[float]:
+        """Return milliseconds of seconds [graphs, requests]: the first one's, and those of others by their ratios."""
+        return [1000 * float(np.median(seconds[0]) * ratio) for ratio in np.median(seconds / seconds[0], axis=1)]
+
+    return compare(times.first), compare(times.per_token)
 
 
 def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer, forms: bool) -> dict[str, float]:

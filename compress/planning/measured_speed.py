@@ -18,7 +18,8 @@ class LatencyForecast:
     computed in float because they are faster so. `others`: what else was timed, where the recipe gains little: in words
     -> milliseconds. `held_bytes`: what the process held at most by then, as the run will. `denormal`: weights of an
     ONNX file below the least normal number, which are zero in the result; `flushed_ms`: a call of the float model with
-    zeros in their place.
+    zeros in their place. `first_ms`: of a decoder, what its first token takes before and after, behind a prompt as it
+    will be judged; () for others. `blocks`: of how many blocks the models were from which it was foretold; (): of all.
     """
 
     metric: str
@@ -31,6 +32,8 @@ class LatencyForecast:
     held_bytes: int = 0
     denormal: int = 0
     flushed_ms: float = 0.0
+    first_ms: tuple[float, ...] = ()
+    blocks: tuple[int, ...] = ()
 
     def describe_denormals(self) -> str:
         """Say what of the gain is that of zeros in the place of denormal weights; "" where they slow nothing down."""

@@ -207,10 +207,15 @@ def _format_latency(latency: LatencyForecast | None) -> str:
     if latency is None:
         return ""
     what = {"latency_p50": "a call", "tpot": "a token"}[latency.metric]
-    return (
+    how = f"models of this shape with {' and '.join(map(str, latency.blocks))} blocks" if latency.blocks else ""
+    lines = [
         f"{what} takes about {ms_text(latency.float_ms)} -> {ms_text(latency.compressed_ms)} on {latency.backend} "
-        f"({latency.speedup:.2f}x as fast, measured on models of this shape)\n"
-    )
+        f"({latency.speedup:.2f}x as fast, measured on {how or 'models of this shape'})"
+    ]
+    if latency.first_ms:
+        before, after = latency.first_ms
+        lines.append(f"the first token about {ms_text(before)} -> {ms_text(after)} ({before / after:.2f}x as fast)")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _format_counts(decisions: Sequence[LayerDecision]) -> str:

@@ -1,0 +1,61 @@
+"""The speed of a large decoder, foretold from decoders of a few of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from makers import plan
+from tiny_lm import QUICK_DECODING, language_folder, language_recipe
+
+from compress.graph.specs import n_cached_layers
+from compress.planning import latency
+from compress.planning.plan import plan_html
+
+N_BLOCKS = 8
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe of a decoder that counts as large, where a block takes 1 ms, a rounded one 0.25 ms, the head 10 ms."""
+
+    def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any) -> tuple[list[float], list[float]]:
+        blocks = [n_cached_layers(graph) for graph in graphs]
+        costs = [n * (0.25 if number % 2 else 1.0) for number, n in enumerate(blocks)]
+        return [20 + 5 * cost for cost in costs], [10 + cost for cost in costs]
+
+    monkeypatch.setenv("COMPRESS_TIMING", "on")
+    for name in ("compress.planning.latency.LARGEST_BYTES", "compress.planning.in_files.WHOLE_BYTES"):
+        monkeypatch.setattr(name, 0)
+    monkeypatch.setattr(latency, "time_decoders", time_decoders)
+    language_folder(tmp_path / "lm", num_hidden_layers=N_BLOCKS)
+    passes = [{"kind": "rtn", "scheme": "W4A16", "group_size": 32}]
+    return language_recipe(tmp_path, passes, validate={"gates": [], "benchmark": QUICK_DECODING})
+
+
+def test_each_further_block_takes_what_those_between_took(large: dict[str, Any], tmp_path: Path) -> None:
+    made = plan(large, tmp_path, tmp_path / "cache")
+    assert made.latency is not None and made.latency.blocks == latency.SHALLOW
+    assert (made.latency.float_ms, made.latency.compressed_ms) == (10 + N_BLOCKS, 10 + 0.25 * N_BLOCKS)
+    assert made.latency.first_ms == (20 + 5 * N_BLOCKS, 20 + 5 * 0.25 * N_BLOCKS)
+    text = plan_html(made)
+    assert "measured on models of this shape with 2 and 6 blocks" in text and "the first token about 60 ms" in text
+    assert plan(large, tmp_path, tmp_path / "cache").latency == made.latency, "it is not kept"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("available_bytes", lambda: 1 << 20, "to time a few blocks takes"),
+        ("SHALLOW", (2, N_BLOCKS), "its 8 blocks are too few"),
+    ],
+)
+def test_what_has_no_twin_is_said(
+    large: dict[str, Any], name: str, value: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, name, value)
+    made = plan(large, tmp_path, tmp_path / "cache")
+    assert made.latency is None and any(said in note.text for note in made.notes)
