@@ -20,13 +20,18 @@ CPU_FLAGS = (
 PACKAGES = ("numpy", "onnxruntime", "openvino", "tokenizers", "pillow")
 
 
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment(threads: int) -> dict[str, Any]:
     """Describe the machine and the libraries, plug-ins too: cpu, flags, cores, threads, load, os, python, versions."""
     model, flags = cpu_info()
     return {
         "cpu": model,
         "cpu_flags": flags,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": count_cores(),
         "threads": threads,
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "os": platform.platform(),

@@ -25,7 +25,7 @@ from runtime.bundle.format import (
     read_slices,
 )
 from runtime.bundle.onnx_file import graph_facts
-from runtime.clock.machine import environment
+from runtime.clock.machine import count_cores, environment
 from runtime.decode.scoring import split_sides
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
@@ -293,11 +293,14 @@ def run_candidate(case: Case) -> Outputs:
 def run_beside(
     root: Path, manifest: Manifest, columns: Columns, backend: str, threads: int | None = None
 ) -> tuple[Outputs, Outputs]:
-    """Run a decoder beside its float model; return the sums of both over the samples, the float model's first."""
+    """Run a decoder beside its float model; return the sums of both over the samples, the float model's first.
+
+    `threads`: not given, all cores, however many the benchmark times: it is the sums that are asked for.
+    """
     before, after = pair(manifest, backend)
     with ExitStack() as stack:
         session, reference = (
-            open_variant(stack, root, variant, threads or manifest.judgement.benchmark.threads)
+            open_variant(stack, root, variant, threads or count_cores())
             for variant in (after, replace(before, options=find_backend(backend).exact))
         )
         return split_sides(_run(root, manifest, columns, session, reference))
