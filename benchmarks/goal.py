@@ -4,8 +4,8 @@ ResNet-20 on CIFAR-10: at least 5 times smaller, 3 times as fast, top-1 lower by
 times, 0.010, which is more than the recipe tuned by hand reaches (recipes/claims/cifar10-resnet56-prune-distill-int8).
 And a plain network for handwritten digits, of another kind, that this script makes and trains first: as ResNet-20.
 Five networks nobody has seen, whose blocks, widths and depths are drawn and which it trains for minutes: as ResNet-56
-in 20 minutes, four of five. The quickstart's: twice as fast in 4 minutes, of any size. The claims are of values; whether their
-whole intervals keep the goal is a column. There is no peer: no other tool takes a goal. --quick: 4 minutes each.
+in 20 minutes, four of five. The quickstart's: twice as fast in 4 minutes, of any size. The claims are of values; whether
+their whole intervals keep the goal is a column. There is no peer: no other tool takes a goal. --quick: 4 minutes each.
 """
 
 from __future__ import annotations
