@@ -170,9 +170,9 @@ def design(
     `depth`: the part of the time to go (of the weights, where no time is to be gained) that goes as whole blocks.
     """
     keep, faster, smaller = _choose_blocks(ground.facts, needs, depth, yields) if depth else (None, 1.0, 1.0)
-    rest, share = needs.speed / faster, smaller / needs.size
+    rest = needs.speed / faster
     speedup = round(rest ** (1 / yields.time_by_channels), 3) if rest > LEAST_GAIN else None
-    params = max(round(share, 3), 0.001) if share < 1 / LEAST_GAIN else None
+    params = max(round(smaller / needs.size, 3), 0.001) if needs.size > LEAST_GAIN * smaller else None
     found = PrunedStructure(keep, params, speedup, timed_in)
     return None if not found.passes() or ground.explain_misfit(found.passes()) else found
 
