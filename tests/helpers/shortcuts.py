@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -37,7 +38,10 @@ def few_rounds() -> Iterator[None]:
         for name in ("LASTING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
             patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
         patch.setattr("runtime.clock.turns.BLOCK_S", 0.0)
-        patch.setattr("runtime.clock.turns.no_garbage_collection", nullcontext)  # it takes longer than all the rest
+        patch.setattr("runtime.clock.turns.MIN_ROUNDS", 2)
+        patch.setattr("runtime.clock.turns.DISTURBED", inf)  # no round again because other tests run beside it
+        for name in ("clock.turns", "measure.answering", "measure.requests"):
+            patch.setattr(f"runtime.{name}.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
         patch.setattr("runtime.judge.bundle.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
         yield
