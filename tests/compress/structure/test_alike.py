@@ -14,10 +14,9 @@ from compress.blocks.trace import trace
 from compress.structure.alike import cut_chain
 from compress.structure.find import find_structure
 
-N = 20
+N = 12
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "Llama": (2, {}),
     "Gemma2": (4, {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4}),
     "Mixtral": (2, {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
     "GPTNeoX": (2, {}),
@@ -61,8 +60,8 @@ def test_the_first_blocks_tell_what_the_whole_tells(family: str) -> None:
 
 
 def test_blocks_that_differ_are_all_run() -> None:
-    shallow, odd, settings = Logits(build("Llama", 9)), Logits(build("Llama")), Logits(build("Llama"))
-    odd.wrapped.model.layers[N - 1].mlp.act_fn = nn.ReLU()
+    shallow, odd, settings = Logits(build("GPTNeoX", 9)), Logits(build("GPTNeoX")), Logits(build("GPTNeoX"))
+    odd.wrapped.gpt_neox.layers[N - 1].mlp.act = nn.ReLU()
     settings.wrapped.config.layer_types = ["full_attention"] * (N - 1) + ["chunked_attention"]
     for module in (shallow, odd, settings):
         with cut_chain(module) as cut:
