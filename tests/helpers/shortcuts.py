@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,20 @@ def quick_reader() -> Iterator[None]:
 
 
 @contextmanager
+def quick_check() -> Iterator[None]:
+    """Check and run .onnx files in this process; test_onnx_check.py tries those of their own."""
+    from compress.models import onnx_check, onnx_graph
+
+    def run_samples(path: Path, order: str, marks: Any) -> Any:
+        return onnx_graph._run_samples(path, **json.loads(order))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_check, "_examine_apart", lambda path, n_bytes, changed: onnx_check.examine(path))
+        patch.setattr(onnx_graph, "_run_apart", run_samples)
+        yield
+
+
+@contextmanager
 def quick_export() -> Iterator[None]:
     """Export with one table of operators; torch makes one for each export, a third of a small model's time.
 
@@ -101,5 +116,5 @@ def judge_here() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def quick_run() -> Iterator[None]:
     """All of them, for the tests of a folder whose conftest.py imports this."""
-    with quick_judge(), quick_reader(), quick_export():
+    with quick_judge(), quick_reader(), quick_check(), quick_export():
         yield
