@@ -64,7 +64,7 @@ PASSES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 SLOW = {"tune, block by block", "gptq, tables too"}
-TWO_BLOCKS = {"gptq, tables too", "rotate", "tune, all at once", "tune, block by block", "autoround to MXFP4", "smoothquant"}
+TWO_BLOCKS = SLOW | {"rotate", "tune, all at once", "autoround to MXFP4", "smoothquant"}
 """Of these the second block reads what the device, or main memory, held of the first one's outputs."""
 ROUGH = {"gptq, in bfloat16": 0.15}
 """Products in bfloat16 differ from a processor's by more than the rounding of sums."""
