@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from child_processes import run_python
-from places import BENCHMARKS, ROOT
+from places import BENCHMARKS
 
-from runtime.clock.turns import Turns
+from runtime.nvidia.gpu import gpu_here
 
+GPU = {"name": "a GPU", "capability": "8.9", "driver": "580"}
+CLAIM = {"name": "int8 over float32", "value": 1.5, "bar": 1.0, "holds": True}
 ON_BENCH = (
     *("int8_cnn", "int8_encoder", "interop_optimum", "interop_transformers", "weight_only_quality"),
     *("tensorrt_rtx_build", "engine_speed", "foreign_onnx", "slow_cases", "float_formats"),
@@ -51,11 +51,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def common(load: Any) -> Any:
     return load("common")
-
-
-@pytest.fixture
-def measuring(load: Any) -> Any:
-    return load("measuring")
 
 
 Call = Callable[..., tuple[object, str, str]]
@@ -151,109 +146,6 @@ def test_a_run_that_cannot_be_finished_claims_nothing(
     assert capsys.readouterr() == ("", "error: the reason\n")
 
 
-CNN = (
-    "evaluated_images",
-    "top1_drop",
-    "agreement",
-    "size_ratio",
-    "latency_p50_ratio_batch1",
-    "latency_p50_ratio_batch64",
-)
-ENCODER = (
-    "evaluated_pairs",
-    "spearman_drop",
-    "cosine",
-    "size_mb",
-    "latency_p50_ratio_onnxruntime",
-    "latency_p50_ratio_openvino_fixed_shape",
-)
-
-
-def cnn_claims(module: Any, **change: float) -> list[Any]:
-    """Every value on its bar, or changed."""
-    at = {"n": 5000, "top1": 0.873, "agreement": 0.993, "size": 1000, "batch1": 2.4, "batch64": 2.5} | change
-    report = {
-        "n_samples": at["n"],
-        "baseline": {"metrics": {"top1": 0.875}, "size_bytes": 3200},
-        "candidate": {"metrics": {"top1": at["top1"], "agreement": at["agreement"]}, "size_bytes": at["size"]},
-    }
-    speeds = {"latency_p50_ratio_batch1": at["batch1"], "latency_p50_ratio_batch64": at["batch64"]}
-    other = {"model": "ours", "backend": "openvino"} | dict.fromkeys(speeds, 9.0)
-    return list(module.claims(report, [other, {"model": "ours", "backend": "onnxruntime-cpu"} | speeds]))
-
-
-@pytest.mark.parametrize(
-    ("change", "fails"),
-    [
-        ({}, None),
-        ({"n": 4999}, "evaluated_images"),
-        ({"top1": 0.8729}, "top1_drop"),
-        ({"agreement": 0.9929}, "agreement"),
-        ({"size": 1001}, "size_ratio"),
-        ({"batch1": 2.39}, "latency_p50_ratio_batch1"),
-        ({"batch64": 2.49}, "latency_p50_ratio_batch64"),
-    ],
-)
-def test_claims_of_the_cnn(load: Any, change: dict[str, float], fails: str | None) -> None:
-    claims = cnn_claims(load("int8_cnn"), **change)
-    assert tuple(claim.name for claim in claims) == CNN
-    assert [claim.name for claim in claims if not claim.holds] == [name for name in (fails,) if name]
-
-
-def encoder_claims(module: Any, **change: float) -> list[Any]:
-    bars = {"n": 1500, "spearman": 0.873, "cosine": 0.996, "size": 23_500_000, "onnxruntime": 2.2, "openvino": 3.3}
-    at = bars | change
-    report = {
-        "n_samples": at["n"],
-        "baseline": {"metrics": {"spearman": 0.875}, "size_bytes": 90_000_000},
-        "candidate": {"metrics": {"spearman": at["spearman"], "cosine": at["cosine"]}, "size_bytes": at["size"]},
-    }
-    rows = [
-        {"model": "ours", "backend": "onnxruntime-cpu", "latency_p50_ratio": at["onnxruntime"]},
-        {"model": "ours", "backend": "openvino, fixed shape", "latency_p50_ratio": at["openvino"]},
-    ]
-    return list(module.claims(report, rows))
-
-
-@pytest.mark.parametrize(
-    ("change", "fails"),
-    [
-        ({}, None),
-        ({"n": 1499}, "evaluated_pairs"),
-        ({"spearman": 0.8729}, "spearman_drop"),
-        ({"cosine": 0.9959}, "cosine"),
-        ({"size": 23_500_001}, "size_mb"),
-        ({"onnxruntime": 2.19}, "latency_p50_ratio_onnxruntime"),
-        ({"openvino": 3.29}, "latency_p50_ratio_openvino_fixed_shape"),
-    ],
-)
-def test_claims_of_the_encoder(load: Any, change: dict[str, float], fails: str | None) -> None:
-    claims = encoder_claims(load("int8_encoder"), **change)
-    assert tuple(claim.name for claim in claims) == ENCODER
-    assert [claim.name for claim in claims if not claim.holds] == [name for name in (fails,) if name]
-
-
-def test_a_model_that_is_better_than_float_has_no_drop(common: Any) -> None:
-    report = {"baseline": {"metrics": {"top1": 0.5}}, "candidate": {"metrics": {"top1": 0.75}}}
-    assert common.drop(report, "top1") == -0.25
-    assert common.drop({**report, "candidate": {"metrics": {}}}, "top1") is None
-
-
-def test_speed_is_the_median_of_each_rounds_ratio_to_the_first(measuring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[Any] = []
-
-    def open_(path: Path, threads: int, options: Any) -> Any:
-        opened.append((path, threads))
-        return SimpleNamespace(close=lambda: None)
-
-    seconds = np.array([[4.0, 4.0, 8.0, 8.0, 8.0], [2.0, 2.0, 4.0, 4.0, 2.0], [8.0, 8.0, 16.0, 8.0, 8.0]])
-    monkeypatch.setattr(measuring, "find_backend", lambda name: SimpleNamespace(open=open_))
-    monkeypatch.setattr(measuring, "time_in_turns", lambda *_, **more: Turns(seconds[..., None]))
-    entries = [measuring.Entry(name, Path(name)) for name in "abc"]
-    assert measuring.speedups(entries, [], 3) == [1.0, 2.0, 0.5]
-    assert opened == [(Path(name), 1) for name in "abc"]
-
-
 @pytest.mark.parametrize("pins", sorted((BENCHMARKS / "peers").glob("*.txt")), ids=lambda path: path.stem)
 def test_a_peers_environment_names_exact_versions(pins: Path) -> None:
     lines = [line for line in pins.read_text().splitlines() if not line.startswith("#")]
@@ -261,38 +153,54 @@ def test_a_peers_environment_names_exact_versions(pins: Path) -> None:
     assert all("==" in line and "+" not in line for line in lines)
 
 
-def test_forecasts_are_held_against_what_was_measured(load: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    forecasts, tree = load("forecasts"), load("process_tree")
-    latency = {"metric": "latency_p50", "backend": "onnxruntime-cpu", "float_ms": 2.0, "compressed_ms": 1.0}
-    stages = [
-        {"name": "start", "seconds": 4.0, "memory_bytes": 2**20},
-        {"name": "judging", "seconds": 6.0, "memory_bytes": 0},
+@pytest.mark.skipif(gpu_here() is not None, reason="there is a GPU: `make gpu-check` runs it all")
+def test_without_a_gpu_nothing_is_checked(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--out", str(tmp_path / "report")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no GPU that the driver sees" in done.stderr
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("code", [2, -11])
+def test_tests_that_crash_are_a_failure(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    result = tmp_path / "tests.xml"
+    result.write_text("<testsuite><testcase name='of an earlier run'/></testsuite>")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, code))
+    (outcome,) = load("gpu_check").run_tests(result)
+    assert outcome.state == "failed" and f"exit code {code}" in outcome.why
+
+
+@pytest.mark.parametrize(
+    ("states", "holds", "passed"),
+    [
+        (("passed", "skipped"), True, True),
+        (("passed", "failed"), True, False),
+        (("skipped",), True, False),
+        (("passed",), False, False),
+    ],
+)
+def test_a_check_passes_if_something_ran_and_nothing_failed(
+    load: Any, states: tuple[str, ...], holds: bool, passed: bool
+) -> None:
+    script = load("gpu_check")
+    check = script.Check(GPU, [], [script.Outcome(f"test {state}", state, "why") for state in states])
+    check.claims = [{**CLAIM, "holds": holds}]
+    assert check.passed == passed
+    text = "\n".join(script.markdown(check))
+    assert text.startswith(f"# GPU check: {'passed' if passed else 'FAILED'}")
+    assert all(f"| test {state} | {state} | why |" in text for state in states)
+    assert f"| int8 over float32 | 1.5 | 1.0 | {'yes' if holds else 'NO'} |" in text
+
+
+def test_outcomes_are_read_from_pytests_own_report(load: Any) -> None:
+    script = load("gpu_check")
+    tree = script.ElementTree.fromstring(
+        '<s><testcase name="a"/><testcase name="b"><failure message="no&#10;more"/></testcase>'
+        '<testcase name="c"><skipped message="no TensorRT"/></testcase></s>'
+    )
+    found = [script._outcome(case) for case in tree.iter("testcase")]
+    assert [(one.test, one.state, one.why) for one in found] == [
+        ("a", "passed", ""),
+        ("b", "failed", "no"),
+        ("c", "skipped", "no TensorRT"),
     ]
-    work = {"seconds": 10.0, "between": [5.0, 20.0], "memory_bytes": 200 * 2**20, "stages": stages}
-    for name in ("quickstart", "quickstart-again"):
-        (tmp_path / name).mkdir()
-        log = "     1.00s  loading data: 1.0 s\n     6.00s  judging: 5.0 s\n"
-        (tmp_path / name / "compress.log").write_text(log)
-    sides = {"baseline": 2.2, "candidate": 1.5}
-    report = {side: {"generation": {}, "latency_ms": {"p50": ms}} for side, ms in sides.items()}
-    (tmp_path / "quickstart/report.json").write_text(json.dumps(report))
-    run = tree.Run(0, 11.0, [(1.0, 100 * 2**20), (8.0, 300 * 2**20)])
-    monkeypatch.setattr(forecasts, "plan_recipe", lambda *arguments: {"latency": latency, "forecast": work})
-    monkeypatch.setattr(forecasts, "run_tree", lambda *arguments: run)
-    page = tmp_path / "forecasts.md"
-    shutil.copy(ROOT / "docs/reference/forecasts.md", page)
-    monkeypatch.setattr(forecasts, "PAGE", page)
-    call = load("common").Call(bench=Path(), ours=True, out=tmp_path, quick=True)
-    claims, rows = forecasts.measure(call, shipped=True)
-    assert [claim.holds for claim in claims] == [True, True, False, False, True, False]
-    assert list(forecasts.to_markdown(rows))[-1] == ("| `quickstart.yaml` | 2, 2.2 ms | 1, 1.5 ms | 2.00, 1.47 |")
-    assert list(forecasts.work_table(rows))[-1] == "| `quickstart.yaml` | 1.67 of 6 s | 1.67 of 6 s | 0.67 of 300 MiB |"
-    found = forecasts.compare_stages(stages, tmp_path / "quickstart", run)
-    lines = [stage.to_line().split() for stage in found]
-    assert lines[0] == ["start", "4.0", "6.0", "s", "1", "0", "MiB"]
-    assert lines[1] == ["judging", "6.0", "5.0", "s", "0", "300", "MiB"]
-    assert forecasts.explain_misses(rows[0], found) == {"memory off": "memory: judging took 300 MiB, foreseen 0 MiB"}
-    (row,) = [line for line in page.read_text().splitlines() if line.startswith("| `quickstart.yaml`")]
-    cells = "1.67 of 6 s | 1.67 of 6 s | 0.67 of 300 MiB | 0.91 of 2.2 ms | 0.67 of 1.5 ms"
-    assert row.startswith(f"| `quickstart.yaml` | {cells} | ")
-    assert "memory: judging took 300 MiB, foreseen 0 MiB; compressed call: 1 ms foreseen" in row

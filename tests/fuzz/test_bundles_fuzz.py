@@ -12,7 +12,7 @@ import pytest
 from fuzzing import COUNTS, assert_done_or_refused, corpus, fuzz
 from hypothesis import given
 from hypothesis import strategies as st
-from shortcuts import without_processes
+from shortcuts import few_rounds, without_processes
 from tiny_bundles import (
     DELETE,
     KINDS,
@@ -52,9 +52,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 @pytest.fixture(autouse=True, scope="module")
 def _brief() -> Iterator[None]:
     """Judge in milliseconds: no processes for load time and memory, no more rounds than a few."""
-    with without_processes(), pytest.MonkeyPatch.context() as patch:
-        for name in ("LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "LIMIT_BUDGET_S"):
-            patch.setattr(f"runtime.measure.benchmark.{name}", 0.02)
+    with without_processes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.measure.benchmark.LIMIT_BUDGET_S", 0.02)
         patch.setattr("runtime.clock.turns.WARMUP_BUDGET_S", 0.1)
         yield
 

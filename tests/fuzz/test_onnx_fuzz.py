@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fuzzing import assert_done_or_refused, corpus, fuzz, in_fork
 from hypothesis import given
 from onnx_strategies import MODELS, SHAPES, changed_models
+from shortcuts import quick_check
 
-from compress.models import onnx_check
 from compress.models.load import load_model
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
@@ -22,10 +23,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("onnx") / "model.onnx"
 
 
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _in_this_process() -> Iterator[None]:
     """Each case has a process of its own as it is: the checks do not start another, which takes longer than they do."""
-    monkeypatch.setattr(onnx_check, "_examine_apart", lambda path, *_: onnx_check.examine(path))
+    with quick_check():
+        yield
 
 
 def assert_read_or_refused(kind: str, content: bytes, file: Path) -> None:

@@ -44,7 +44,7 @@ OPT: dict[str, Any] = {
     name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")
 }
 CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", 2, SIZES),
+    "llama": ("LlamaConfig", 2, {**SIZES, "attention_bias": True}),
     "qwen2": ("Qwen2Config", 1, SIZES),
     "qwen3": ("Qwen3Config", 1, {**SIZES, "head_dim": 16}),
     "mistral": ("MistralConfig", 1, {**SIZES, "sliding_window": 6}),
@@ -58,7 +58,7 @@ CONFIGS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "mamba": ("MambaConfig", 1, {"hidden_size": 32, "vocab_size": VOCABULARY, "state_size": 4}),
 }
 """Name -> (transformers' configuration, layers, its fields)."""
-ALWAYS = ("llama", "qwen2", "gemma3", "gpt2")
+ALWAYS = ("llama", "gemma3", "gpt2")
 """Between them: biases, a window, norms of queries and keys, a table that is tied, learned positions, Conv1D."""
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,10 @@ def few_rounds() -> Iterator[None]:
         for name in ("LASTING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
             patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
         patch.setattr("runtime.clock.turns.BLOCK_S", 0.0)
-        patch.setattr("runtime.clock.turns.no_garbage_collection", nullcontext)  # it takes longer than all the rest
+        patch.setattr("runtime.clock.turns.MIN_ROUNDS", 2)
+        patch.setattr("runtime.clock.turns.DISTURBED", inf)  # no round again because other tests run beside it
+        for name in ("clock.turns", "measure.answering", "measure.requests"):
+            patch.setattr(f"runtime.{name}.no_garbage_collection", nullcontext)  # it takes longer than all the rest
         patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
         patch.setattr("runtime.judge.bundle.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
         yield
@@ -58,6 +63,20 @@ def quick_reader() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compress.export.loading_back.ask", lambda work, seconds: answer(work))
+        yield
+
+
+@contextmanager
+def quick_check() -> Iterator[None]:
+    """Check and run .onnx files in this process; test_onnx_check.py tries those of their own."""
+    from compress.models import onnx_check, onnx_graph
+
+    def run_samples(path: Path, order: str, marks: Any) -> Any:
+        return onnx_graph._run_samples(path, **json.loads(order))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_check, "_examine_apart", lambda path, n_bytes, changed: onnx_check.examine(path))
+        patch.setattr(onnx_graph, "_run_apart", run_samples)
         yield
 
 
@@ -97,5 +116,5 @@ def judge_here() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def quick_run() -> Iterator[None]:
     """All of them, for the tests of a folder whose conftest.py imports this."""
-    with quick_judge(), quick_reader(), quick_export():
+    with quick_judge(), quick_reader(), quick_check(), quick_export():
         yield

@@ -99,6 +99,8 @@ def make_random(kind: str) -> tuple[Any, dict[str, Any]]:
             BartForConditionalGeneration,
             BartConfig(**sizes, max_position_embeddings=32),
             {
+                "repetition_penalty": 1.3,
+                "min_length": 5,
                 "no_repeat_ngram_size": 2,
                 "forced_bos_token_id": 0,
                 "forced_eos_token_id": 2,

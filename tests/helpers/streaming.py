@@ -29,7 +29,7 @@ TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
 W4: Scheme = PRESETS["W4A16"].with_group(16)
 
 
-def llama(seed: int = 0, layers: int = 3, tied: bool = False, **more: Any) -> nn.Module:
+def llama(seed: int = 0, layers: int = 2, tied: bool = False, **more: Any) -> nn.Module:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, **more}

@@ -161,7 +161,7 @@ DAMAGES = [damage_cut, damage_flip, damage_record, damage_no_record, damage_othe
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
     """And everything after it, because it rests on it."""
-    model, work = streamed(llama()), tmp_path / "work"
+    model, work = streamed(llama(layers=3)), tmp_path / "work"
     run(model, work, True)
     wanted = files(work)
     damage(block_file(work, 1))
@@ -175,7 +175,7 @@ def test_what_is_not_whole_is_done_again(damage: Any, tmp_path: Path) -> None:
 
 
 def test_finished_results_need_every_block(tmp_path: Path) -> None:
-    model = streamed(llama())
+    model = streamed(llama(layers=3))
     run(model, tmp_path, True)
     block_file(tmp_path, 2).with_suffix(".json").unlink()
     with pytest.raises(OutputError, match="does not hold every block of a finished pass; run it again"):
@@ -188,7 +188,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(OutputError, match="the disk is full; finished work is kept, free some space and run again"):
-        run(streamed(llama()), tmp_path, True)
+        run(streamed(llama(layers=3)), tmp_path, True)
 
 
 def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
@@ -207,7 +207,7 @@ def test_a_temporary_folder_lives_as_long_as_its_store() -> None:
 def work_and_tell(work: Path, told: Connection) -> None:
     """Work through all blocks; send the number of each that is done with."""
     activations.ROWS = 24
-    for block in Stream(streamed(llama()), context(texts(), work)):
+    for block in Stream(streamed(llama(layers=3)), context(texts(), work)):
         worked(block, True)
         told.send(block.index)
 
@@ -215,7 +215,7 @@ def work_and_tell(work: Path, told: Connection) -> None:
 @pytest.mark.slow
 def test_killed_while_it_works(tmp_path: Path) -> None:
     """By SIGKILL, in the body of the second block's turn."""
-    run(streamed(llama()), tmp_path / "whole", True)
+    run(streamed(llama(layers=3)), tmp_path / "whole", True)
     ours, theirs = Pipe(duplex=False)
     with ours, theirs, start_process(work_and_tell, tmp_path / "work", theirs) as process:
         assert ours.poll(60) and ours.recv() == 0
@@ -224,5 +224,5 @@ def test_killed_while_it_works(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == -signal.SIGKILL
     assert 1 <= len(list((tmp_path / "work").glob("*.json"))) < 4
-    run(streamed(llama()), tmp_path / "work", True)
+    run(streamed(llama(layers=3)), tmp_path / "work", True)
     assert files(tmp_path / "work") == files(tmp_path / "whole")

@@ -6,9 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from spoiling import build_healthy, spoil
+from makers import apply
+from spoiling import RECIPES, build_healthy, spoil
 from typer.testing import CliRunner
 
 from compress.cli import app
@@ -32,6 +34,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return built[kind]
 
     return get
+
+
+def build_beside(healthy: Path, kind: str, folder: Path, passes: list[dict[str, Any]]) -> Path:
+    """A bundle by other passes of the model of a healthy one, from the cache of that."""
+    recipe = {"version": 1, "name": "other", **RECIPES[kind], "passes": passes}
+    apply(recipe, folder / "other", healthy.parent / "cache", healthy.parent)
+    return folder / "other"
 
 
 @pytest.fixture
@@ -78,11 +87,14 @@ def test_what_is_healthy_blames_nobody_by_the_metric_and_every_rung_holds(health
 
 
 @pytest.mark.slow
-def test_weights_that_were_changed_before_they_were_rounded_are_those_of_the_cache(tmp_path: Path) -> None:
-    bundle = build_healthy(
-        "tagger", tmp_path, passes=[{"kind": "smoothquant"}, {"kind": "int8", "placement": "inputs"}]
+def test_weights_that_were_changed_before_they_were_rounded_are_those_of_the_cache(
+    healthy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    cache = healthy("tagger").parent / "cache"
+    bundle = build_beside(
+        healthy("tagger"), "tagger", tmp_path, [{"kind": "smoothquant"}, {"kind": "int8", "placement": "inputs"}]
     )
-    known = blame_bundle(bundle, 1, cache=tmp_path / "cache", times=False)
+    known = blame_bundle(bundle, 1, cache=cache, times=False)
     assert known.source == "the cache of its build" and known.layers[0].more_bytes > 0
     gone = blame_bundle(bundle, 1, cache=tmp_path / "none", times=False)
     assert "none that fit" in gone.source and "the rounding of activations alone" in gone.source
@@ -95,10 +107,11 @@ def test_weights_that_were_changed_before_they_were_rounded_are_those_of_the_cac
 def test_refusals(healthy: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--metric top1: the bundle does not have it; it has cosine, .*span_f1"):
         blame_bundle(healthy("tagger"), metric="top1")
-    bundle = build_healthy("writer", tmp_path, passes=[{"kind": "awq", "bits": 4, "group_size": 32}])
+    bundle = build_beside(healthy("writer"), "writer", tmp_path, [{"kind": "awq", "bits": 4, "group_size": 32}])
     with pytest.raises(ExportError, match=r"no float weights to put back: .*compress reproduce .* --cache DIR"):
         blame_bundle(bundle, cache=tmp_path / "none")
-    assert blame_bundle(bundle, cache=tmp_path / "cache", times=False).source == "the cache of its build"
+    cache = healthy("writer").parent / "cache"
+    assert blame_bundle(bundle, cache=cache, times=False).source == "the cache of its build"
 
 
 @pytest.mark.slow

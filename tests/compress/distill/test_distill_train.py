@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from child_processes import ENVIRONMENT, run_in_process, run_in_two_processes, start_process
+from child_processes import run_in_process, run_in_two_processes, start_process
 from distilling import SCHEDULE, SHARED, conv_net, images, label_dataset, quiet, taught, train_and_save
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -33,26 +31,6 @@ from compress.distill.training_log import TrainLog
 from compress.errors import PassError
 from compress.store import training_state
 from compress.store.training_state import module_state, read_state, write_state
-
-SCRIPT = textwrap.dedent("""
-    import atexit, sys
-    from pathlib import Path
-
-    def count_threads():  # of process groups
-        names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
-        return names.count("pt_gloo_runloop")
-
-    atexit.register(lambda: (out / f"{rank}.ended").write_text(f"{most - count_threads()}"))  # runs last
-    import torch
-    torch.set_num_threads(1)
-    from distilling import train_and_save
-    from compress.blocks.sharing import from_main, share
-    out = from_main(Path(sys.argv[1]))
-    import torch.distributed.fsdp, torch.distributed.optim  # hold the default group
-    train_and_save(out, int(sys.argv[2]), {})
-    most, rank = count_threads(), share().rank
-""")
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -377,24 +355,28 @@ def wait_for_step(file: Path, least: int, process: BaseProcess) -> int:
     raise AssertionError("the run ended before it was killed")
 
 
+def count_threads() -> int:
+    """Of process groups."""
+    names = [thread.joinpath("comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    return names.count("pt_gloo_runloop")
+
+
+def train_and_end(out: Path, steps: int, changes: dict[str, Any]) -> None:
+    """Train, and tell of the threads of process groups that end before all else does."""
+    ended, most = out / f"{os.environ['RANK']}.ended", [0]
+    atexit.register(lambda: ended.write_text(f"{most[0] - count_threads()}"))  # runs last
+    train_and_save(out, steps, changes)
+    most[0] = count_threads()
+
+
 @pytest.mark.slow
-def test_two_processes_are_one_to_rounding(tmp_path: Path) -> None:
+def test_two_processes_are_one_to_rounding_and_end_in_order(tmp_path: Path) -> None:
     """Batch norm's statistics among them; one sample of each micro-batch is left over."""
     changes = {"batch_size": 7, "ema_decay": 0.6, "clip": 0.5}
-    run_in_two_processes(train_and_save, tmp_path, 8, changes)
+    run_in_two_processes(train_and_end, tmp_path, 8, changes)
     check_shared_run(tmp_path, changes, shares=[4, 3])
-
-
-@pytest.mark.slow
-def test_torchrun_s_processes_are_one_to_rounding_and_end_in_order(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    line = [*launcher, str(tmp_path / "script.py"), str(tmp_path), "8"]
-    done = subprocess.run(line, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
     ended = [int((tmp_path / f"{rank}.ended").read_text()) for rank in (0, 1)]
-    assert min(ended) >= 2  # threads of the process group that ended: one that frees a tensor later aborts
-    check_shared_run(tmp_path, {}, shares=[3, 3])
+    assert min(ended) >= 2  # one that frees a tensor later aborts
 
 
 def check_shared_run(out: Path, changes: dict[str, Any], shares: list[int]) -> None:

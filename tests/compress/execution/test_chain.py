@@ -36,7 +36,7 @@ from runtime.tasks.manifest import verify
 pytestmark = pytest.mark.slow
 QUICK = [
     "validate.gates=[]",
-    "validate.benchmark={iterations: 10, throughput_batch_size: 4}",
+    "validate.benchmark={iterations: 1, throughput_batch_size: 4, processes: 1}",
     "data.evaluation.samples=60",
     "data.calibration.samples=16",
 ]
@@ -147,13 +147,9 @@ def test_a_second_run_scores_nothing_again_and_says_what_each_pass_took(
     assert all(row.seconds is not None and row.seconds > 0 for row in rows(again)[1:])
 
 
-def test_a_pass_that_was_broken_off_counts_all_its_runs(cache: Path, tmp_path: Path) -> None:
+def test_a_training_curve_is_drawn_counts_as_no_layer_and_all_its_runs_are_counted(cache: Path, tmp_path: Path) -> None:
     report = run(recipe_of(Shake(scale=0.5), INT8), tmp_path / "b", cache)
     assert rows(report)[1].seconds == 1000.0
-
-
-def test_a_training_curve_is_drawn_and_counts_as_no_layer(cache: Path, tmp_path: Path) -> None:
-    report = run(recipe_of(Shake(scale=0.5), INT8), tmp_path / "b", cache)
     assert "shake: training loss  █▁  2 to 0.5; steps 1 to 2" in render_text(report)
     assert (tmp_path / "b/report.md").read_text().count("█▁") == 1 and "<svg" in report._repr_html_()
     assert ": measured" not in (tmp_path / "b/README.md").read_text()

@@ -15,7 +15,7 @@ from compress.context import PassContext, PassResult
 from compress.errors import PlanError
 from compress.facts import LayerDecision, ModelFacts, PassPlan
 from compress.formats.targets import Target
-from compress.passes import Pass
+from compress.passes import Int8, Pass
 from compress.recipe.schema import Recipe
 from compress.work import WORK
 from runtime.bundle.format import read_outputs
@@ -47,16 +47,18 @@ def _work_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_with(passes: tuple[Pass, ...]) -> Recipe:
-    quick = ["validate.gates=[]", "validate.benchmark.iterations=10", "data.evaluation.samples=40"]
+    quick = ["validate.gates=[]", "validate.benchmark={iterations: 1, processes: 1}", "data.evaluation.samples=40"]
     recipe = compress.load_recipe(QUICKSTART, quick)
     return recipe.model_copy(update={"passes": passes}).at_root(recipe.root)
 
 
 def test_a_model_pass_runs_before_the_export_and_is_cached(tmp_path: Path) -> None:
+    """And a graph pass works on what it left."""
     RUNS.clear()
-    recipe = recipe_with((Silence(),))
+    recipe, cache = recipe_with((Silence(),)), tmp_path / "cache"
     for out in ("one", "two"):
-        report = compress.apply(recipe, tmp_path / out, tmp_path / "cache", quiet=True)
+        report = compress.apply(recipe, tmp_path / out, cache, quiet=True)
+    then = compress.apply(recipe_with((Silence(), Int8())), tmp_path / "three", cache, quiet=True)
     assert RUNS == ["silence"]
     assert report.layers[0]["action"] == "silenced"
     assert report.candidate.metrics["top1"] < 0.3 < report.baseline.metrics["top1"]
@@ -64,19 +66,11 @@ def test_a_model_pass_runs_before_the_export_and_is_cached(tmp_path: Path) -> No
     baseline = read_outputs(tmp_path / "one", manifest)["logits"]
     assert not np.allclose(baseline, baseline[:1])  # the baseline is the model as it came
     assert verify(tmp_path / "two").digest == manifest.digest
-
-
-def test_a_graph_pass_works_on_what_the_model_pass_left(tmp_path: Path) -> None:
-    from compress.passes import Int8
-
-    report = compress.apply(recipe_with((Silence(), Int8())), tmp_path / "out", tmp_path / "cache", quiet=True)
-    assert [row["action"] for row in report.layers if row["layer"] == "linear"] == ["int8"]
-    assert report.candidate.metrics["top1"] < 0.3
+    assert [row["action"] for row in then.layers if row["layer"] == "linear"] == ["int8"]
+    assert then.candidate.metrics["top1"] < 0.3
 
 
 def test_a_model_pass_after_a_graph_pass_is_refused() -> None:
-    from compress.passes import Int8
-
     with pytest.raises(PlanError, match=r"passes\.1: silence rewrites the whole torch model and must come before int8"):
         compress.plan(recipe_with((Int8(), Silence())))
 

@@ -35,7 +35,7 @@ def ground(cache: Path, *passes: Pass) -> RunContext:
     recipe: Recipe = compress.load_recipe(QUICKSTART, ["data.evaluation.samples=40", "validate.gates=[]"])
     assert recipe.data.calibration is not None
     train = DataSpec(source=recipe.data.calibration.source, samples=120)
-    benchmark = replace(recipe.validate_.benchmark, iterations=5)
+    benchmark = replace(recipe.validate_.benchmark, iterations=1, processes=1)
     judged = replace(recipe.validate_, benchmark=benchmark)
     changes = {"passes": passes, "data": recipe.data.model_copy(update={"train": train}), "validate_": judged}
     plan = make_plan(recipe.model_copy(update=changes).at_root(recipe.root), cache)
@@ -44,21 +44,17 @@ def ground(cache: Path, *passes: Pass) -> RunContext:
     return RunContext(plan, ResultCache(cache), RunLog(cache / "log.txt", quiet=True), sets)
 
 
-def test_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:
+def test_a_further_process_takes_part_and_a_recipe_ends_in_a_judged_int8_bundle(tmp_path: Path) -> None:
     one = ground(tmp_path, config(steps=3))
-    report = compress.apply(one.plan.recipe, tmp_path / "out", tmp_path / "cache", quiet=True)
+    block_passes_alone(one)  # what a further process does
+    assert one.cache.has(one.plan.keys.passes[0])
+    block_passes_alone(one)  # cached
+    assert one.run_log.file.read_text().count("step 3 of 3") == 1
+    report = compress.apply(one.plan.recipe, tmp_path / "out", tmp_path, quiet=True)
     assert {row["action"] for row in report.layers if row["layer"] in ("conv1", "linear")} == {"int8"}
     assert report.candidate.metrics["top1"] > 0.9
     assert report.candidate.size_bytes < 0.5 * report.baseline.size_bytes
     verify(tmp_path / "out")
-
-
-def test_a_further_process_takes_part_in_training(tmp_path: Path) -> None:
-    one = ground(tmp_path, config(steps=2))
-    block_passes_alone(one)
-    assert one.cache.has(one.plan.keys.passes[0])
-    block_passes_alone(one)  # cached
-    assert one.run_log.file.read_text().count("step 2 of 2") == 1
 
 
 def test_what_cannot_be_planned(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from decoder_graphs import ALWAYS, exported, kinds, tokens
 from graphs import images, residual_cnn
 from makers import apply
-from tiny_lm import language_recipe, write_tokenizer
+from tiny_lm import language_folder, language_recipe, write_tokenizer
 
 from compress.errors import PlanError
 from compress.export import openvino as ir_export
@@ -81,6 +81,7 @@ RECIPE: dict[str, Any] = {"export": [{"kind": "openvino"}], "target": "openvino"
 def test_a_bundle_with_an_ir(tmp_path: Path) -> None:
     pytest.importorskip("openvino_tokenizers")
     out = tmp_path / "bundle"
+    language_folder(tmp_path / "lm", num_hidden_layers=1)
     report = apply(
         language_recipe(tmp_path, [{"kind": "rtn", "group_size": 32}], **RECIPE), out, tmp_path / "cache", tmp_path
     )

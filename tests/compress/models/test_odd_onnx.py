@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from compress.errors import SourceError
 from compress.graph.run import open_session
-from compress.models import onnx_graph
 from compress.models.onnx_facts import onnx_facts
 from compress.models.onnx_graph import open_onnx
 from compress.models.source import read_onnx
@@ -43,16 +41,6 @@ def write(
     graph = helper.make_graph(nodes, "net", [x], [y], [tensor], value_info=inner or [])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8), path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sample runs in this process: a process of its own is tried elsewhere."""
-
-    def found(path: Path, order: str, marks: object) -> object:
-        return onnx_graph._run_samples(path, **json.loads(order))
-
-    monkeypatch.setattr(onnx_graph, "_run_apart", found)
 
 
 SAMPLE = {"x": ((4,), "float32")}

@@ -12,8 +12,10 @@ from onnx import TensorProto, helper, numpy_helper
 from compress.errors import SourceError
 from compress.models import onnx_check
 from compress.models.onnx_check import check_onnx, examine
+from compress.models.onnx_facts import onnx_facts
 from compress.models.source import read_onnx
 
+SAMPLE = {"x": ((4,), "float32")}
 WEIGHT = numpy_helper.from_array(np.ones((4, 5), np.float32), "w")
 
 
@@ -30,8 +32,18 @@ def product(path: Path, weight: TensorProto = WEIGHT) -> Path:
     return write(path, [helper.make_node("MatMul", ["x", "w"], ["y"])], weight)
 
 
-def test_a_whole_model_is_taken(tmp_path: Path) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def quick_run() -> None:
+    """In place of the shortcuts of all other tests: here files are checked and run in processes of their own."""
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_taken_and_run(tmp_path: Path) -> None:
     assert examine(product(tmp_path / "a.onnx")) == check_onnx(tmp_path / "a.onnx") == {"y": ["n", 5]}
+    assert onnx_facts(tmp_path / "a.onnx", "generic", SAMPLE).outputs[0].shape == ("batch", 5)
+    broken = product(tmp_path / "b.onnx", numpy_helper.from_array(np.full((4, 5), np.nan, np.float32), "w"))
+    with pytest.raises(SourceError, match="NaN or infinity in w"):
+        onnx_facts(broken, "generic", SAMPLE)
 
 
 def test_sizes_that_are_computed_have_a_number(tmp_path: Path) -> None:

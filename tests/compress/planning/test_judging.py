@@ -37,7 +37,7 @@ data:
   calibration: {source: "npz:${digits}/train.npz", samples: 64}
   evaluation: {source: "npz:test.npz"}
 passes: [{kind: int8}]
-validate: {benchmark: {iterations: 12, warmup: 1, processes: 1}}
+validate: {benchmark: {iterations: 1, warmup: 0, processes: 1}}
 """
 METRICS = '''
 import numpy as np
@@ -92,6 +92,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "metrics.py").write_text(METRICS)
     (tmp_path / "r.yaml").write_text(RECIPE)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all that run a recipe: the float model and its outputs are the same."""
+    return tmp_path_factory.mktemp("cache")
 
 
 def read(folder: Path, *overrides: str) -> Recipe:
@@ -168,18 +174,18 @@ def test_a_file_that_is_no_python_is_refused_and_none_is_run(folder: Path) -> No
     [("broken", "gave NaN or infinity; give finite"), ("table", r"shape \[3, 2\] for 200 samples; give one number")],
 )
 def test_a_metric_that_gives_no_numbers_ends_the_build_before_its_passes(
-    folder: Path, function: str, message: str
+    folder: Path, cache: Path, function: str, message: str
 ) -> None:
     recipe = read(folder, f"validate.metrics=['{OWN}{function}']", "passes=[]")
     with pytest.raises(PlanError, match=message):
-        apply_recipe(recipe, folder / "out", folder / "cache", quiet=True)
+        apply_recipe(recipe, folder / "out", cache, quiet=True)
 
 
-def test_one_number_has_no_slices(folder: Path) -> None:
+def test_one_number_has_no_slices(folder: Path, cache: Path) -> None:
     gate = f"validate.gates=[{{metric: '{OWN}balanced', min: 0.5, worst: label}}]"
     recipe = read(folder, gate, "validate.slices=[label]", "passes=[]")
     with pytest.raises(PlanError, match="balanced gives one number for all samples, and none for a slice"):
-        apply_recipe(recipe, folder / "out", folder / "cache", quiet=True)
+        apply_recipe(recipe, folder / "out", cache, quiet=True)
 
 
 def test_a_key_of_what_looks_at_gates_knows_the_metrics_code(folder: Path) -> None:
@@ -225,7 +231,7 @@ def test_a_metric_cannot_change_what_it_is_given() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_run")
-def test_a_bundle_with_all_of_it(folder: Path) -> None:
+def test_a_bundle_with_all_of_it(folder: Path, cache: Path) -> None:
     """Built, judged again where no metric's code is, and predicting as it was judged."""
     recipe = read(
         folder,
@@ -236,7 +242,7 @@ def test_a_bundle_with_all_of_it(folder: Path) -> None:
         f"validate.gates=[{{metric: '{OWN}cost', max: 0.5, worst: set}}, {{metric: top1, min_retained: 0.8}}, "
         "{metric: accuracy_answered, min: 0.9}]",
     )
-    report = apply_recipe(recipe, folder / "out", folder / "cache", quiet=True)
+    report = apply_recipe(recipe, folder / "out", cache, quiet=True)
     assert report is not None and report.verdict == "pass"
     manifest = read_manifest(folder / "out")
     assert [record.name for record in manifest.recorded] == [f"{OWN}cost", f"{OWN}balanced"]
@@ -280,7 +286,7 @@ passes: [{kind: rtn, group_size: 32}]
 validate:
   metrics: [nll, "python:metrics.py:worst_text"]
   gates: [{metric: nll, min_retained: 0.5, worst: set}, {metric: "python:metrics.py:worst_text", max: 99}]
-  benchmark: {prompt_tokens: 4, new_tokens: 2, iterations: 12, warmup: 1, processes: 1}
+  benchmark: {prompt_tokens: 4, new_tokens: 2, iterations: 1, warmup: 0, processes: 1}
 """
 
 
@@ -289,7 +295,7 @@ validate:
 def test_a_language_model_on_two_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_lm import language_folder, write_texts
 
-    language_folder(tmp_path / "model")
+    language_folder(tmp_path / "model", num_hidden_layers=1)
     write_texts(tmp_path / "short.jsonl", 60, length=10)
     write_texts(tmp_path / "long.jsonl", 55, seed=1, length=30)
     (tmp_path / "metrics.py").write_text(

@@ -52,13 +52,13 @@ def test_a_plan_of_a_large_model_reads_none_of_its_weights(tmp_path: Path, monke
 
     monkeypatch.setattr(digests, "sha256_of", refuse)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**40))
-    model = hollow_llama(tmp_path / "70b")
+    model = hollow_llama(tmp_path / "70b", num_hidden_layers=12)  # as wide as one of 80
     plan = make_plan(load_recipe(recipe_of(tmp_path, model)), tmp_path / "cache")
     files = list(model.glob("*.safetensors"))
-    assert sorted(plan.inputs.unread) == sorted(files) and len(files) == 30
+    assert sorted(plan.inputs.unread) == sorted(files) and len(files) == 6
     assert sum(os.stat(file).st_blocks for file in files) < 2**14, "the files are holes still"
-    assert plan.before.n_bytes > 250e9 and any("no digest of the weights" in note.text for note in plan.notes)
-    assert len(plan.before.structure.blocks) == 80
+    assert plan.before.n_bytes > 45e9 and any("no digest of the weights" in note.text for note in plan.notes)
+    assert len(plan.before.structure.blocks) == 12
 
 
 def test_the_weights_of_a_small_model_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

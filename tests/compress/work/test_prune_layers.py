@@ -468,15 +468,15 @@ def test_one_budget_and_no_more(config: dict[str, Any]) -> None:
 
 def recipe(folder: Path, passes: str) -> Recipe:
     """A small network with random weights, on noise."""
-    save_file(conv_net().state_dict(), folder / "net.safetensors")
-    np.savez(folder / "data.npz", image=images(48).transpose(0, 1, 2, 3), label=np.arange(48) % 10)
+    save_file(conv_net(n_blocks=2).state_dict(), folder / "net.safetensors")
+    np.savez(folder / "data.npz", image=images(48), label=np.arange(48) % 10)
     (folder / "recipe.yaml").write_text(
         f"""
 version: 1
 name: shallow
 model:
   source: "python:compress.zoo.cifar_resnet:CifarResNet"
-  args: {{n_blocks: 3}}
+  args: {{n_blocks: 2}}
   weights: net.safetensors
   task: image-classification
 preprocess: {{kind: tensor}}
@@ -485,7 +485,7 @@ data:
   evaluation: {{source: "npz:data.npz", columns: {{pixel_values: image, label: label}}}}
 passes: [{passes}]
 export: [{{kind: onnx}}, {{kind: checkpoint}}]
-validate: {{benchmark: {{iterations: 3, warmup: 1, processes: 1}}, steps: false}}
+validate: {{benchmark: {{iterations: 1, warmup: 0, processes: 1}}, steps: false}}
 """
     )
     return compress.load_recipe(folder / "recipe.yaml")
@@ -494,7 +494,7 @@ validate: {{benchmark: {{iterations: 3, warmup: 1, processes: 1}}, steps: false}
 @pytest.mark.slow
 def test_the_bundle_is_smaller_and_its_weights_load_again(tmp_path: Path) -> None:
     """safetensors and shapes.json: the factory takes them, and gives what the ONNX file gives; so does the cache."""
-    own = recipe(tmp_path, "{kind: prune_layers, keep: 4}")
+    own = recipe(tmp_path, "{kind: prune_layers, keep: 1}")
     report = compress.apply(own, tmp_path / "out", tmp_path / "cache", quiet=True)
     assert report is not None
     assert [row["action"] for row in report.layers if row["type"] == "block"].count("pruned") == 3

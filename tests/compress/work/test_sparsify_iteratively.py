@@ -230,7 +230,7 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("calls", [2, 9, 17, 41])
+@pytest.mark.parametrize("calls", [2, 9, 41])
 @pytest.mark.slow
 def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
@@ -366,7 +366,7 @@ def test_zeros_stay_through_int8(tmp_path: Path) -> None:
     said = [f"passes.0.{key}" for key in ("epochs=null", "steps=4", "rounds=2", "batch_size=16", "sparsity=0.9")]
     fast = [
         "validate.gates=[]",
-        "validate.benchmark.iterations=5",
+        "validate.benchmark={iterations: 1, processes: 1}",
         "data.evaluation.samples=50",
         "validate.steps=false",
     ]

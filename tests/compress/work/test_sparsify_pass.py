@@ -102,7 +102,7 @@ def zeros(result: PassResult, layers: list[str]) -> float:
 def test_every_product_of_the_blocks_becomes_sparse(make: Any, method: str, amount: dict[str, Any]) -> None:
     result = run(streamed(make()), method=method, **amount)
     layers = touched(result)
-    assert len(layers) == {"llama": 21, "bert": 12, "gpt2": 8}[make.__name__]
+    assert len(layers) == {"llama": 14, "bert": 12, "gpt2": 8}[make.__name__]
     share = 0.5 if "pattern" in amount else 0.25
     for layer in layers:
         found = weight(result, layer)
@@ -124,7 +124,7 @@ def test_methods_are_ordered_in_what_they_lose() -> None:
     for method in METHODS[1:]:
         measured = run(streamed(net), method=method, scope="row").measured
         told = [numbers for numbers in measured.values() if "sparsity" in numbers]
-        assert len(told) == 21
+        assert len(told) == 14
         columns[method] = [np.array([one[key] for one in told]) for key in ("output_error", "output_error_magnitude")]
     assert (columns["sparsegpt"][0] < columns["sparsegpt"][1]).all()
     assert columns["wanda"][0].mean() < 0.9 * columns["wanda"][1].mean()
@@ -294,14 +294,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(
         finish(work)
 
     monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", stopping)
-    for done in range(3):
+    for done in range(2):
         left = 1
         with pytest.raises(KeyboardInterrupt):
             run(streamed(llama()), tmp_path / "broken", **config)
         assert len(files(tmp_path / "broken")) == done + 1
     monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", finish)
     result = run(streamed(llama()), tmp_path / "broken", **config)
-    assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 3
+    assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 2
     assert result.decisions == whole.decisions
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exchanges import FAST, ONE, assert_no_exchange_passes, sign_whole, silence_candidate
-from shortcuts import without_processes
+from shortcuts import few_rounds, without_processes
 from tiny_bundles import load_tiny
 
 from runtime.bundle.detections import Detections, HeadOutputs
@@ -123,7 +123,7 @@ def test_what_differs_by_rounding_is_near_whatever_the_offset() -> None:
 
 
 def test_a_bundle_of_before_the_record_is_judged_and_says_so(image_bundle: Path) -> None:
-    with without_processes():
+    with without_processes(), few_rounds():
         report = validate(image_bundle, ONE)
     assert any("recorded no metrics of the float model: the labels are not checked" in note for note in report.advice)
 
@@ -136,7 +136,7 @@ def test_a_report_says_where_a_model_answers_nothing(image_bundle: Path) -> None
     silence_candidate(image_bundle)
     silent = tiny.stage(image_bundle, manifest.task, tiny.IMAGE, columns)
     write_bundle(image_bundle, replace(silent, judgement=Judgement((Gate("size_ratio", min=0.5),), benchmark=FAST)))
-    with without_processes():
+    with without_processes(), few_rounds():
         report = validate(image_bundle, ONE)
     assert report.verdict == "pass"
     assert (
