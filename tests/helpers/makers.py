@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from child_processes import run_python
+from shortcuts import QUICK_COMMAND
 
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 REPORTS = tuple(f"report.{end}" for end in ("html", "json", "md", "samples.npz", "steps.json", "xml"))
@@ -197,9 +198,9 @@ def compress_elsewhere(args: Sequence[str], cwd: Path, **environment: str) -> su
     return run_python("-m", "compress", *args, cwd=cwd, environment={**os.environ, **environment})
 
 
-def cli(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the real command, in a process of its own."""
-    command = [sys.executable, "-m", "compress", *args]
+def cli(args: Sequence[str], cwd: Path, quick: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command, in a process of its own; `quick`: its measuring is cut short."""
+    command = [sys.executable, *(("-c", QUICK_COMMAND) if quick else ("-m", "compress")), *args]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, check=False
     )
