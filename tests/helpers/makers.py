@@ -121,8 +121,8 @@ def image_recipe(folder: Path, n_train: int = 64, n_test: int = 96, seed: int = 
     }
 
 
-def text_folder(folder: Path, kind: str) -> Path:
-    """A random two-layer BERT with a word tokenizer: kind "classifier" (three classes) or "encoder"."""
+def text_folder(folder: Path, kind: str, n_layers: int = 2) -> Path:
+    """A random BERT with a word tokenizer: kind "classifier" (three classes) or "encoder"."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
@@ -135,7 +135,7 @@ def text_folder(folder: Path, kind: str) -> Path:
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     )
     fast.save_pretrained(folder)
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": n_layers, "num_attention_heads": 2}
     config = BertConfig(vocab_size=len(words), max_position_embeddings=32, intermediate_size=64, **sizes)
     config.initializer_range = 0.3  # outputs that tell samples apart
     config.id2label = {0: "bad", 1: "fair", 2: "good"}
