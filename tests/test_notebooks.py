@@ -14,22 +14,38 @@ from places import HELPERS
 
 from notebooks.execute import NOTEBOOKS, cleaned, execute, notebooks
 
-QUICK_JUDGE = f"""
+QUICK_ALONE = f"""
 import sys
 sys.path.append({str(HELPERS)!r})
-from shortcuts import quick_export, quick_judge
-shortcuts = quick_judge(), quick_export()  # each ends when it is no longer held
-for shortcut in shortcuts:
-    shortcut.__enter__()
-del sys, shortcut, quick_judge, quick_export
+from shortcuts import quick_judge
+shortcut = quick_judge()  # it ends when it is no longer held
+shortcut.__enter__()
+"""
+QUICK_JUDGE = f"""{QUICK_ALONE}
+import gc
+from shortcuts import quick_export
+exported = quick_export()
+exported.__enter__()
+gc.freeze()
+del gc, sys, quick_judge, quick_export
 """
 """What is drawn is of fewer measurements: no other backends, no probes of load time and memory."""
+CALLS = {"iterations: ": "warmup: 1, throughput_batch_size: 4, iterations: "}
+FEW_IMAGES = {'train.npz"}\n  evaluation': 'train.npz", samples: 128}\n  evaluation', "samples: 256": "samples: 64"}
+ALONE = {"import runtime\nfrom runtime.report": f"{QUICK_ALONE}import runtime\nfrom runtime.report"}
+"""In the process that judges a bundle without torch."""
 SHORTER = {
-    "02_accuracy_vs_speed": {"trials: 7": "trials: 4", "epochs: 2,": "epochs: 1,"},
-    "04_prune_distill_quantize": {"epochs: 15": "epochs: 2"},
-    "06_language_model_bits": {
-        "steps=300": "steps=40",
+    "01_first_recipe": ALONE
+    | {"min_speedup: 1.2}": "min_speedup: 1.2}\n  benchmark: {warmup: 1, throughput_batch_size: 4}"},
+    "02_accuracy_vs_speed": CALLS | FEW_IMAGES | {"trials: 7": "trials: 3", "epochs: 2,": "epochs: 1,"},
+    "04_prune_distill_quantize": ALONE | CALLS | FEW_IMAGES | {"epochs: 15": "epochs: 2"},
+    "05_where_did_the_accuracy_go": CALLS,
+    "06_language_model_bits": CALLS
+    | {
+        "steps=300": "steps=20",
+        "new_tokens: 16": "new_tokens: 4",
         "samples: 128": "samples: 16",
+        "samples: 100": "samples: 50",
         "[8, 4, 3, 2]": "[8, 3]",
         "choice: [3, 2]": "choice: [3, 2]",
         "trials: 6": "trials: 3",

@@ -97,6 +97,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         "validate": {
             "gates": [{"metric": "squad_f1", "min": 0.7}, {"metric": "answer_agreement", "min": 0.7}],
             "benchmark": {**QUICK, "sequence_length": 16},
+            "steps": False,
         },
     }
 

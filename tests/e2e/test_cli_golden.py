@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child_processes import run_python
 from makers import changed, write_recipe
 from places import ROOT
 from typer.testing import CliRunner, Result
@@ -17,6 +16,7 @@ from typer.testing import CliRunner, Result
 from compress.cli import app
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
+from runtime.__main__ import main
 
 Net = tuple[Path, dict[str, Any]]
 QUICKSTART = str(ROOT / "recipes/quickstart.yaml")
@@ -58,14 +58,15 @@ def test_an_earlier_report_that_says_nothing_is_refused_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_runtime_judges_it_again(quickstart: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_runtime_judges_it_again(
+    quickstart: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = tmp_path / "q"
     shutil.copytree(quickstart[0], bundle)
     for name in ("report.json", "report.md", "report.xml", "compress.log"):
         (bundle / name).unlink()
-    done = run_python("-m", "runtime", "validate", bundle, "--json", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"] == "pass" and (bundle / "report.json").is_file()
+    assert main(["validate", str(bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "pass" and (bundle / "report.json").is_file()
 
 
 def test_check(net: Net, tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ def write_depth_model(folder: Path, **processor: Any) -> None:
     from transformers import Dinov2Config, DPTConfig, DPTForDepthEstimation, DPTImageProcessor
 
     backbone = Dinov2Config(
-        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, image_size=28, patch_size=14,
-        out_features=["stage1", "stage2", "stage3", "stage4"], reshape_hidden_states=False, apply_layernorm=False,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
+        out_features=["stage1", "stage2"], reshape_hidden_states=False, apply_layernorm=False,
     )  # fmt: skip
     config = DPTConfig(
-        backbone_config=backbone, is_hybrid=False, hidden_size=16, neck_hidden_sizes=[8, 8, 8, 8],
+        backbone_config=backbone, is_hybrid=False, hidden_size=16, neck_hidden_sizes=[8, 8], reassemble_factors=[2, 1],
         fusion_hidden_size=8, image_size=28, patch_size=14, use_pretrained_backbone=False,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

@@ -21,6 +21,7 @@ from child_processes import run_python
 from makers import changed, image_recipe, write_recipe
 from onnx import numpy_helper
 from places import ROOT
+from shortcuts import QUICK_COMMAND
 
 PAGE = ROOT / "docs/howto/extend.md"
 FILE = re.compile(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -62,8 +63,8 @@ def bundle(acme: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         validate={"gates": [{"metric": "brier", "max": 2.0}]},
     )
     out = folder / "bundle"
-    call = ("compress", "apply", str(write_recipe(folder / "tiny.yaml", recipe)), "--out", str(out), "--quiet")
-    assert python(acme, "-m", *call, cache=folder / "cache").returncode == 0
+    call = ("apply", write_recipe(folder / "tiny.yaml", recipe), "--out", out, "--quiet")
+    assert python(acme, "-c", QUICK_COMMAND, *call, cache=folder / "cache").returncode == 0
     return out
 
 
@@ -185,7 +186,7 @@ def test_a_task_from_outside_is_one_on_both_sides(tmp_path: Path) -> None:
     site = install(tmp_path / "site", points, "photo-kit", photos=SORTING, torch_photos=TORCH_SORTING)
     recipe = changed(image_recipe(tmp_path), model={"task": "photo-sorting"})
     call = ("apply", write_recipe(tmp_path / "tiny.yaml", recipe), "--out", tmp_path / "bundle", "--quiet")
-    done = python(site, "-m", "compress", *call, cache=tmp_path / "cache")
+    done = python(site, "-c", QUICK_COMMAND, *call, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "bundle/report.json").read_text())["task"] == "photo-sorting"
     plugins = json.loads((tmp_path / "bundle/lock.json").read_text())["plugins"]

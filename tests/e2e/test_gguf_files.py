@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from makers import write_recipe
-from tiny_lm import language_folder, language_recipe
+from tiny_lm import LIKELY, language_folder, language_recipe
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
@@ -18,21 +18,22 @@ W4: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
 GGUF = {"target": "llama.cpp", "export": [{"kind": "gguf"}]}
 
 
-def run(command: str, folder: Path, recipe: dict[str, Any]) -> Result:
+def run(command: str, folder: Path, recipe: dict[str, Any], cache: Path) -> Result:
     file = write_recipe(folder / "recipe.yaml", recipe)
     out = ["--out", str(folder / "out"), "--quiet"] if command == "apply" else []
-    done = CliRunner().invoke(app, [command, str(file), *out, "--cache", str(folder / "cache")])
+    done = CliRunner().invoke(app, [command, str(file), *out, "--cache", str(cache)])
     assert "Traceback" not in done.output and "a defect" not in done.output, done.output
     return done
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_file_is_listed_with_its_size_and_judged(beside: bool, tmp_path: Path) -> None:
+def test_a_file_is_listed_with_its_size_and_judged(beside: bool, cache: Path, tmp_path: Path) -> None:
     from runtime.tasks.manifest import verify
 
+    language_folder(tmp_path / "lm", **LIKELY)
     more = {"export": [{"kind": "onnx"}, {"kind": "gguf"}]} if beside else GGUF
-    done = run("apply", tmp_path, language_recipe(tmp_path, [W4], **more))
+    done = run("apply", tmp_path, language_recipe(tmp_path, [W4], **more), cache)
     assert done.exit_code == 0, done.output
     manifest = verify(tmp_path / "out")
     artifact = manifest.artifact("gguf" if beside else "candidate")
@@ -54,12 +55,14 @@ def test_a_file_is_listed_with_its_size_and_judged(beside: bool, tmp_path: Path)
         ([W4], {**GGUF, "target": "vllm"}, "target vllm"),
     ],
 )
-def test_a_plan_refuses(passes: list[dict[str, Any]], change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    done = run("plan", tmp_path, language_recipe(tmp_path, passes, **change))
+def test_a_plan_refuses(
+    passes: list[dict[str, Any]], change: dict[str, Any], said: str, cache: Path, tmp_path: Path
+) -> None:
+    done = run("plan", tmp_path, language_recipe(tmp_path, passes, **change), cache)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
 
 
-def test_a_model_that_llama_cpp_computes_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused(cache: Path, tmp_path: Path) -> None:
     language_folder(tmp_path / "lm", "llama", hidden_act="relu")
-    done = run("plan", tmp_path, language_recipe(tmp_path, [W4], **GGUF))
+    done = run("plan", tmp_path, language_recipe(tmp_path, [W4], **GGUF), cache)
     assert done.exit_code == 2 and "export.0: its activation is relu" in " ".join(done.output.split()), done.output

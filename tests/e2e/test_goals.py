@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import changed, cli, image_recipe, write_recipe
+from makers import changed, image_recipe, write_recipe
+from typer.testing import CliRunner, Result
 
+from compress.cli import app
 from compress.errors import PlaceError, PlanError
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
@@ -112,24 +114,29 @@ def test_a_quality_that_the_float_model_has_not_is_said_after_the_first_judgemen
     assert len(study.trials) == 1
 
 
-def test_a_model_data_and_a_goal_are_enough(tmp_path: Path) -> None:
+def test_a_model_data_and_a_goal_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`new` writes the goal's recipe, `auto` pursues it; what is missing is said by its flag."""
     image_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, arguments)
+
     model = ["net.py:make", "--weights", "net.safetensors", "--preprocess", "{kind: image, channels: L}"]
     given = [*model, "--task", "image-classification", "--train", "train.npz", "--evaluation", "test.npz"]
     goal = "size >= 1.1x, top1 drop <= 0.9"
-    written = cli(["new", "--model", *given, "--goal", goal, "--out", "goal.yaml"], tmp_path)
-    assert written.returncode == 0, written.stderr
+    written = run("new", "--model", *given, "--goal", goal, "--out", "goal.yaml")
+    assert written.exit_code == 0, written.stderr
     assert load_recipe(tmp_path / "goal.yaml").goal == ("size >= 1.1x", "top1 drop <= 0.9")
-    done = cli(["auto", *given, "--goal", goal, "--out", "study"], tmp_path, COMPRESS_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
+    done = run("auto", *given, "--goal", goal, "--out", "study")
+    assert done.exit_code == 0, done.stderr
     assert "the goal is reached" in done.stdout
     assert load_recipe(tmp_path / "study/recipe.yaml").passes
-    refused = cli(["auto", *model, "--goal", "small", "--out", "other"], tmp_path)
-    assert refused.returncode == 2
-    assert "--goal: 'small' is no goal; write a metric" in refused.stderr
-    counted = cli(["sweep", "goal.yaml", "--out", "other", "--trials", "3"], tmp_path)
-    assert counted.returncode == 2 and "--trials: it is not known how many a goal takes" in counted.stderr
+    refused = run("auto", *model, "--goal", "small", "--out", "other")
+    assert refused.exit_code == 2 and "--goal: 'small' is no goal; write a metric" in refused.stderr
+    counted = run("sweep", "goal.yaml", "--out", "other", "--trials", "3")
+    assert counted.exit_code == 2 and "--trials: it is not known how many a goal takes" in counted.stderr
     assert not (tmp_path / "other").exists()
 
 

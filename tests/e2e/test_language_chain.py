@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from makers import apply, changed
-from tiny_lm import language_folder, language_recipe
+from tiny_lm import LIKELY, language_folder, language_recipe
 
 PRUNE: dict[str, Any] = {"kind": "prune_channels", "ratio": 0.5, "round_to": 32}
 GPTQ: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
@@ -22,7 +22,7 @@ def report(folder: Path, passes: list[dict[str, Any]], cache: Path, out: str) ->
 
 
 def test_the_row_between_is_what_a_recipe_that_ends_there_gives(cache: Path, tmp_path: Path) -> None:
-    language_folder(tmp_path / "lm", unlike_norms=True, initializer_range=0.1)
+    language_folder(tmp_path / "lm", **LIKELY)
     whole = report(tmp_path, [PRUNE, GPTQ], cache, "whole")["steps"]
     ends_there = report(tmp_path, [PRUNE], cache, "pruned")["candidate"]
     start, pruned, end = whole["rows"]

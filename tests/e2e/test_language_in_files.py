@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from makers import apply
-from tiny_lm import language_folder, language_recipe
+from tiny_lm import LIKELY, language_folder, language_recipe
 
 from runtime.tasks.manifest import read_manifest
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("in-files")
-    language_folder(folder / "lm", initializer_range=0.1)
+    language_folder(folder / "lm", **LIKELY)
     return folder
 
 

@@ -124,7 +124,7 @@ def test_numbers_have_no_temperature(numbers: tuple[Path, dict[str, Any]], cache
 
 
 def test_a_folder_of_transformers_that_gives_numbers(cache: Path, tmp_path: Path) -> None:
-    text_folder(tmp_path / "model", "classifier")  # of three
+    text_folder(tmp_path / "model", "classifier", 1)  # of three
     rows = [{"text": "w1 w2", "text_pair": "w3", "label": [0.5, i, -i]} for i in range(8)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from makers import apply
-from test_language import load_checkpoint, reported, torch_nll
-from tiny_lm import language_folder, language_recipe
+from test_language import BOTH, CHECKPOINT, load_checkpoint, reported, torch_nll
+from tiny_lm import LIKELY, language_folder, language_recipe
 
 PRUNE: dict[str, Any] = {"kind": "prune_channels", "ratio": 0.5, "round_to": 32}
 GPTQ: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
-BOTH = [{"kind": "onnx"}, {"kind": "checkpoint"}]
 
 
 @pytest.mark.parametrize(("passes", "exact"), [([PRUNE], 1e-4), ([PRUNE, GPTQ], 1e-3)], ids=["float", "gptq"])
@@ -21,7 +20,7 @@ def test_transformers_loads_a_pruned_decoder(
     passes: list[dict[str, Any]], exact: float, cache: Path, tmp_path: Path
 ) -> None:
     """From its own config.json, with the nats that the ONNX file has: the same weights, heads and neurons."""
-    language_folder(tmp_path / "lm", initializer_range=0.1)
+    language_folder(tmp_path / "lm", **LIKELY)
     apply(language_recipe(tmp_path, passes, export=BOTH), tmp_path / "out", cache, tmp_path)
     model = load_checkpoint(tmp_path / "out/checkpoint")
     config = model.config
@@ -32,11 +31,11 @@ def test_transformers_loads_a_pruned_decoder(
 
 def test_a_configuration_that_cannot_say_it_is_named(cache: Path, tmp_path: Path) -> None:
     """Widths that differ between layers: a warning, and a record beside the weights."""
-    language_folder(tmp_path / "lm", initializer_range=0.1)
+    language_folder(tmp_path / "lm", **LIKELY)
     only_first = {**PRUNE, "targets": ["re:model.layers.0.mlp"]}
-    apply(language_recipe(tmp_path, [only_first], export=BOTH), tmp_path / "out", cache, tmp_path)
+    apply(language_recipe(tmp_path, [only_first], **CHECKPOINT), tmp_path / "out", cache, tmp_path)
     rows = json.loads((tmp_path / "out/layers.json").read_text())
     notes = [row["reason"] for row in rows if row["type"] == "note"]
     assert any("no config.json describes the pruned LlamaForCausalLM (none gives" in text for text in notes)
-    record = json.loads((tmp_path / "out/checkpoint/shapes.json").read_text())
+    record = json.loads((tmp_path / "out/model/shapes.json").read_text())
     assert record["tensors"]["model.layers.0.mlp.down_proj.weight"] == [64, 64]

@@ -13,7 +13,7 @@ from makers import apply
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 from test_language import BOTH, CHECKPOINT, EXACT, ROUNDED, actions, load_checkpoint, reported, torch_nll
-from tiny_lm import language_folder, language_recipe, write_texts
+from tiny_lm import LIKELY, language_folder, language_recipe, write_texts
 
 from compress.errors import PlanError
 from compress.planning.make_plan import make_plan
@@ -25,7 +25,7 @@ QAT: dict[str, Any] = {"kind": "qat", "scheme": "W4A16", "group_size": 32, "step
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qat")
-    language_folder(folder / "lm", initializer_range=0.1)
+    language_folder(folder / "lm", **LIKELY)
     write_texts(folder / "train.jsonl", 40, seed=2)
     return folder
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from makers import QUICK
 from safetensors.torch import load_file
 
 import compress
@@ -51,7 +52,8 @@ def recipe(file: Path, *passes: dict[str, Any]) -> Recipe:
             },
             "passes": list(passes),
             "validate": {
-                "benchmark": {"iterations": 10, "processes": 1},
+                "benchmark": QUICK,
+                "steps": False,
                 "gates": [{"metric": "agreement", "min": 0.9}],
             },
         }

@@ -44,7 +44,9 @@ def test_another_machine_gives_the_same_bytes(net: Net, bundle: Path, tmp_path: 
     shutil.copytree(net[0], checkout)
     recipe = write_recipe(checkout / "again.yaml", net[1])
     person = {"HOME": str(tmp_path), "USER": "eve", "LC_ALL": "C", "LANG": "tr_TR.UTF-8", "TZ": "Asia/Kathmandu"}
-    done = cli(["apply", str(recipe), "--out", "elsewhere/tiny", "--cache", "fresh", "--quiet"], tmp_path, **person)
+    done = cli(
+        ["apply", str(recipe), "--out", "elsewhere/tiny", "--cache", "fresh", "--quiet"], tmp_path, True, **person
+    )
     assert done.returncode == 0, done.stderr
     assert bundle_bytes(tmp_path / "elsewhere/tiny") == bundle_bytes(bundle)
 

@@ -11,7 +11,7 @@ import graphs
 import numpy as np
 import onnx_ir as ir
 import pytest
-from makers import apply, plan
+from makers import QUICK, apply, plan
 from onnx import helper
 from shortcuts import quick_export, quick_judge
 
@@ -43,7 +43,7 @@ def write_model(folder: Path, inputs: Sequence[str], outputs: Sequence[str]) -> 
         "model": {"source": "onnx:model.onnx", "task": "generic"},
         "data": {"calibration": {"source": "npz:samples.npz"}, "evaluation": {"source": "npz:samples.npz"}},
         "passes": [{"kind": "int8"}],
-        "validate": {"gates": [{"metric": "cosine", "min": 0.9}]},
+        "validate": {"gates": [{"metric": "cosine", "min": 0.9}], "benchmark": QUICK},
     }
 
 

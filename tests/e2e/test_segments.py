@@ -107,6 +107,7 @@ def segmenter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
             "gates": [{"metric": "miou", "min": 0.75}, {"metric": "pixel_agreement", "min": 0.9}],
             "metrics": ["miou", "pixel_accuracy", "dice", "pixel_agreement", "miou_baseline"],
             "benchmark": QUICK,
+            "steps": False,
         },
     }
 

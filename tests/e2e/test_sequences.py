@@ -77,7 +77,6 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "passes",
     [
         [{"kind": "int8"}],
-        [{"kind": "rtn", "scheme": "W8A16", "group_size": 16}],
         [{"kind": "awq", "scheme": "W8A16", "group_size": 16}],
         [{"kind": "distill", "steps": 3, "batch_size": 8, "learning_rate": 1e-5, "held_out": 0}],
     ],
@@ -132,15 +131,18 @@ def _smaller(out: Path, name: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: Path) -> None:
+def test_a_pruned_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: Path) -> None:
     import torch
     from transformers import WhisperFeatureExtractor
 
     model = write_speech_model(tmp_path / "model", tmp_path)
     recipe = changed(SPEECH, preprocess={"target": {"language": "de", "task": "transcribe"}})
-    report = apply(recipe | {"passes": [{"kind": "int8"}]}, tmp_path / "out", cache, tmp_path)
+    passes = [{"kind": "prune_channels", "ratio": 0.5}, {"kind": "int8"}]
+    report = apply(recipe | {"passes": passes}, tmp_path / "out", cache, tmp_path)
     assert report.candidate.metrics["wer"] > 0
     manifest = read_manifest(tmp_path / "out")
+    before, after = (manifest.artifact(name).cache for name in ("baseline", "candidate"))
+    assert before is not None and after is not None and (before.n_heads, after.n_heads) == (2, 1)
     assert manifest.artifact("candidate").precision == "int8"
     frozen = unpack_texts(read_outputs(tmp_path / "out", manifest)["answer"])
     rows = [json.loads(line)["audio"] for line in (tmp_path / "test.jsonl").read_text().splitlines()]
@@ -157,22 +159,6 @@ def test_a_speech_model_writes_what_transformers_writes(cache: Path, tmp_path: P
         assert bundle.generate(tmp_path / rows[0]).text
     copy_baseline(tmp_path / "out", tmp_path / "whole")
     assert_no_exchange_passes(tmp_path / "whole", tmp_path)
-
-
-@pytest.mark.slow
-def test_int8_of_a_decoder_that_keeps_fewer_heads_than_the_float_one(cache: Path, tmp_path: Path) -> None:
-    write_speech_model(tmp_path / "model", tmp_path)
-    recipe = changed(SPEECH, preprocess={"target": {"language": "de", "task": "transcribe"}})
-    apply(
-        recipe | {"passes": [{"kind": "prune_channels", "ratio": 0.5}, {"kind": "int8"}]},
-        tmp_path / "out",
-        cache,
-        tmp_path,
-    )
-    manifest = read_manifest(tmp_path / "out")
-    before, after = (manifest.artifact(name).cache for name in ("baseline", "candidate"))
-    assert before is not None and after is not None and (before.n_heads, after.n_heads) == (2, 1)
-    assert manifest.artifact("candidate").precision == "int8"
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_a_detector_of_images_with_a_fixed_batch_is_cleaned_judged_and_served(ca
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     for kind in ("classifier", "encoder"):
-        text_folder(folder / kind, kind)
+        text_folder(folder / kind, kind, 1)
     write_texts(folder / "train.jsonl", 24, pairs=True, seed=1)
     write_texts(folder / "test.jsonl", 60, pairs=True, seed=2)
     return folder

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from child_processes import run_python
+from shortcuts import QUICK_COMMAND
 
 BLOCKED = ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "pydantic", "compress", "safetensors", "datasets")
 REPORTS = tuple(f"report.{end}" for end in ("html", "json", "md", "samples.npz", "steps.json", "xml"))
@@ -120,8 +121,8 @@ def image_recipe(folder: Path, n_train: int = 64, n_test: int = 96, seed: int = 
     }
 
 
-def text_folder(folder: Path, kind: str) -> Path:
-    """A random two-layer BERT with a word tokenizer: kind "classifier" (three classes) or "encoder"."""
+def text_folder(folder: Path, kind: str, n_layers: int = 2) -> Path:
+    """A random BERT with a word tokenizer: kind "classifier" (three classes) or "encoder"."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertForSequenceClassification, BertModel, PreTrainedTokenizerFast
@@ -134,7 +135,7 @@ def text_folder(folder: Path, kind: str) -> Path:
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     )
     fast.save_pretrained(folder)
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": n_layers, "num_attention_heads": 2}
     config = BertConfig(vocab_size=len(words), max_position_embeddings=32, intermediate_size=64, **sizes)
     config.initializer_range = 0.3  # outputs that tell samples apart
     config.id2label = {0: "bad", 1: "fair", 2: "good"}
@@ -197,9 +198,9 @@ def compress_elsewhere(args: Sequence[str], cwd: Path, **environment: str) -> su
     return run_python("-m", "compress", *args, cwd=cwd, environment={**os.environ, **environment})
 
 
-def cli(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the real command, in a process of its own."""
-    command = [sys.executable, "-m", "compress", *args]
+def cli(args: Sequence[str], cwd: Path, quick: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command, in a process of its own; `quick`: its measuring is cut short."""
+    command = [sys.executable, *(("-c", QUICK_COMMAND) if quick else ("-m", "compress")), *args]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, check=False
     )

@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import HELPERS
 
 from runtime.clock.fresh import Answer
+
+QUICK_COMMAND = f"""
+import sys
+sys.path.append({str(HELPERS)!r})
+from shortcuts import quick_export, quick_judge
+from compress.cli import main
+with quick_judge(), quick_export():
+    main()
+"""
+"""What `python -m compress` does, cut short, in a process of its own."""
 
 
 def run_here(function: str, task: Mapping[str, Any], what: str) -> Answer:

@@ -29,6 +29,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("Phi3Config", {"num_key_value_heads": 4}),
 }
 """Name -> (transformers' configuration class, what differs from SMALL)."""
+LIKELY: dict[str, Any] = {"unlike_norms": True, "initializer_range": 0.1}
+"""Sizes of a Llama whose next tokens differ in likelihood. Tests that compress this one share what is cached of it."""
 _MIXTURE = {"num_experts_per_tok": 2, "initializer_range": 0.1}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {**_MIXTURE, "num_local_experts": 4, "sliding_window": None}),
