@@ -181,28 +181,30 @@ SORTING = replace(IMAGE_CLASSIFICATION, name="photo-sorting")
 """
 
 
-def test_a_task_from_outside_is_one_on_both_sides(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with a task."""
     points = "[runtime.tasks]\nphoto-sorting = photos:SORTING\n[compress.tasks]\nphoto-sorting = torch_photos:SORTING\n"
-    site = install(tmp_path / "site", points, "photo-kit", photos=SORTING, torch_photos=TORCH_SORTING)
+    return install(tmp_path_factory.mktemp("kit"), points, "photo-kit", photos=SORTING, torch_photos=TORCH_SORTING)
+
+
+def test_a_task_from_outside_is_one_on_both_sides(photos: Path, tmp_path: Path) -> None:
     recipe = changed(image_recipe(tmp_path), model={"task": "photo-sorting"})
     call = ("apply", write_recipe(tmp_path / "tiny.yaml", recipe), "--out", tmp_path / "bundle", "--quiet")
-    done = python(site, "-c", QUICK_COMMAND, *call, cache=tmp_path / "cache")
+    done = python(photos, "-c", QUICK_COMMAND, *call, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "bundle/report.json").read_text())["task"] == "photo-sorting"
     plugins = json.loads((tmp_path / "bundle/lock.json").read_text())["plugins"]
     assert list(plugins) == ["compress.tasks: photo-sorting", "runtime.tasks: photo-sorting"]
-    done = python(site, "-m", "compress", "new", "--task", "photo-sorting", "--out", tmp_path / "new.yaml")
+    done = python(photos, "-m", "compress", "new", "--task", "photo-sorting", "--out", tmp_path / "new.yaml")
     assert done.returncode == 0 and "task: photo-sorting" in (tmp_path / "new.yaml").read_text()
-    assert '"photo-sorting"' in python(site, "-m", "compress", "schema").stdout
-    findings = json.loads(python(site, "-c", DOCTOR).stdout)
-    states = {finding["name"]: finding["state"] for finding in findings if finding["part"] == "plug-in"}
-    assert states == {"compress.tasks: photo-sorting": "ok", "runtime.tasks: photo-sorting": "ok"}
     done = python(tmp_path / "elsewhere", "-m", "runtime", "validate", tmp_path / "bundle")
     assert "'photo-sorting' is not one of" in last_problem(done)
 
 
-def test_the_schema_has_what_is_installed(acme: Path) -> None:
-    schema = json.loads(python(acme, "-m", "compress", "schema").stdout)
+def test_the_schema_has_what_is_installed(acme: Path, photos: Path) -> None:
+    schema = json.loads(python(os.pathsep.join(map(str, (acme, photos))), "-m", "compress", "schema").stdout)
+    assert '"photo-sorting"' in json.dumps(schema)
     assert schema["$defs"]["ClipWeights"]["properties"]["deviations"]["description"] == "Standard deviations that stay."
     assert '"brier"' in json.dumps(schema["$defs"]["Gate"]["properties"]["metric"])
     assert '"onnxruntime-plain"' in json.dumps(schema["properties"]["target"])
@@ -295,8 +297,8 @@ def test_a_plan_says_what_is_wrong_with_a_plugin(
     assert last_problem(python(broken[key], "-m", "compress", "plan", file, cache=tmp_path / "cache")) == message
 
 
-def test_doctor_lists_plugins_and_what_is_wrong_with_them(acme: Path, broken: dict[str, Path]) -> None:
-    site = os.pathsep.join(map(str, (acme, *broken.values())))
+def test_doctor_lists_plugins_and_what_is_wrong_with_them(acme: Path, photos: Path, broken: dict[str, Path]) -> None:
+    site = os.pathsep.join(map(str, (acme, photos, *broken.values())))
     findings = {finding["name"]: finding for finding in json.loads(python(site, "-c", DOCTOR).stdout)}
     assert findings["onnxruntime-plain"]["part"] == "backend"
     assert findings["onnxruntime-plain"]["state"] == "ok"
@@ -306,6 +308,8 @@ def test_doctor_lists_plugins_and_what_is_wrong_with_them(acme: Path, broken: di
         "compress.passes: clip_weights": "ok",
         "runtime.metrics: brier": "ok",
         "runtime.backends: onnxruntime-plain": "ok",
+        "compress.tasks: photo-sorting": "ok",
+        "runtime.tasks: photo-sorting": "ok",
         "runtime.metrics: absent": "broken",
         "compress.passes: lazy": "broken",
         "runtime.backends: nobody": "broken",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ def test_a_model_data_and_a_goal_are_enough(tmp_path: Path, monkeypatch: pytest.
     image_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("compress.search.pursue.start_workers", lambda *arguments: nullcontext(InThisProcess()))
 
     def run(*arguments: str) -> Result:
         return CliRunner().invoke(app, arguments)
