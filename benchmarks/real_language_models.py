@@ -93,7 +93,7 @@ def compress_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Ro
         "token_ratio_foretold": planned.get("float_ms", 0) / planned.get("compressed_ms", 1),
         "first_token_ratio": first_speedup,
         "nll": metric(report, "baseline", "nll"),
-        "nll_lost": drop(report, "nll"),
+        "nll_lost": -(drop(report, "nll") or 0.0),  # more of it is worse
         "interval": gate["interval"],
         "verdict": report["verdict"],
     }

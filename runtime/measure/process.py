@@ -28,7 +28,14 @@ from runtime.clock.turns import MIN_ROUNDS, Call, Turns, make_call, time_in_turn
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
-from runtime.measure.requests import Prompts, RequestTimes, find_goodput, run_request, time_requests
+from runtime.measure.requests import (
+    WARM_TOKENS,
+    Prompts,
+    RequestTimes,
+    find_goodput,
+    run_request,
+    time_requests,
+)
 from runtime.tasks import find_task
 from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
@@ -127,9 +134,9 @@ class _Process:
 
     def _run_some(self, number: int, session: Session) -> None:
         if self.order.generates:
-            decoder = self._make_decoder(number, session)
+            decoder, new_tokens = self._make_decoder(number, session), self.settings.new_tokens
             for _ in range(RUNS - 1):  # a request is many calls
-                run_request(decoder, self._prompts("single")[0], self.settings.new_tokens)
+                run_request(decoder, self._prompts("single")[0], new_tokens, made=min(new_tokens, WARM_TOKENS))
         else:
             call = self._make_call(number, session, "single")
             for _ in range(RUNS):

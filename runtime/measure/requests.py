@@ -23,8 +23,10 @@ from runtime.encode.language import LanguageEncoder
 from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import UsageError
 
-LEAST_REQUESTS = 2
-"""Requests of each decoder that a process times, whatever they take."""
+LEAST_REQUESTS = 1
+"""Requests of each decoder that a process times, whatever they take: each is many tokens, and more processes follow."""
+WARM_TOKENS = 8
+"""Tokens of an answer that warms a decoder up, or shows the memory that it takes: its cache has room for all."""
 PROMPTS = 16
 """Different batches of prompts that the rounds go through in turn."""
 MAX_REQUEST_POWER = 6
@@ -100,31 +102,34 @@ def time_requests(
     return RequestTimes(seconds[:, :, 0], seconds[:, :, 1:])
 
 
-def run_request(decoder: Any, prompts: Prompts, new_tokens: int, one_thread: bool = False) -> Array:
+def run_request(
+    decoder: Any, prompts: Prompts, new_tokens: int, one_thread: bool = False, made: int | None = None
+) -> Array:
     """Generate greedily; return the seconds that each token of the answers took, float64 [new_tokens].
 
     `decoder`: a Decoder or an EncodedDecoder, with prompts of its kind. `one_thread`: it computes on one thread, and
-    what other work took of the processor is taken off.
+    what other work took of the processor is taken off. `made`: tokens after which it ends, of those that there is room
+    for; None: all.
     """
     marks = [(time.perf_counter(), time.process_time())]
     tokens = decoder.start(prompts, decoder.room(prompts, new_tokens)).argmax(axis=1)
     marks.append((time.perf_counter(), time.process_time()))
-    for _ in range(new_tokens - 1):
+    for _ in range((made or new_tokens) - 1):
         tokens = decoder.step(tokens).argmax(axis=1)
         marks.append((time.perf_counter(), time.process_time()))
-    seconds: Array = np.diff(marks, axis=0)  # [new_tokens, 2]: of the wall, of the processor
+    seconds: Array = np.diff(marks, axis=0)  # [tokens, 2]: of the wall, of the processor
     return take_off_others(*seconds.T) if one_thread else seconds[:, 0]
 
 
 def _warm_up_decoder(decoder: Decoder | EncodedDecoder, prompts: Prompts, new_tokens: int, requests: int) -> float:
-    """Run at least one request; return the seconds of the last."""
-    start = time.perf_counter()
-    seconds = float(run_request(decoder, prompts, new_tokens).sum())
+    """Run the beginnings of requests, at least one; return the seconds of a whole one, as the last tells it."""
+    start, made = time.perf_counter(), min(new_tokens, WARM_TOKENS)
+    seconds = run_request(decoder, prompts, new_tokens, made=made)
     for _ in range(1, requests):
         if time.perf_counter() - start > WARMUP_BUDGET_S:
             break
-        seconds = float(run_request(decoder, prompts, new_tokens).sum())
-    return seconds
+        seconds = run_request(decoder, prompts, new_tokens, made=made)
+    return float(seconds[0] + (new_tokens - 1) * seconds[1:].mean())
 
 
 def find_goodput(timed: Callable[[int], RequestTimes], settings: Benchmark) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ def recipe(*stages: str, memory_gib: float | None = None, steps: Any = "auto", *
         has_onnx=True,
         passes=passes,
         export=(),
-        model=SimpleNamespace(**{"decoder_only": True, **model}),
+        model=SimpleNamespace(**{"decoder_only": True, "source": "dir:lm", **model}),
+        root=Path(),
         validate_=SimpleNamespace(steps=steps),
         limits=SimpleNamespace(memory_gib=memory_gib),
     )
@@ -64,3 +66,9 @@ def test_files_of_sixteen_bits_are_what_a_size_is_told_beside() -> None:
 
     assert tell(2).endswith("hold 16 bits a number: what is 4x smaller than float32 is 2x smaller than these")
     assert tell(4) == "" and tell(2, 5 * GIB) == ""  # without the float graph sizes are against the files
+
+
+def test_a_file_that_was_unpacked_is_not_what_sizes_are_against(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(2048))
+    note = note_narrow_source(recipe("blocks", source=f"gguf:{tmp_path}/model.gguf"), facts())
+    assert note is not None and "float32, to which the file (2.0 KiB) was unpacked" in note.text
