@@ -380,7 +380,10 @@ def _run_bundle(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
     backend, columns = graph_backend(manifest.target, manifest.generates), run.sets["evaluation"].columns
-    return keep_both(run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend))
+    told = run.run_log.progress
+    return keep_both(
+        run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
+    )
 
 
 def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import BundleError, UsageError
 from runtime.metrics.language import PART, PARTS
+from runtime.progress import Progress, no_progress
 
 LOGITS_BYTES = 256 << 20
 """Of one model's batch at most; a single text may take more."""
@@ -34,6 +35,7 @@ def score(
     columns: Columns,
     batch_size: int = 32,
     reference_session: Session | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Array]:
     """Return sums over each sample's predicted tokens, in the samples' order.
 
@@ -57,7 +59,7 @@ def score(
         raise UsageError(f"column '{LOSS_MASK}' marks no token that is predicted: there is nothing to score")
     sessions = [session] if reference_session is None else [session, reference_session]
     rows: list[TokenNumbers] = [{}] * len(sequences)
-    for row, logits in logit_rows(sessions, language, sequences, batch_size):
+    for row, logits in logit_rows(sessions, language, sequences, batch_size, progress):
         rows[row] = measure_tokens(logits, sequences[row][1:], None if masks is None else masks[row][1:])
     return sum_tokens(rows, reference_session is not None)
 
@@ -100,7 +102,11 @@ def language_encoder(encoder: Preprocessor) -> LanguageEncoder:
 
 
 def logit_rows(
-    sessions: Sequence[Session], encoder: LanguageEncoder, sequences: Sequence[Array], batch_size: int
+    sessions: Sequence[Session],
+    encoder: LanguageEncoder,
+    sequences: Sequence[Array],
+    batch_size: int,
+    progress: Progress = no_progress,
 ) -> Iterator[tuple[int, list[Array]]]:
     """Yield (sample, each model's logits [t - 1, vocab] after each of its tokens but the last), longest samples first.
 
@@ -110,7 +116,9 @@ def logit_rows(
         raise UsageError(f"batch_size is {batch_size}, below 1")
     encoders = [replace(encoder, inputs=session.inputs) for session in sessions]
     vocab = max(vocab_size(session) for session in sessions) or encoder.vocab_size or 1
-    for rows in split_batches(sequences, batch_size, vocab):
+    batches = list(split_batches(sequences, batch_size, vocab))
+    for number in progress(range(len(batches)), "batches of texts"):
+        rows = batches[number]
         batch = [sequences[row][:-1] for row in rows]
         all_logits = [
             run_logits(session, model_encoder.feeds(batch))

@@ -47,7 +47,6 @@ from runtime.measure.answering import STAGES
 from runtime.measure.benchmark import (
     BenchmarkResult,
     Beside,
-    Progress,
     backend_of,
     list_variants,
     measure,
@@ -56,6 +55,7 @@ from runtime.measure.benchmark import (
 )
 from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
 from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
+from runtime.progress import Progress, no_progress
 from runtime.tasks import find_task
 from runtime.tasks.manifest import verify
 from runtime.tasks.metrics import METRICS, is_own
@@ -71,10 +71,10 @@ def judge_model(
     case: Case,
     passes: Sequence[PassModel] = (),
     forecast: float | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[Findings, Mapping[str, Evidence]]:
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
-    candidate = case.outputs or run_candidate(case)
+    candidate = case.outputs or run_candidate(case, progress)
     evidence, failures = quality(case, candidate)
     if case.backend in ENGINES:  # what a pass left is an ONNX file
         passes = [replace(model, path=None) for model in passes]
@@ -262,7 +262,7 @@ def quality(case: Case, candidate: Outputs) -> tuple[dict[str, Evidence], dict[s
         return {}, dict.fromkeys((*METRICS, *named), f"The candidate's outputs are broken: {error}.")
 
 
-def run_candidate(case: Case) -> Outputs:
+def run_candidate(case: Case, progress: Progress = no_progress) -> Outputs:
     """Return the candidate's outputs over the frozen samples.
 
     The baseline runs, too: BundleError where its outputs are not the frozen ones. A decoder's is run beside it.
@@ -273,7 +273,7 @@ def run_candidate(case: Case) -> Outputs:
         find_task(manifest.task).check_frozen(f"{case.root}: the candidate's outputs", outputs)
         return outputs
     if manifest.generates and not case.alone:
-        again, beside = run_beside(case.root, manifest, case.columns, case.backend, case.threads)
+        again, beside = run_beside(case.root, manifest, case.columns, case.backend, case.threads, progress)
         check_outputs(case.root, manifest.task, again, case.baseline)
         check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
         return beside
@@ -291,7 +291,12 @@ def run_candidate(case: Case) -> Outputs:
 
 
 def run_beside(
-    root: Path, manifest: Manifest, columns: Columns, backend: str, threads: int | None = None
+    root: Path,
+    manifest: Manifest,
+    columns: Columns,
+    backend: str,
+    threads: int | None = None,
+    progress: Progress = no_progress,
 ) -> tuple[Outputs, Outputs]:
     """Run a decoder beside its float model; return the sums of both over the samples, the float model's first.
 
@@ -303,16 +308,21 @@ def run_beside(
             open_variant(stack, root, variant, threads or count_cores())
             for variant in (after, replace(before, options=find_backend(backend).exact))
         )
-        return split_sides(_run(root, manifest, columns, session, reference))
+        return split_sides(_run(root, manifest, columns, session, reference, progress))
 
 
 def _run(
-    root: Path, manifest: Manifest, columns: Columns, model: Session, beside: Session | None = None
+    root: Path,
+    manifest: Manifest,
+    columns: Columns,
+    model: Session,
+    beside: Session | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Return a model's outputs over the samples; a decoder's sums, with those of one beside it where there is one."""
     preprocessor = bundle_preprocessor(root, manifest, model.inputs)
     size, facts = manifest.judgement.batch_size, facts_of(manifest)
-    return run_samples(model, preprocessor, manifest.task, columns, size, beside, facts)
+    return run_samples(model, preprocessor, manifest.task, columns, size, beside, facts, progress)
 
 
 def _has_record(manifest: Manifest) -> bool:

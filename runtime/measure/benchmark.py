@@ -12,7 +12,7 @@ Time is bounded (the budgets below, of all processes together), but for a least 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from runtime.measure.requests import RequestTimes, make_prompts, make_sources
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import MEASURED, SIZES
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
+from runtime.progress import Progress, no_progress
 from runtime.stats import fresh_processes_needed
 from runtime.tasks.manifest import verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
@@ -56,7 +57,6 @@ SHOWN = 3
 """Processes that time what no gate is about: whole answers, models beside the judged ones."""
 LARGE_BATCHES = 8
 """Different large batches: a process reads all of them before it measures."""
-Progress = Callable[[Sequence[int], str], Iterable[int]]
 """Gives the items of a loop, whose purpose the text names in a word, and says where it is."""
 LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
 RATES = frozenset({"throughput", "cost_per_million"})
@@ -134,7 +134,7 @@ class BenchmarkResult:
 
 
 def benchmark(
-    path: str | Path, backend: str | None = None, threads: int | None = None, progress: Progress | None = None
+    path: str | Path, backend: str | None = None, threads: int | None = None, progress: Progress = no_progress
 ) -> BenchmarkResult:
     """Measure baseline and candidate of a bundle; `threads` replaces the bundle's own setting. Writes nothing.
 
@@ -251,7 +251,7 @@ def measure(
     backend: str,
     threads: int | None = None,
     beside: Sequence[Beside] = (),
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> BenchmarkResult:
     """Measure a bundle that has been read already, as `benchmark` does, in fresh processes one after the other.
 
@@ -288,7 +288,7 @@ def measure(
             generates=manifest.generates,
             start_tokens=tuple(start),
         )
-        answers = _run_processes(order, manifest.judgement, str(root), progress or (lambda items, text: items))
+        answers = _run_processes(order, manifest.judgement, str(root), progress)
     return _collect(answers, order, settings, variants, manifest, encoder)
 
 

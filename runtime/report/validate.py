@@ -20,9 +20,9 @@ from runtime.judge.evidence import list_wanted_metrics
 from runtime.judge.findings import Case, Side
 from runtime.judge.passes import PassModel, write_pass_table
 from runtime.judge.samples import EvaluatedOn, keep_samples
-from runtime.measure.benchmark import Progress
 from runtime.metrics import MEASURED, Outputs
 from runtime.metrics.base import Columns
+from runtime.progress import Progress, no_progress
 from runtime.report.pairing import compare_reports, find_incomparable
 from runtime.report.report import Report, prepare_folder, write_report
 from runtime.report.stored import StoredReport
@@ -40,7 +40,7 @@ def validate(
     notes: Sequence[str] = (),
     earlier: StoredReport | None = None,
     forecast: float | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     outputs: Outputs | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.

@@ -18,6 +18,7 @@ from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
 from runtime.encode.texts import WINDOW, TextEncoder
 from runtime.errors import UsageError
+from runtime.progress import Progress, no_progress
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
 from runtime.tasks.sources import read_sources
@@ -31,10 +32,12 @@ def run_samples(
     batch_size: int = 32,
     reference: Session | None = None,
     facts: BatchFacts | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Array]:
     """Return the model's outputs over all samples, in their order, as the task's `read_outputs` names them.
 
-    `facts`: what is known of every batch, for tasks whose outputs cannot be read without (`facts_of`).
+    `facts`: what is known of every batch, for tasks whose outputs cannot be read without (`facts_of`). `progress` is
+    told how far a decoder is.
 
     Of a task that generates: what `runtime.decode.scoring.score` or `runtime.decode.answers.score_answers` gives, also
     beside a model `reference` where one is given. Texts run sorted by length, each distinct one once, so the result
@@ -44,9 +47,10 @@ def run_samples(
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
     views = encoding_views(task, columns)
+    if found.encodes:
+        return score_answers(session, preprocessor, views[0], batch_size, reference)
     if found.generates:
-        score_samples = score_answers if found.encodes else score
-        return score_samples(session, preprocessor, views[0], batch_size, reference)
+        return score(session, preprocessor, views[0], batch_size, reference, progress)
     if found.facts and preprocessor.spec.kind != found.preprocess:
         raise UsageError(f"{task} needs preprocess kind: {found.preprocess}, not {preprocessor.spec.kind}")
     facts = replace(facts or BatchFacts(), spec=preprocessor.spec)
