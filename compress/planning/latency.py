@@ -93,6 +93,9 @@ def forecast_latency(
             _try_export(inputs, keys, keep)
         return None, [Note("info", f"latency is not forecast, nothing was measured: {reason}")]
     key = [keys.float_graph, list(keys.passes), describe_call(recipe)]
+    if inputs.facts.n_bytes > LARGEST_BYTES:  # whose weights may not have been read yet, and count for nothing
+        shapes = [(layer.name, list(layer.shape)) for layer in inputs.facts.layers]
+        key = [shapes, [pass_.model_dump(mode="json") for pass_ in recipe.passes], describe_call(recipe)]
     kept = keep.read("forecast", key)
     if kept is not None:
         lists = {name: tuple(kept["forecast"].get(name, ())) for name in ("parts", "in_float", "first_ms", "blocks")}
@@ -225,7 +228,6 @@ def _measure_shallow(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyFore
         round(token, 4),
         round(token_after, 4),
         parts,
-        held_bytes=peak_memory_bytes(),
         first_ms=(round(first, 4), round(first_after, 4)),
         blocks=SHALLOW,
     )

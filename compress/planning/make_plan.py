@@ -144,7 +144,8 @@ def make_plan(
         *unsaid,
     )
     latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if timed else (None, [])
-    expected = expected if latency is None else forecast(*about, latency)
+    if latency is not None and not latency.blocks:  # of a few blocks nothing follows about memory
+        expected = forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
     made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed, *of_gates), expected, latency, device)

@@ -435,8 +435,11 @@ def test_generate_streams_what_python_gives(make_decoder_bundle: MakeBundle, cap
     with open_bundle(root) as bundle:
         greedy = bundle.generate("Once", max_new_tokens=8)
         drawn = bundle.generate("Once", max_new_tokens=8, temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
-    assert main(["generate", str(root), "Once", "--max-new-tokens", "8", "--threads", "1"]) == 0
-    assert capsys.readouterr().out == greedy.text + "\n"
+    for words in (["Once", "--max-new-tokens", "8"], ["--max-new-tokens", "8", "Once"]):
+        assert main(["generate", str(root), *words, "--threads", "1"]) == 0
+        assert capsys.readouterr().out == greedy.text + "\n"
+    assert main(["generate", str(root), "--threads", "1", "Once", "more"]) == 2
+    assert "unrecognized arguments: Once more" in capsys.readouterr().err
     drawing = {"--temperature": 0.8, "--top-k": 9, "--top-p": 0.9, "--min-p": 0.01, "--seed": 3, "--max-new-tokens": 8}
     assert main(["generate", str(root), "Once", "--json", *(str(x) for pair in drawing.items() for x in pair)]) == 0
     assert json.loads(capsys.readouterr().out) == {
