@@ -27,7 +27,7 @@ from compress.execution.measurements import PassMeasurements, list_costs
 from compress.execution.own_metrics import LoadedMetric, check_sliced, load_own_metrics
 from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
 from compress.execution.quality import run_graph
-from compress.export.bundle import Contents, Graphs, Outcome, assemble, note_rows, write_models
+from compress.export.bundle import Contents, FrozenOutputs, Graphs, assemble, note_rows, write_models
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import Note
@@ -274,16 +274,16 @@ def _build(run: RunContext, staging: Path, between: Path) -> Built:
         with run_log.time_stage(RUNNING):
             baseline, candidate = _run_bundle(run, staging, manifest)
     assert baseline is not None
-    outcome = Outcome(baseline, candidate if score else None, score)
+    frozen = FrozenOutputs(baseline, candidate if score else None, score)
     if metrics:
         with run_log.time_stage("the recipe's own metrics"):
             own = own or _load_own_metrics(metrics, judgement, baseline, samples)
             outputs = candidate if candidate is not None else _run_candidate(run, staging, manifest)
             after = [metric.compute_or_mark(outputs, samples.get("label")) for metric in own]
         records = tuple(metric.record for metric in own)
-        outcome = replace(outcome, recorded=records, recorded_values=([metric.baseline for metric in own], after))
+        frozen = replace(frozen, recorded=records, recorded_values=([metric.baseline for metric in own], after))
     with blame(staging.parent):
-        assemble(staging, manifest, of_files, contents, outcome)
+        assemble(staging, manifest, of_files, contents, frozen)
     of_files = [*of_files, *(note for result in passed.results for note in result.notes if note.here)]
     for note in (*run.notes, *notes, *of_files):
         run_log.log(note.text)

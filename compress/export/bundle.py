@@ -127,7 +127,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FrozenOutputs:
     """What the models gave on the samples, as far as a bundle keeps it."""
 
     baseline: Mapping[str, np.ndarray]
@@ -166,7 +166,7 @@ def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note
 
 
 def assemble(
-    staging: Path, manifest: Manifest, notes: Sequence[Note], contents: Contents, outcome: Outcome
+    staging: Path, manifest: Manifest, notes: Sequence[Note], contents: Contents, frozen: FrozenOutputs
 ) -> Manifest:
     """Write what a bundle has beside its models, and then its manifest, which is returned; BundleError.
 
@@ -174,16 +174,16 @@ def assemble(
     """
     recipe = contents.recipe
     labels = contents.samples.get("label")
-    metrics = select_metrics(recipe.model.task, outcome.baseline, labels, contents.judgement)
+    metrics = select_metrics(recipe.model.task, frozen.baseline, labels, contents.judgement)
     evaluation = replace(
         write_samples(staging, contents.samples, contents.slices),
-        baseline_metrics=record_metrics(metrics, outcome.baseline, labels),
+        baseline_metrics=record_metrics(metrics, frozen.baseline, labels),
     )
-    write_outputs(staging, outcome.baseline)
-    if outcome.candidate is not None:
-        write_candidate_outputs(staging, outcome.candidate)
-    if outcome.recorded_values is not None:
-        write_recorded(staging, *outcome.recorded_values)
+    write_outputs(staging, frozen.baseline)
+    if frozen.candidate is not None:
+        write_candidate_outputs(staging, frozen.candidate)
+    if frozen.recorded_values is not None:
+        write_recorded(staging, *frozen.recorded_values)
     (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
     write_json(staging / "lock.json", contents.lock)
     here = [note.text for note in notes if note.here]
@@ -191,7 +191,7 @@ def assemble(
     layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
     write_json(staging / "layers.json", layers)
     write_json(staging / REMEDIES_FILE, REMEDIES)
-    manifest = replace(manifest, evaluation=evaluation, recorded=outcome.recorded, score=outcome.score)
+    manifest = replace(manifest, evaluation=evaluation, recorded=frozen.recorded, score=frozen.score)
     (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
     return write_bundle(staging, manifest)
 
