@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import SourceError
+from compress.facts import FLOAT_BYTES
 from compress.store.cache import ResultCache, cache_key, default_root
 from compress.store.digests import FileDigests
 from runtime.processes.isolated import last_line, start_python
@@ -20,12 +21,10 @@ from runtime.words import size_text
 
 MAGIC = b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-FLOAT_BYTES = 4
-"""Of an unpacked number: a K type's is a product that no half holds."""
 COPIES = 1.6
 """Float copies of all weights that unpacking holds: 1.6 were measured with Qwen2.5-Coder 0.5B, of eight bits."""
 HELD_BYTES = 1 << 30
-"""Of torch and transformers in the process that unpacks."""
+"""Of torch and transformers in the process that unpacks: 0.9 GiB beside that model's weights."""
 TIMEOUT_S = 4 * 3600
 CHILD = "from compress.models.gguf_source import save_unpacked; save_unpacked(*sys.argv[1:])"
 
@@ -74,7 +73,7 @@ def _unpack(file: Path, mtime_ns: int, size: int, root: Path) -> Path:
 
 def _check_room(file: Path, folder: Path) -> None:
     """Raise SourceError where memory or disk have no room for the unpacked weights."""
-    n_bytes = FLOAT_BYTES * _count_numbers(file)
+    n_bytes = FLOAT_BYTES * _count_numbers(file)  # a K type's number is a product that no half holds
     needed, allowed = int(COPIES * n_bytes) + HELD_BYTES, available_bytes()
     way = "give the model's own folder, whose weights stay in their files"
     if needed > allowed:

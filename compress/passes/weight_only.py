@@ -220,9 +220,8 @@ class WeightPass(WeightNumbers, Pass):
                 self.find_allocation,
             )
         plan = self._plan_layers(facts, target)
-        return (
-            plan if plan.problems else replace(plan, notes=(*plan.notes, *self._tell_tables(facts, plan.facts, target)))
-        )
+        tables = [] if plan.problems else self._tell_tables(facts, plan.facts, target)
+        return replace(plan, notes=(*plan.notes, *tables))
 
     def _plan_layers(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Return the plan with bits that are given for each layer."""
