@@ -11,7 +11,7 @@ import numpy as np
 
 from compress.facts import LayerDecision, Note
 from compress.formats.targets import Target
-from compress.store.progress import Progress
+from runtime.progress import Progress
 
 Feeds = dict[str, np.ndarray]
 Form_co = TypeVar("Form_co", covariant=True)

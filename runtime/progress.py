@@ -1,13 +1,21 @@
-"""How long loops say where they are, to whoever wants to hear it."""
+"""How long loops say where they are: what wraps their items in a bar, or counts them for a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
-Progress = Callable[[Sequence[int], str], Iterable[int]]
-"""Wraps the numbers of a loop, which say where it is as they are taken; the text names it in a word or two."""
+Item = TypeVar("Item")
 
 
-def no_progress(items: Sequence[int], text: str) -> Iterable[int]:
+class Progress(Protocol):
+    """Wraps the items of a loop; `text` names the loop in a word or two."""
+
+    def __call__(self, items: Sequence[Item], text: str, /) -> Iterable[Item]:
+        """Return the items, which say where the loop is as they are taken."""
+        ...
+
+
+def no_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
     """Say nothing."""
     return items

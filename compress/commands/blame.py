@@ -33,7 +33,7 @@ from compress.errors import ExportError
 from compress.planning.measurements import pass_names
 from compress.recipe.load import load_recipe
 from compress.store.cache import default_root
-from compress.store.progress import Item, Progress, no_log, no_progress
+from compress.store.progress import no_log
 from compress.store.run_log import open_console
 from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
@@ -44,6 +44,7 @@ from runtime.judge.bundle import prepare
 from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.judge.findings import Case
 from runtime.metrics import Metric, NonFiniteOutputs, check_finite
+from runtime.progress import Item, Progress, no_progress
 
 MINUTES = 3.0
 """How long it may take if the call does not say."""

@@ -18,8 +18,8 @@ from torch import nn
 
 from compress.context import Feeds, TrainSet
 from compress.errors import PassError
-from compress.store.progress import Progress
 from compress.store.training_state import read_state, write_state
+from runtime.progress import Progress
 
 FILE = "sequences.safetensors"
 BATCH = 32

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from compress.distill.batch import Batch
 from compress.distill.watch import Seen
-from compress.store.progress import Progress
 from runtime.bundle.files import put_in_place, sha256_of
+from runtime.progress import Progress
 
 Answer = Callable[[Batch], Seen]
 """What a model gives for a batch, no gradients."""

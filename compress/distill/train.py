@@ -40,7 +40,6 @@ from compress.distill.schedule import (
 )
 from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
 from compress.errors import PassError
-from compress.store.progress import Progress
 from compress.store.training_state import (
     SavedRun,
     Tensors,
@@ -52,6 +51,7 @@ from compress.store.training_state import (
     restore_module,
     restore_optimizer,
 )
+from runtime.progress import Progress
 
 T = TypeVar("T")
 TINY = 1e-12

@@ -46,7 +46,6 @@ from compress.rounding.latency import StateTimer, round_roughly
 from compress.rounding.quantized_weight import round_to_nearest
 from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
-from compress.store.progress import no_progress
 from compress.timing.kept import Kept
 from compress.work import WORK, foresee_pass
 from compress.work.contexts import GraphContext, ModelContext
@@ -59,6 +58,7 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
 from runtime.processes.memory import available_bytes
+from runtime.progress import no_progress
 from runtime.words import size_text
 
 BUDGET_S = 6.0

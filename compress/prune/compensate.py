@@ -38,7 +38,7 @@ from compress.prune.obs import factor_of
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
 from compress.prune.sweep import Forward, stopping, stops_of
-from compress.store.progress import Progress, no_progress
+from runtime.progress import Progress, no_progress
 
 HELD_OUT = 4
 """Every so many-th batch is held out to choose the ridge; of fewer batches none is."""

@@ -31,7 +31,7 @@ from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eli
 from compress.prune.points import Point, PointModules, find_points, place_of
 from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
 from compress.rounding.outputs import list_outputs, square_distance
-from compress.store.progress import Progress, no_progress
+from runtime.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
 MEASURED_BATCHES = 2

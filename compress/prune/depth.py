@@ -24,7 +24,7 @@ from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_co
 from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.rounding.outputs import first_output, model_output
-from compress.store.progress import Progress, no_progress
+from runtime.progress import Progress, no_progress
 
 CLOSE = 1e-4
 """Largest difference of outputs, relative to the largest output, that leaves two models the same."""

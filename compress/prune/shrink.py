@@ -19,7 +19,7 @@ from compress.prune.obs import Elimination
 from compress.prune.points import find_points
 from compress.prune.statistics import Batch
 from compress.rounding.outputs import list_outputs
-from compress.store.progress import Progress, no_progress
+from runtime.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
 """(module, dimension, units): take the units out of the module, in place."""

@@ -15,8 +15,8 @@ from compress.formats.schemes import WeightScheme
 from compress.rounding.fake import ShiftedWeight
 from compress.rounding.learn import LearnedParts, LossBatch, Reduce, RoundingSchedule, TuneLog, learn
 from compress.rounding.quantized_weight import QuantizedWeight
-from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
+from runtime.progress import Progress, no_progress
 
 
 def autoround_block(

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from compress.rounding.fake import FakeWeight
 from compress.rounding.quantized_weight import QuantizedWeight
-from compress.store.progress import Progress, no_progress
 from compress.store.training_state import (
     SavedRun,
     Tensors,
@@ -28,6 +27,7 @@ from compress.store.training_state import (
     remove_prefix,
     restore_optimizer,
 )
+from runtime.progress import Progress, no_progress
 
 WARMUP = 10
 """Steps over which Adam's rates rise, or a tenth of all if that is fewer."""

@@ -15,8 +15,8 @@ from compress.rounding.fake import LearnedWeight
 from compress.rounding.learn import LearnedParts, Reduce, RoundingSchedule, TuneLog, learn
 from compress.rounding.learned_batches import Feeds, FloatTeacher, Loss, output_batches
 from compress.rounding.quantized_weight import QuantizedWeight
-from compress.store.progress import Progress, no_progress
 from compress.store.training_state import SavedRun
+from runtime.progress import Progress, no_progress
 
 Places = Mapping[str, Sequence[tuple[nn.Module, str]]]
 

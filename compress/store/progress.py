@@ -1,25 +1,7 @@
-"""How long loops say where they are: what wraps their items in a bar, or counts them for the log."""
+"""A log that nobody reads."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
-
-Item = TypeVar("Item")
-
-
-class Progress(Protocol):
-    """Wraps the items of a loop; `text` names the loop in a word or two."""
-
-    def __call__(self, items: Sequence[Item], text: str, /) -> Iterable[Item]:
-        """Return the items, which say where the loop is as they are taken."""
-        ...
 
 
 def no_log(text: str) -> None:
     """Leave a line out of the log."""
-
-
-def no_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
-    """Say nothing."""
-    return items

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
+from runtime.progress import Item
+
 COLORS = {"pass": 32, "fail": 31, "undecided": 33, "unjudged": 2}
 """Verdict -> the SGR code it is painted with."""
 
@@ -56,7 +58,7 @@ ERASED = "\r\x1b[2K"
 """What empties the line that the cursor is in."""
 
 
-def show_progress(items: Sequence[int], text: str) -> Iterable[int]:
+def show_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
     """Return the items, with a live line on stderr that counts down and is gone in the end; none without a terminal."""
     if not sys.stderr.isatty():
         yield from items

@@ -18,9 +18,9 @@ from compress.rounding.observers import Observer, choose_range
 from compress.rounding.quantized_weight import round_to_nearest
 from compress.rounding.smooth import apply_smoothing, input_groups, search_smoothing, smoothing_scales
 from compress.rounding.state import GraphState
-from compress.store.progress import no_progress
 from compress.work import apply_pass, foresee_pass
 from compress.work.contexts import GraphContext
+from runtime.progress import no_progress
 
 
 def relative(got: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
