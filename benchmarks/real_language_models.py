@@ -33,6 +33,7 @@ from common import (
     run_script,
     size_ratio,
 )
+from time_left import claim_readings
 
 FOLDER = "REAL_MODELS"
 NEEDS = ("data/wikitext2/valid.txt", "data/wikitext2/test.txt")
@@ -108,6 +109,7 @@ def compress_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Ro
         at_most(f"{name}: seconds", seconds, bound.seconds),
         at_most(f"{name}: peak bytes", peak_bytes, bound.n_bytes),
         at_least(f"{name}: tpot ratio", speedup, LEAST_GAIN),
+        *claim_readings(name, [place / "bundle/compress.log"]),
         at_most(f"{name}: nats lost, upper end", (gate["interval"] or [None, None])[1], MOST_LOST),
         *(
             at_most(f"{name}: {what}, foretold, off by", None if said is None else abs(said / was - 1), NEAR)

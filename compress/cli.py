@@ -399,7 +399,8 @@ def blame(
     """Find the layers that carry a bundle's loss, and say what putting them back to float gives and costs."""
     with ending(as_json):
         with quiet_stdout(as_json):
-            from compress.commands.blame import blame_bundle, render_blame, show_progress, to_dict
+            from compress.commands.blame import blame_bundle, render_blame, to_dict
+            from runtime.report.terminal import show_progress
 
             found = blame_bundle(bundle, budget, metric, cache, show_progress)
         if as_json:

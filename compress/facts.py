@@ -13,6 +13,7 @@ import numpy as np
 from compress.formats.schemes import KvScheme, Scheme
 from runtime.bundle.detections import Detections
 from runtime.bundle.tensors import State, TensorSpec
+from runtime.tasks import find_task
 
 LOWEST_OPSET = 17
 """Of the graphs that passes work on."""
@@ -239,6 +240,11 @@ class ModelFacts:
     def find_layer(self, name: str) -> LayerFacts:
         """Return the layer of that name. KeyError if there is none."""
         return {layer.name: layer for layer in self.layers}[name]
+
+    @property
+    def has_two_chains(self) -> bool:
+        """Return whether an encoder's blocks stand beside a decoder's, so that no single chain is the model."""
+        return find_task(self.task).encodes
 
     def explain_no_module(self) -> str:
         """Return why passes over a torch module cannot work on an ONNX file; "" where they can."""

@@ -160,16 +160,6 @@ class ModelSpec(Record):
         return self
 
     @property
-    def generates(self) -> bool:
-        """Return whether the model writes text, token by token."""
-        return find_task(self.task).generates
-
-    @property
-    def encodes(self) -> bool:
-        """Return whether the model is an encoder-decoder."""
-        return find_task(self.task).encodes
-
-    @property
     def decoder_only(self) -> bool:
         """Return whether the model writes text by its prompt alone."""
         return find_task(self.task).decoder_only

@@ -212,7 +212,7 @@ def open_formats(said: NewAnswers, draft: Draft, synthetic: bool) -> Formats:
         gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
     length = None if synthetic or generates else find_usual_length(draft)
     speed = SPEED | (DECODING if generates else {"sequence_length": length} if length else {})
-    goals = (f"minimize {'tpot' if generates else 'latency_p50'}", "minimize size")
+    goals = (f"minimize {TORCH_TASKS[draft.task].task.latency}", "minimize size")
     search = Search(space={"format": Space(choice=(FLOAT, *FORMATS))}, goals=goals)
     recipe, model = draft.make_recipe(Path()), str(said.model)
     return Formats(recipe, search, (), as_node({}), draft, model, synthetic, gates, speed)

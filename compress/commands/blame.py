@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Column, Table
 from ruamel.yaml import YAML
 
@@ -34,7 +33,6 @@ from compress.planning.measurements import pass_names
 from compress.recipe.load import load_recipe
 from compress.store.cache import default_root
 from compress.store.progress import no_log
-from compress.store.run_log import open_console
 from runtime.backends import open_artifact
 from runtime.bundle.columns import count, take
 from runtime.bundle.format import inside
@@ -44,7 +42,7 @@ from runtime.judge.bundle import prepare
 from runtime.judge.evidence import Evidence, quality_evidence
 from runtime.judge.findings import Case
 from runtime.metrics import Metric, NonFiniteOutputs, check_finite
-from runtime.progress import Item, Progress, no_progress
+from runtime.progress import Progress, no_progress
 
 MINUTES = 3.0
 """How long it may take if the call does not say."""
@@ -517,11 +515,6 @@ def describe_blame(blame: Blame) -> list[str]:
     for name, why in list(blame.unmatched.items())[:1]:
         texts.append(f"note: {len(blame.unmatched)} layers were not switched, such as {name}: {why}")
     return texts
-
-
-def show_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
-    """Return the items, with a bar on stderr that is gone in the end."""
-    return track(items, text, console=open_console(stderr=True), transient=True)
 
 
 def to_dict(blame: Blame) -> dict[str, Any]:

@@ -196,7 +196,9 @@ class _Training:
         if not self.log.evaluations:
             self._evaluate()
         steps = range(self.log.step, 0 if self.log.end else self.schedule.steps)
-        for step in self.options.progress(steps, self.options.name):
+        longest = self.schedule.max_seconds
+        most_s = None if longest is None else max(longest - self.log.seconds, 0.0)
+        for step in self.options.progress(steps, self.options.name, most_s):
             loss = self._make_step(step)
             if not math.isfinite(loss):
                 self.log.end = "diverged"

@@ -17,7 +17,7 @@ from compress.errors import CompressError
 from compress.execution.cached import FloatModel
 from compress.execution.quality import run_graph
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.graph.specs import cache_of, input_specs
+from compress.graph.specs import cache_of, specs_fed
 from compress.passes import Pass
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
@@ -74,15 +74,14 @@ class PassMeasurements:
         model, _ = finish(state, variant_of(self.plan.recipe))
         path = self.folder / str(index) / "model.onnx"
         save_graph(model, path)
-        cache = cache_of(model)
-        specs = self.exported.inputs if cache is None else input_specs(model)
+        cache, specs = cache_of(model), specs_fed(model, self.exported.inputs)
         outputs = self._load_or_run(self.plan.keys.outputs[index], lambda: self._run(path, specs))
         return replace(costs, path=path, size_bytes=model_size(path), cache=cache, outputs=outputs)
 
     def _run(self, path: Path, specs: Any) -> dict[str, np.ndarray]:
         """Return the model's outputs over the evaluation samples; a language model's beside the float one's."""
         beside = None
-        if self.plan.recipe.model.generates:
+        if self.plan.recipe.generates:
             beside = self.folder / "float" / "model.onnx"
             if not beside.is_file():
                 save_graph(float_graph(self.exported.state.model), beside)

@@ -29,7 +29,7 @@ from compress.export.parity import check_parity
 from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.graph.specs import input_specs
+from compress.graph.specs import specs_fed
 from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
@@ -279,8 +279,8 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
     would be no answer.
     """
     recipe = run.plan.recipe
-    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
-    if elsewhere is not None or recipe.model.generates or name in ENGINES:
+    name, elsewhere = choose_backend(recipe)
+    if elsewhere is not None or recipe.generates or name in ENGINES:
         return None
     samples = run.sets.get("calibration", run.sets["evaluation"])
     example = example_feeds(Batches(samples, run.plan.inputs, loaded.inputs)[0], loaded.inputs)
@@ -451,8 +451,7 @@ def _run_graph_passes(
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
     log, slices = run.run_log.log, evaluation.slices
-    # a decoder without some of its heads keeps fewer keys and values than the float one
-    specs = input_specs(state.model) if run.plan.recipe.model.generates else exported.inputs
+    specs = specs_fed(state.model, exported.inputs)
     run_samples = graph_runner(inputs, specs, evaluation.columns, save_graph)
     context = GraphContext(
         **_list_fields(run, specs),

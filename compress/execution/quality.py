@@ -55,7 +55,7 @@ def run_graph(
     is float32 in float32, as `beside` always is.
     """
     recipe = inputs.recipe
-    name = graph_backend(recipe.target, recipe.model.generates)  # the plan says where it is not the target
+    name = graph_backend(recipe)  # the plan says where it is not the target
     with ExitStack() as stack:
         sessions = []
         backend, threads = find_backend(name), recipe.validate_.benchmark.threads
@@ -108,10 +108,10 @@ def shortfall_finder(
     `slices`: the samples' own, for gates on the worst of them.
 
     What the samples cannot decide is no failure that layers in float would mend: it is logged, once. None when the
-    recipe has no quality gate, for language models, and in a further process, which has no baseline.
+    recipe has no quality gate, and without a baseline: for language models, and in a further process.
     """
     judgement = quality_gates(inputs.recipe.validate_)
-    if not judgement.gates or inputs.recipe.model.generates or not baseline:
+    if not judgement.gates or not baseline:
         return None
     labels = columns.get("label")
     task = inputs.recipe.model.task
@@ -158,10 +158,9 @@ def score_finder(
     """Return a function: graph -> the task's main metric over the samples, turned so that more is better.
 
     That is the first against labels, or, of samples without labels, the first against the float model's outputs. None
-    where there is none, for language models, and in a further process, which has no baseline. Broken outputs score
-    minus infinity.
+    where there is none, and without a baseline. Broken outputs score minus infinity.
     """
-    if inputs.recipe.model.generates or not baseline:
+    if not baseline:
         return None
     labels = columns.get("label")
     metrics = select_metrics(inputs.recipe.model.task, baseline, labels, quality_gates(inputs.recipe.validate_))

@@ -259,7 +259,8 @@ def _build(run: RunContext, staging: Path, between: Path) -> Built:
     chain = None
     if exported is not None and measures_passes(recipe, plan.before):
         chain = PassMeasurements(plan, run.cache, run_log, between, samples, exported)
-    passed = run_passes(run, exported, baseline or {}, chain.add if chain else not_kept)
+    comparable = {} if baseline is None or recipe.generates else baseline  # what is scored is no output of a graph
+    passed = run_passes(run, exported, comparable, chain.add if chain else not_kept)
     candidate, score, notes = None, None, list[Note]()
     if (baseline is None or not_run) and not once:
         with run_log.time_stage(SCORING):
@@ -379,7 +380,7 @@ def _run_bundle(
     run: RunContext, staging: Path, manifest: Manifest
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
-    backend, columns = graph_backend(manifest.target, manifest.generates), run.sets["evaluation"].columns
+    backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
     told = run.run_log.progress
     return keep_both(
         run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
@@ -390,7 +391,7 @@ def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[s
     """Return the outputs over the evaluation samples of the graph that will be judged."""
     if manifest.generates:
         return _run_bundle(run, staging, manifest)[1]
-    graph = manifest.graph_for(graph_backend(manifest.target))
+    graph = manifest.graph_for(graph_backend(manifest))
     return run_graph(staging / graph.path, run.plan.inputs, graph.inputs, run.sets["evaluation"].columns)
 
 

@@ -27,6 +27,11 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     return _make_specs(model.graph.inputs)
 
 
+def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Return what a graph reads: what the float graph does, but for a decoder, which may keep fewer keys and values."""
+    return float_inputs if cache_of(model) is None else input_specs(model)
+
+
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     return _make_specs(model.graph.outputs)
 

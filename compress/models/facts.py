@@ -319,15 +319,11 @@ def _trace_removable(
 
 def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
     """Shorten texts to N_TOKENS tokens, which show as much; other feeds stay."""
-    task = find_task(spec.task)
-    if task.encodes:  # what is no row of tokens, as Whisper's features, has to stay as long as it is
-        return {
-            name: ((min(N_TOKENS, *shape),) if len(shape) == 1 else shape, dtype)
-            for name, (shape, dtype) in feeds.items()
-        }
-    if not task.reads_texts:
+    if find_task(spec.task).preprocess not in ("text", "language", "seq2seq"):
         return feeds
-    return {name: ((min(N_TOKENS, *shape),), dtype) for name, (shape, dtype) in feeds.items()}
+    return {  # what is no row of tokens, as Whisper's features, has to stay as long as it is
+        name: ((min(N_TOKENS, *shape),) if len(shape) == 1 else shape, dtype) for name, (shape, dtype) in feeds.items()
+    }
 
 
 def last_line(error: BaseException) -> str:

@@ -228,7 +228,7 @@ def input_names(spec: ModelSpec, model: nn.Module, config: Any, folder: Path | N
     kind = find_task(spec.task).preprocess
     if kind == "image":
         return ("pixel_values",)
-    if find_task(spec.task).encodes:
+    if kind == "seq2seq":
         main = str(getattr(model, "main_input_name", "input_ids"))
         return (main, DECODER_IDS, *(("attention_mask",) if main == "input_ids" else ()))
     takes = inspect.signature(model.forward).parameters
@@ -367,9 +367,12 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
     task = find_torch_task(spec.task)
     if task.task.generates:
         model.config.use_cache = False  # type: ignore[union-attr]
-    if task.task.encodes:
-        return EncoderDecoderModel(model, *task.outputs).eval()
-    wrappers: dict[Any, type[nn.Module]] = {"image": ImageModel, "audio": AudioModel, "image-text": ImageTextModel}
+    wrappers: dict[Any, type[nn.Module]] = {
+        "image": ImageModel,
+        "audio": AudioModel,
+        "image-text": ImageTextModel,
+        "seq2seq": EncoderDecoderModel,
+    }
     return wrappers.get(task.task.preprocess, TextModel)(model, *task.outputs).eval()
 
 

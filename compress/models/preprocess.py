@@ -41,11 +41,11 @@ def resolve_preprocess(source: Source, declared: PreprocessSpec | None) -> Prepr
 
     Raises SourceError: no statement to be found, one that cannot be expressed here, or one that contradicts the model.
     """
-    if find_task(source.task).encodes:
+    kind = find_task(source.task).preprocess
+    if kind == "seq2seq":
         return _resolve_seq2seq(source, declared)
     if declared is not None:
         return _check_fit(source, _fill_first_token(declared, source))
-    kind = find_task(source.task).preprocess
     if kind is None:
         return TensorPreprocess()
     if source.folder is None:
@@ -56,7 +56,7 @@ def resolve_preprocess(source: Source, declared: PreprocessSpec | None) -> Prepr
 def explain_missing(spec: ModelSpec) -> str:
     """Say what a recipe without `preprocess` lacks, of a model that has no files which say it; "" where nothing."""
     task = find_task(spec.task)
-    if task.preprocess is None or task.encodes or spec.source.startswith(OF_FOLDERS):
+    if task.preprocess in (None, "seq2seq") or spec.source.startswith(OF_FOLDERS):
         return ""
     return (
         f"preprocess: {spec.source} does not say how its inputs are made of samples; add "

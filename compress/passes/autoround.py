@@ -12,7 +12,6 @@ from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, PassCost, Stage
 from compress.passes.tune import LEARNED_FORWARDS, STEP_ROWS, count_state_bytes, plan_from_integers
 from compress.passes.weight_only import WeightPass
-from runtime.tasks import find_task
 
 
 class AutoRound(WeightPass):
@@ -52,7 +51,7 @@ class AutoRound(WeightPass):
         return self.model_copy(update={"steps": max(round(self.steps * share), 1) if self.steps else 0})
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        if find_task(facts.task).encodes:
+        if facts.has_two_chains:
             return PassPlan(
                 facts, problems=("autoround: learns one chain of blocks, and this model has two; use gptq",)
             )

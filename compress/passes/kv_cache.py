@@ -27,8 +27,8 @@ class KvCache(Pass):
         structure = facts.structure
         modules = attentions(structure.input_groups) if structure is not None else {}
         notes, problems = target_word(target, self.formats[0], self.kind)
-        if find_task(facts.task).encodes:
-            problems.append("kv_cache: an encoder-decoder keeps its keys and values as floats here; leave the pass out")
+        if not find_task(facts.task).decoder_only:
+            problems.append(f"kv_cache: a model of task {facts.task} keeps no keys and values in 8 bits; leave it out")
         elif not modules:
             problems.append("kv_cache: no attention was found in the model: there are no keys and values to store")
         decisions = [LayerDecision(name, "attention", f"kv-{self.scheme}", "one scale each") for name in modules]

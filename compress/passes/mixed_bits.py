@@ -17,7 +17,6 @@ from compress.formats.targets import Target
 from compress.passes.layer_schemes import count_layer_bytes, count_stored_bits
 from compress.rounding.allocate import join_groups
 from compress.specs import Record, one_of
-from runtime.tasks import find_task
 from runtime.words import size_text
 
 MEASURED_TOKENS = 8192
@@ -356,7 +355,7 @@ def _explain_no_budget(budget: BitBudget, facts: ModelFacts, target: Target) -> 
     """Return why no budget can be kept over a model's layers, with the way out; "" where one can."""
     if facts.structure is None or facts.source != "torch":
         return "a budget needs a torch model, through which gradients go; give bits a number"
-    if find_task(facts.task).encodes:
+    if facts.has_two_chains:
         return "a budget is kept along one chain of blocks, and this model has two; give bits a number"
     if budget.speedup is not None and target.reads != "onnx":
         return f"speedup is measured, and {target.name} reads no ONNX file that is run here; use average or size_ratio"

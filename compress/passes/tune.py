@@ -97,7 +97,7 @@ class Tune(WeightPass):
         return super().formats if find_changes(self, NUMBERS) else ()
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
-        if find_task(facts.task).encodes:
+        if facts.has_two_chains:
             return PassPlan(facts, problems=("tune: learns one chain of blocks, and this model has two; use gptq",))
         if facts.structure is None:
             return PassPlan(facts, problems=("tune: works on torch models; an ONNX file has no parameters to learn",))

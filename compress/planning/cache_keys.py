@@ -73,7 +73,7 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     how += _describe_detections(inputs)
     baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
-    beside = cache_key("beside", torch_outputs, graph_backend(recipe.target, recipe.model.generates), how)
+    beside = cache_key("beside", torch_outputs, graph_backend(recipe), how)
     left = [*exports, *keys[len(exports) :]]
     outputs = [cache_key("pass outputs", key, baseline) for key in left]
     return CacheKeys(

@@ -150,14 +150,14 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     Activations count where a CPU computes them. Texts count with the length that the evaluation set's file tells.
     """
     recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
-    if not recipe.has_onnx or recipe.model.generates:
+    if not recipe.has_onnx or recipe.generates:
         return None
     key = "throughput_batch_size" if speed.throughput_batch_size >= speed.batch_size else "batch_size"
     n_samples = fixed_batch(inputs.facts.inputs) or getattr(speed, key)
     longest = getattr(inputs.preprocess, "max_length", None)
     filled = speed.sequence_length / longest if speed.sequence_length and longest else text_fill(inputs, "evaluation")
     sample = sample_bytes(inputs.feeds)
-    on_cpu = choose_backend(recipe.target, None, recipe.model.generates)[0] in ON_CPU
+    on_cpu = choose_backend(recipe)[0] in ON_CPU
     activations = inputs.facts.peak_activation_bytes if on_cpu else 0
     return TimedBatch(key, n_samples, int(n_samples * sample * filled), int(n_samples * activations * filled))
 
@@ -237,7 +237,7 @@ class _Run:
         filled = 1.0 if pass_.needs_train else self._fill("calibration")
         work = self.cost(number).forwards * filled * self.before.macs
         work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
-        timed = pass_.measures_time and not self.recipe.model.generates
+        timed = pass_.measures_time and not self.recipe.generates
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
         work = min(work, longest * find_pace())
         return self._stage(name, self.pass_bytes(number), work, CLOCK_S if timed else 0.0)
@@ -346,9 +346,9 @@ class _Run:
 
     def find_others(self) -> list[str]:
         """Return the backends on which the files are run, too, in the process that judges: no decoder's."""
-        if self.recipe.model.generates:
+        if self.recipe.generates:
             return []
-        main = choose_backend(self.recipe.target, None)[0]
+        main = choose_backend(self.recipe)[0]
         return [name for name in ON_CPU if name != main and BACKENDS[name].available() is None]
 
     def judging_bytes(self) -> int:
@@ -375,7 +375,7 @@ class _Run:
         """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""
         size = fixed_batch(self.before.inputs) or self.recipe.validate_.batch_size
         size = min(size, max(self.volumes.samples.get("evaluation", 0), 1))
-        if not self.recipe.model.generates:  # all sessions that are compared keep what a batch took
+        if not self.recipe.generates:  # all sessions that are compared keep what a batch took
             ways = 1 if models == 1 else 2 + sum(ELSEWHERE.get(name, 2) for name in self.find_others())
             return ARENA * ways * size * self.before.peak_activation_bytes
         rows = _count_rows(self.before)

@@ -170,7 +170,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     tokenizer, notes = tokenizer_folder(source, cache or default_root())
     detections = read_detections(source, facts.outputs)
     notes = [*notes, *unpacked, *note_masks(recipe, data, folder)]
-    if spec.encodes and folder is not None:
+    if isinstance(preprocess, Seq2SeqPreprocess) and folder is not None:
         notes += describe_not_followed(folder)
     apart = any(declared.packing for declared in recipe.data.declared.values()) and reads_samples_apart(opened.module)
     notes += [] if apart else note_packing(recipe)
@@ -257,12 +257,12 @@ def load_set(inputs: Inputs, name: str, n_classes: int | None) -> Samples:
         images = inputs.preprocess.kind == "image"
         about = recipe.seed, n_classes, class_names, images, slices, sets, inputs.chats
         samples = load_samples(spec, recipe.root, task, inputs.names, *about)
-    return samples if not recipe.model.generates else _check_tokens(samples, name, inputs)
+    return samples if not recipe.generates else _check_tokens(samples, name, inputs)
 
 
 def generation_of(inputs: Inputs) -> Generation | None:
     """Return what generating text needs to know; None for another task, or a source without a folder of its own."""
-    if not inputs.recipe.model.generates or inputs.source.folder is None:
+    if not inputs.recipe.generates or inputs.source.folder is None:
         return None
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
@@ -278,12 +278,12 @@ def count_tokens(inputs: Inputs, name: str) -> tuple[int, int]:
 
     The set is read for it. Of more than MOST_COUNTED texts some are counted, and stand for all.
     """
-    if name not in inputs.data or not inputs.recipe.model.generates:
+    if name not in inputs.data or not inputs.recipe.generates:
         return 0, 0
     samples = load_set(inputs, name, None)
     feeds = Batches(samples, inputs, inputs.facts.inputs)
     counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
-    if inputs.recipe.model.encodes:
+    if isinstance(inputs.preprocess, Seq2SeqPreprocess):
         lengths = [batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted]
     else:
         lengths = [len(each["input_ids"][0]) for each in counted]
@@ -305,7 +305,7 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     """
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    if inputs.recipe.model.encodes:
+    if isinstance(inputs.preprocess, Seq2SeqPreprocess):
         encoded = answer_encoder(
             make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
         )
@@ -371,7 +371,7 @@ def leave_out_unlearnable(samples: Samples, inputs: Inputs) -> tuple[Samples, No
     """
     if LOSS_MASK in samples.columns:
         return _leave_out_silent(samples, inputs)
-    if not inputs.recipe.model.encodes:
+    if not isinstance(inputs.preprocess, Seq2SeqPreprocess):
         return samples, None
     encoder = make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer)
     kept = np.flatnonzero(split_samples(encoder, samples.columns).rows_each == 1)

@@ -14,7 +14,7 @@ def explain_not_run(recipe: Recipe) -> str | None:
 
     Its own engine does not work here, and ONNX Runtime has no kernels for its numbers (FP4, MXFP8, bfloat16).
     """
-    why = explain_unavailable(recipe.target, recipe.model.generates)
+    why = explain_unavailable(recipe)
     if why is None or not recipe.has_onnx:
         return None
     for pass_ in recipe.passes:

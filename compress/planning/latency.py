@@ -59,6 +59,7 @@ from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
 from runtime.processes.memory import available_bytes
 from runtime.progress import no_progress
+from runtime.tasks import find_task
 from runtime.words import size_text
 
 BUDGET_S = 6.0
@@ -141,7 +142,7 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
     """Return why nothing is forecast, or None. Decoders, of which no layer is timed, are timed whole."""
     if reason := explain_untimed(inputs.recipe, layers=False):
         return reason
-    if inputs.recipe.model.encodes:
+    if inputs.facts.has_two_chains:
         return "an encoder and its decoder are exported together, which no twin is yet"
     return _explain_no_shallow_twins(inputs) if inputs.facts.n_bytes > LARGEST_BYTES else None
 
@@ -180,7 +181,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     before, after, parts = make_twins(inputs, timer, log)
     in_float = _list_in_float(recipe, inputs.facts, after)
     first: list[float] = []
-    if recipe.model.generates:
+    if recipe.generates:
         metric = "tpot"
         first, ms = time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
     else:
@@ -341,10 +342,10 @@ def _make_sample(inputs: Inputs) -> Feeds:
 
 
 def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
-    if recipe.model.encodes:
+    if find_task(recipe.model.task).encodes:
         wrapped = getattr(loaded.module, "wrapped", loaded.module)
         return export_encoder_decoder(wrapped, example_feeds(call, loaded.inputs), recipe.opset)
-    if recipe.model.generates:
+    if recipe.generates:
         return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
     return export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
 
@@ -389,7 +390,7 @@ def time_decoders(
     speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    backend = choose_backend(recipe.target, None, True)[0]
+    backend = choose_backend(recipe)[0]
     with temporary_folder() as folder, ExitStack() as held:
         decoders = []
         for number, graph in enumerate(graphs):

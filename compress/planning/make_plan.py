@@ -266,11 +266,8 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
     """Return why a GGUF file cannot be written of the model, and notes on it; nothing where none is asked for."""
     recipe = inputs.recipe
     index, export = next(((i, e) for i, e in enumerate(recipe.export) if isinstance(e, GgufExport)), (0, None))
-    if export is None or inputs.facts.source == "onnx" or not recipe.model.generates:
-        text = (
-            f"export.{index}: a GGUF file holds a model that generates text, and this one's task is {recipe.model.task}"
-        )
-        return [] if export is None or recipe.model.generates else [text], []
+    if export is None or inputs.facts.source == "onnx" or export.kind not in find_torch_task(recipe.model.task).files:
+        return [], []
     source = locate_result(inputs)
     module, _ = module_on_meta(source)
     unstack_experts(module)
@@ -318,7 +315,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     texts = list(inputs.facts.notes)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
-    if (reason := explain_unavailable(recipe.target, recipe.model.generates)) is not None:
+    if (reason := explain_unavailable(recipe)) is not None:
         runs = recipe.has_onnx and not is_scored_by_torch(recipe, inputs.facts)
         how = _IN_ONNXRUNTIME if runs else _BY_TORCH
         why = f": {reason}" if recipe.target in BACKENDS else ""

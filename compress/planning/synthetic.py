@@ -60,13 +60,13 @@ def _draw_columns(source: Source, preprocess: PreprocessSpec) -> dict[str, Any]:
     model = source.spec
     task = find_task(model.task)
     specs = onnx_io(model, source.onnx).inputs if source.onnx is not None else ()
-    if isinstance(preprocess, ImagePreprocess) and not task.encodes:
+    if isinstance(preprocess, ImagePreprocess):
         return {"image": _draw_images(preprocess, specs, rng)}
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess) and source.folder is not None:
         n_tokens = min(preprocess.max_length, MOST_TOKENS)
         tokenizer = source.folder / preprocess.tokenizer
         return {role: _draw_texts(tokenizer, n_tokens // task.required, rng) for role in task.columns[: task.required]}
-    if isinstance(preprocess, AudioPreprocess) and not task.encodes:
+    if isinstance(preprocess, AudioPreprocess):
         n = preprocess.n_samples or int(USUAL_SECONDS * preprocess.rate)
         waves = rng.uniform(-0.5, 0.5, (N_SAMPLES, n)).astype(np.float32)
         return {"audio": waves, "rate": np.full(N_SAMPLES, preprocess.rate)}

@@ -32,11 +32,11 @@ def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
     if is_timing_off():
         return f"{SWITCH} is off"
-    if layers and recipe.model.generates:
+    if layers and recipe.generates:
         return "a decoder's layers meet another shape with every token"
     if not recipe.has_onnx:
         return f"{recipe.target} reads checkpoints, which nothing here runs"
-    name, elsewhere = choose_backend(recipe.target, None, recipe.model.generates)
+    name, elsewhere = choose_backend(recipe)
     if elsewhere is not None:
         return f"{recipe.target} does not run here"
     return f"{name} runs engines, which are compiled at the end" if name in ENGINES else None
@@ -45,13 +45,13 @@ def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
 def describe_call(recipe: Recipe) -> list[object]:
     """Return what a measured time depends on beside the graph and the machine, as JSON values."""
     speed = recipe.validate_.benchmark
-    tokens = [speed.prompt_tokens, speed.new_tokens] if recipe.model.generates else []
+    tokens = [speed.prompt_tokens, speed.new_tokens] if recipe.generates else []
     return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length, *tokens]
 
 
 def make_clock(recipe: Recipe, cache: Path) -> Clock:
     """Return what times graphs on the recipe's backend. `cache`: the folder that keeps what was measured."""
-    backend = choose_backend(recipe.target, None, recipe.model.generates)[0]
+    backend = choose_backend(recipe)[0]
     return Clock(backend, recipe.validate_.benchmark.threads, recipe.seed, Kept(cache))
 
 
@@ -74,6 +74,6 @@ def make_writer(recipe: Recipe) -> Callable[[GraphState], ir.Model]:
 
 def variant_of(recipe: Recipe) -> Target:
     """Return the target whose form of the graph is judged: the backend's own where a file is written for it."""
-    backend = graph_backend(recipe.target, recipe.model.generates)
+    backend = graph_backend(recipe)
     written = [recipe.target_of(export) for export in recipe.export if isinstance(export, GraphExport)]
     return TARGETS[next((name for name in written if name == backend), recipe.target)]

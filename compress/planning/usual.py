@@ -172,10 +172,11 @@ def choose_gates(
         close = [m.name for m in METRICS.values() if m.against == "baseline" and m.ideal == 1.0 and m.higher_is_better]
         near: list[dict[str, Any]] = [{"metric": name, "min": NEAR} for name in close]
         gates = [gate for gate in near if _fits(gate, task, has_labels)][:1]
-    return [
-        *(_ease(gate, n_samples) for gate in gates),
-        *([{"metric": starter.speed, "min_speedup": 1.2}, {"metric": "size_ratio", "min": 2}] if speed else []),
+    of_cost: list[dict[str, Any]] = [
+        {"metric": find_task(task).latency, "min_speedup": 1.2},
+        {"metric": "size_ratio", "min": 2},
     ]
+    return [*(_ease(gate, n_samples) for gate in gates), *(of_cost if speed else [])]
 
 
 def _read_lines(text: str) -> list[dict[str, Any]]:

@@ -205,7 +205,7 @@ def timing_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
 def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     """Report files that cannot hold what the passes leave, second files for a target, and a target without a file."""
     reads = TARGETS[recipe.target].reads
-    if reads in ("checkpoint", "gguf") and not recipe.model.generates and recipe.export == (OnnxExport(),):
+    if reads in ("checkpoint", "gguf") and not recipe.generates and recipe.export == (OnnxExport(),):
         what = f"target: {recipe.target} serves language models from {reads} files"
         return [f"{what}, and this is a {recipe.model.task} model; use onnxruntime-cpu or openvino"]
     problems, seen = [], set()
@@ -231,13 +231,15 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
     if recipe.target not in {name for _, name in seen}:
         missing = f"{{kind: {TARGETS[recipe.target].reads}, target: {recipe.target}}}"
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
-    if not recipe.has_onnx and not recipe.model.generates:
+    if not recipe.has_onnx and not recipe.generates:
         problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
-    for index, export in enumerate(recipe.export if recipe.model.encodes else ()):
-        if not isinstance(export, OnnxExport):
-            problems.append(
-                f"export.{index}: an encoder-decoder is written as ONNX files, not as {export.kind}; use {{kind: onnx}}"
-            )
+    files = find_torch_task(recipe.model.task).files
+    fits = f"a model of task {recipe.model.task} is written as {', '.join(files)}"
+    problems += [
+        f"export.{index}: {fits}, not as {export.kind}"
+        for index, export in enumerate(recipe.export)
+        if export.kind not in files
+    ]
     for kind in dict.fromkeys(e.kind for e in recipe.export if isinstance(e, CheckpointExport | GgufExport)):
         if facts.source == "onnx":
             problems.append(f"export: kind: {kind} is made from a torch model, and an onnx: source is none")
@@ -363,7 +365,7 @@ def engine_problems(inputs: Inputs) -> list[str]:
     """Report profiles that the model cannot take or that the bundle is judged outside of, and GPUs that are refused."""
     recipe, generation, problems = inputs.recipe, generation_of(inputs), []
     needed = find_needed_ranges(recipe, inputs.preprocess, generation)
-    specs = DECODER if recipe.model.generates else inputs.facts.inputs
+    specs = DECODER if recipe.generates else inputs.facts.inputs
     for index, export in engine_exports(recipe):
         ranges = ranges_of(export, recipe, inputs.preprocess, generation, specs)
         problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]

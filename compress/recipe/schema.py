@@ -28,6 +28,7 @@ from compress.recipe.goal import read_goals, split_goal
 from compress.recipe.search import Search
 from compress.specs import ChatSpec, DataSpec, ModelSpec, Preprocess, Record
 from runtime.bundle.format import Gate, Judgement, Postprocess
+from runtime.tasks import find_task
 from runtime.tasks.metrics import is_own
 
 if TYPE_CHECKING:
@@ -188,6 +189,11 @@ class Recipe(Record):
         if self.goal and self.search is not None:
             raise ValueError("goal makes a search of its own, and search is given; leave one of them out")
         return self
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the model writes text, token by token."""
+        return find_task(self.model.task).generates
 
     @property
     def seeks_passes(self) -> bool:

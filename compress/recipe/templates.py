@@ -50,7 +50,7 @@ model:
 passes:
 {parts.passes}validate:
   gates:                       # all must hold, with confidence; otherwise the exit code is 3
-{parts.gates}    - {{metric: {parts.speed}, min_speedup: 1.2}}
+{parts.gates}    - {{metric: {find_task(task).latency}, min_speedup: 1.2}}
     - {{metric: size_ratio, min: 2}}
 """
 

@@ -180,7 +180,8 @@ def learn(
     check_at = {max(1, round(schedule.steps * (i + 1) / schedule.checks)) for i in range(schedule.checks)}
     order = _draw_numbers(len(batches), schedule.seed, len(log.losses))
     clock = time.monotonic() - log.seconds
-    for step in progress(range(len(log.losses), schedule.steps), "learning"):
+    most_s = None if schedule.max_seconds is None else max(schedule.max_seconds - log.seconds, 0.0)
+    for step in progress(range(len(log.losses), schedule.steps), "learning", most_s):
         done = _measure_done(step, clock, schedule, reduce)
         if done >= 1:
             break

@@ -18,7 +18,6 @@ from compress.passes.depth import evenly_spaced, without_blocks
 from compress.passes.prune_channels import PruneChannels, count_cost, shrunk
 from compress.planning.usual import find_pass_problems, parse_pass
 from compress.tasks import find_torch_task
-from runtime.tasks import find_task
 
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
@@ -90,8 +89,6 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
 
 def _list_cached(ground: Ground, formats: Mapping[str, Passes]) -> dict[str, Passes]:
     """Return the formats of a decoder with its keys and values in the eight bits that the target keeps them in."""
-    if not find_task(ground.facts.task).generates:
-        return {}
     chains = {
         f"{name}{CACHED}": [[*passes, {"kind": "kv_cache", "scheme": scheme}] for scheme in get_args(KvScheme)]
         for name, passes in formats.items()

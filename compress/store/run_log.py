@@ -40,12 +40,16 @@ def open_console(stderr: bool = False) -> Console:
 
 @dataclass(eq=False)
 class RunPosition:
-    """Where a run is: a stage, or an item of several in it. `expected_s`: how long it took here the last time."""
+    """Where a run is: a stage, or an item of several in it.
+
+    `expected_s`: how long it took here the last time; `most_s`: after which it ends, whatever is left.
+    """
 
     name: str
     total: int = 0
     done: int = 0
     expected_s: float | None = None
+    most_s: float | None = None
     since: float = field(default_factory=time.monotonic)
     marks: list[tuple[int, float]] = field(default_factory=list)
     """How many items were done, and when: of each at first, of every `stride`th once there are MARKS."""
@@ -63,9 +67,10 @@ class RunPosition:
         """
         now = time.monotonic()
         if self.done < 2:
-            return self.since + (self.expected_s or 0.0) - now
+            return self.since + (self.most_s or self.expected_s or 0.0) - now
         (n_before, begun), (n_done, last) = self.marks[(len(self.marks) - 1) // 2], self.marks[-1]
-        return (last - begun) / (n_done - n_before) * (self.total - n_done) - (now - last)
+        left_s = (last - begun) / (n_done - n_before) * (self.total - n_done) - (now - last)
+        return left_s if self.most_s is None else min(left_s, self.since + self.most_s - now)
 
     def count(self) -> None:
         """Note that one more item is done."""
@@ -124,9 +129,9 @@ class RunLog:
             while line:
                 line = line[os.write(self._handle, line) :]
 
-    def progress(self, items: Sequence[T], text: str) -> Iterable[T]:
+    def progress(self, items: Sequence[T], text: str, most_s: float | None = None) -> Iterable[T]:
         """Return the items, counted for the lines that say where a stage is."""
-        with self._stand_at(RunPosition(text, len(items))) as place:
+        with self._stand_at(RunPosition(text, len(items), most_s=most_s)) as place:
             for item in items:
                 yield item
                 place.count()

@@ -15,7 +15,6 @@ AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
 """,
         INT8,
         "    - {metric: wer, max_drop: 0.005}\n",
-        "tpot",
     ),
     loss="target tokens",
     auto_class="AutoModelForSpeechSeq2Seq",
@@ -23,5 +22,6 @@ AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
     read_labels=read_references,
     usual_names={"label": ("text", *REFERENCES)},
     make_targets=number_targets,
+    files=("onnx",),
     tables=("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",),
 )

@@ -57,8 +57,6 @@ class Starter:
     data: str
     passes: str
     gates: str
-    speed: str = "latency_p50"
-    """The metric whose speed-up is a gate."""
     model: str = ""
     """What the model's own section says beyond its source, and what follows that."""
 
@@ -178,6 +176,8 @@ class TorchTask:
     """Finds the first sample whose columns do not go together: its number among them, and why."""
     make_targets: Callable[[Columns, Preprocessor], np.ndarray | None] = lambda columns, _: columns.get("label")
     """Makes of a training set's columns the labels that outputs are compared with, [n, ...]."""
+    files: tuple[str, ...] = ("onnx", "openvino", "tensorrt", "tensorrt-rtx", "checkpoint")
+    """The kinds of `export` that hold such a model."""
     chats: bool = False
     """Whether a sample may be a conversation, which the model's chat template renders."""
     tables: tuple[str, ...] = ()

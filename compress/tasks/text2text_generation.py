@@ -48,7 +48,6 @@ TEXT2TEXT_GENERATION = TorchTask(
 """,
         INT8,
         "    - {metric: chrf, max_drop: 1.0}         # or exact_match, rouge_l, nll\n",
-        "tpot",
     ),
     loss="target tokens",
     auto_class="AutoModelForSeq2SeqLM",
@@ -56,5 +55,6 @@ TEXT2TEXT_GENERATION = TorchTask(
     read_labels=read_references,
     usual_names={"text": ("source", "document", "article", "question", "input"), "label": REFERENCES},
     make_targets=number_targets,
+    files=("onnx",),
     tables=("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
 )

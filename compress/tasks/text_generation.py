@@ -15,10 +15,10 @@ TEXT_GENERATION = TorchTask(
 """,
         "  - {kind: gptq, scheme: W4A16, group_size: 32}   # lm_head stays float; awq before it is a normal thing\n",
         "    - {metric: nll, max_drop: 0.05}         # nats per token\n",
-        "tpot",
     ),
     loss="next tokens",
     auto_class="AutoModelForCausalLM",
+    files=("onnx", "openvino", "tensorrt", "tensorrt-rtx", "checkpoint", "gguf"),
     chats=True,
     outputs={"logits": ("batch", "sequence", "width")},
 )

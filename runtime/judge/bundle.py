@@ -85,7 +85,7 @@ def judge_model(
     evidence |= speed_evidence(timed, case.manifest.judgement)
     rows = only_main(case.manifest, case.backend, timed)
     if ways:
-        speedup = evidence["tpot" if case.manifest.generates else "latency_p50"].speedup
+        speedup = evidence[find_task(case.manifest.task).latency].speedup
         assert speedup is not None
         rows = add_latencies(ways, timed, len(between), speedup.value)
     graph = graph_facts(inside(case.root, case.manifest.graph_for(case.backend).path))

@@ -314,7 +314,7 @@ MEASURED_FIELDS = {
 
 
 COST = "cost_per_million"
-OF_DECODERS = (*(name for name, metric in MEASURED.items() if metric.generates), COST)
+OF_DECODERS = (*(name for name, metric in MEASURED.items() if metric.of_decoders), COST)
 """The measured metrics that stand under `Side.generation`."""
 FURTHER = ("latency_percentile", *END_TO_END_PERCENTILES, COST, "energy")
 """Those that stand under `Side.further`."""

@@ -23,6 +23,7 @@ from runtime.judge.evidence import quality_evidence
 from runtime.judge.findings import Case, Change, Findings, PassRow, PassTable, Side
 from runtime.measure.benchmark import BenchmarkResult
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
+from runtime.tasks import find_task
 from runtime.tasks.metrics import METRICS
 
 PASSES_FILE, FLOAT = "report.steps.json", "float"
@@ -79,9 +80,9 @@ def make_pass_table(
     `models`: at least one, the last being the candidate, whose outputs over the frozen samples are `candidate`.
     `timed`: with the models that have a path, in their order, first beside the judged ones; None where nothing was run.
     """
-    latency = _latency_metric(case)
+    latency = find_task(case.manifest.task).latency
     rows, before = [_fill_from_side(PassRow(FLOAT), report.baseline, latency)], case.baseline
-    for row, outputs in _measure_passes(case, models, candidate, timed, report):
+    for row, outputs in _measure_passes(case, models, candidate, timed, report, latency):
         previous = next((earlier for earlier in reversed(rows) if earlier.metrics), rows[0])
         rows.append(replace(row, changes=_compute_changes(case, row, outputs, previous, before)))
         before = outputs if outputs is not None and row.metrics else before
@@ -102,7 +103,12 @@ def choose_metrics(report: Findings) -> tuple[str, ...]:
 
 
 def _measure_passes(
-    case: Case, models: Sequence[PassModel], candidate: Outputs, timed: BenchmarkResult | None, report: Findings
+    case: Case,
+    models: Sequence[PassModel],
+    candidate: Outputs,
+    timed: BenchmarkResult | None,
+    report: Findings,
+    latency: str,
 ) -> Iterator[tuple[PassRow, Outputs | None]]:
     """Yield each pass's row, still without its changes, and the outputs that it was measured on."""
     latencies = iter(timed.beside_ms if timed is not None else ())
@@ -110,19 +116,13 @@ def _measure_passes(
         memory = model.peak_memory_bytes
         row = PassRow(model.name, model.seconds, model.size_bytes, error=model.error, peak_memory_bytes=memory)
         if timed is not None and model.path is not None:
-            row = _add_times(row, next(latencies), report.baseline, _latency_metric(case))
+            row = _add_times(row, next(latencies), report.baseline, latency)
         yield _add_scores(row, model.outputs, case), model.outputs
     *_, model = models
     row = PassRow(model.name, model.seconds, peak_memory_bytes=model.peak_memory_bytes)
-    last = _fill_from_side(row, report.candidate, _latency_metric(case))
-    faster = report.ratios.get(_latency_metric(case))
+    last, faster = _fill_from_side(row, report.candidate, latency), report.ratios.get(latency)
     error = "" if report.candidate.metrics else next(iter(report.advice), "")
     yield replace(last, smaller=report.ratios.get("size"), faster=faster, error=error), candidate
-
-
-def _latency_metric(case: Case) -> str:
-    """Return the metric that tells the speed after a pass."""
-    return "tpot" if case.manifest.generates else "latency_p50"
 
 
 def _fill_from_side(row: PassRow, side: Side, latency: str) -> PassRow:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -147,33 +147,43 @@ def benchmark(
     return measure(root, manifest, columns, chosen, threads, progress=progress)
 
 
-def choose_backend(target: str, asked: str | None, generates: bool = False) -> tuple[str, str | None]:
+class Judged(Protocol):
+    """A recipe or a manifest: what its graphs are made for, and whether they are decoders."""
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def generates(self) -> bool: ...
+
+
+def choose_backend(judged: Judged, asked: str | None = None) -> tuple[str, str | None]:
     """Return the backend to run on, and a note where it is not the one that the bundle was made for.
 
     UsageError for an unknown backend or one that does not run such a model, RuntimeFailure where it does not work here.
     """
     if asked is not None:
         _check_backend(asked)
-        if generates and not BACKENDS[asked].decoders:
+        if judged.generates and not BACKENDS[asked].decoders:
             some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
             raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
         return asked, None
-    reason = explain_unavailable(target, generates)
+    reason = explain_unavailable(judged)
     if reason is None:
-        return target, None
+        return judged.target, None
     _check_backend(USUAL)
-    return USUAL, f"The bundle was made for {target}, but it runs on {USUAL} here: {reason}."
+    return USUAL, f"The bundle was made for {judged.target}, but it runs on {USUAL} here: {reason}."
 
 
-def graph_backend(target: str, generates: bool = False) -> str:
-    """Return what runs ONNX files on the way to a bundle for `target`: its backend, unless that runs engines alone."""
-    name, _ = choose_backend(target, None, generates)
+def graph_backend(judged: Judged) -> str:
+    """Return what runs ONNX files on the way to a bundle: its target's backend, unless that runs engines alone."""
+    name, _ = choose_backend(judged)
     return USUAL if name in ENGINES else name
 
 
 def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
     """Choose a bundle's backend as `choose_backend` does: its engine must be there, and run on this machine."""
-    name, note = choose_backend(manifest.target, asked, manifest.generates)
+    name, note = choose_backend(manifest, asked)
     why = engine_trouble(manifest, name)
     if why is None:
         return name, note
@@ -197,13 +207,13 @@ def engine_trouble(manifest: Manifest, backend: str) -> str | None:
     return None
 
 
-def explain_unavailable(target: str, generates: bool) -> str | None:
-    """Return why a bundle for `target` is not run on it here; None where it is."""
-    if target not in BACKENDS:
+def explain_unavailable(judged: Judged) -> str | None:
+    """Return why a bundle is not run here on what it is made for; None where it is."""
+    if judged.target not in BACKENDS:
         return "there is no backend of that name here"
-    if generates and not BACKENDS[target].decoders:
+    if judged.generates and not BACKENDS[judged.target].decoders:
         return "that backend does not run decoders"
-    return BACKENDS[target].available()
+    return BACKENDS[judged.target].available()
 
 
 def _check_backend(name: str) -> None:

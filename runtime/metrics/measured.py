@@ -27,7 +27,7 @@ class MeasuredMetric:
     unit: str
     speed: bool
     about: str
-    generates: bool | None = None
+    of_decoders: bool | None = None
     """Whether it is of models that generate text alone, or of all others alone; None: of any."""
     of_prompts: bool = False
     """Whether it counts the tokens of a prompt, which only a text has."""
@@ -37,9 +37,9 @@ class MeasuredMetric:
         """Return the least and the largest value that it can have."""
         return MEASURED_RANGES[self.unit]
 
-    def suits(self, generates: bool, reads_prompts: bool) -> bool:
+    def suits(self, decodes: bool, reads_prompts: bool) -> bool:
         """Return whether models have it that generate text or do not, and read prompts or do not."""
-        return (self.generates is None or self.generates == generates) and (reads_prompts or not self.of_prompts)
+        return self.of_decoders in (None, decodes) and (reads_prompts or not self.of_prompts)
 
 
 LATENCY_PERCENTILES = {"latency_p50": 50, "latency_p90": 90, "latency_p95": 95, "latency_p99": 99}

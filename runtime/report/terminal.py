@@ -58,7 +58,7 @@ ERASED = "\r\x1b[2K"
 """What empties the line that the cursor is in."""
 
 
-def show_progress(items: Sequence[Item], text: str, /) -> Iterable[Item]:
+def show_progress(items: Sequence[Item], text: str, /, most_s: float | None = None) -> Iterable[Item]:
     """Return the items, with a live line on stderr that counts down and is gone in the end; none without a terminal."""
     if not sys.stderr.isatty():
         yield from items

@@ -71,6 +71,8 @@ class Task:
     """Whether the model writes text, token by token, so that its outputs are scored and never kept."""
     encodes: bool = False
     """Whether it is an encoder-decoder, which writes by what its encoder made of the sample. Labels are references."""
+    latency: Literal["latency_p50", "tpot"] = "latency_p50"
+    """The metric that says how fast a model is: milliseconds of a call, or of a token."""
     facts: tuple[str, ...] = ()
     """Which of MASK, WORDS, IMAGE_SIZE and OFFSETS `read_outputs` needs."""
     longer_audio: LongerAudio = "cut"

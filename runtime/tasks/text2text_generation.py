@@ -20,6 +20,7 @@ class WritesAnswers(Task):
     outputs = "texts"
     always = ("nll", "n_tokens", "answer")
     generates = True
+    latency = "tpot"
     encodes = True
 
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:

@@ -15,3 +15,4 @@ class TextGeneration(Task):
     outputs = "tokens"
     always = ("nll", "n_tokens")
     generates = True
+    latency = "tpot"

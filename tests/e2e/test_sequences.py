@@ -168,7 +168,7 @@ def test_a_pruned_speech_model_writes_what_transformers_writes(cache: Path, tmp_
         ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
         ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "keeps its keys and values as floats"),
         ({"passes": [{"kind": "autoround", "scheme": "W8A16"}]}, "learns one chain of blocks, and this model has two"),
-        ({"export": [{"kind": "checkpoint"}]}, "an encoder-decoder is written as ONNX files"),
+        ({"export": [{"kind": "checkpoint"}]}, "is written as onnx, not as checkpoint"),
         ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
         ({"preprocess": {"kind": "language"}}, "kind: language does not fit"),
         (

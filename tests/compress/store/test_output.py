@@ -414,6 +414,8 @@ def test_what_is_left_is_told_by_the_plan_and_by_the_pace() -> None:
     late = RunPosition("timing", total=9, done=3, expected_s=5.0, since=begun)
     late.marks = [(1, begun + 1), (2, begun + 4), (3, begun + 6)]
     assert late.estimate_left_s() == pytest.approx(12 - 4, abs=1), "counts down while the fourth is under way"
+    late.most_s = 15.0
+    assert late.estimate_left_s() == pytest.approx(15 - 10, abs=1), "a loop that a clock ends lasts no longer"
 
 
 def test_of_many_items_the_later_half_tells_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:

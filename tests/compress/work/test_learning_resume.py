@@ -44,7 +44,7 @@ def learned(
     lines: list[str] = []
     count = iter(range(100))
 
-    def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
+    def progress(items: Sequence[Any], label: str, most_s: float | None = None) -> Iterator[Any]:
         number = next(count) if label == "learning" else None
         for item in items:
             if (number, item) == stop:

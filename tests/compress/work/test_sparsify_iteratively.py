@@ -242,7 +242,7 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     expected = apply_pass(config, image_model(whole), options())
     net, left = noisy(conv_net()), [calls]
 
-    def broken_off(steps: Any, text: str) -> Iterator[Any]:
+    def broken_off(steps: Any, text: str, most_s: float | None = None) -> Iterator[Any]:
         for step in steps:
             if not left[0]:
                 raise Interrupted

@@ -158,7 +158,7 @@ def test_a_decoder_is_timed_by_whole_requests(make_decoder_bundle: MakeBundle) -
     assert min(result.probes[0].peak_memory_bytes) >= 0 and len(result.probes[1].load_ms) == 3
     found = speed_evidence(replace(result, energy="not here"), Judgement())
     unasked = {"cost_per_million", "energy"}
-    assert set(found) == {n for n, m in MEASURED.items() if m.generates is not False} - unasked
+    assert set(found) == {n for n, m in MEASURED.items() if m.of_decoders is not False} - unasked
     assert found["goodput"].candidate.value == 0
     tokens_per_s = 2 * 1000 / found["tpot"].candidate.value
     assert found["decode_rate"].candidate.value == pytest.approx(tokens_per_s, rel=0.05), (

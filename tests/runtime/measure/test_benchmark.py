@@ -145,7 +145,7 @@ def test_a_bundle_is_measured_and_nothing_is_written(image_bundle: Path, monkeyp
     assert result.calls is not None and result.calls.shape[:2] == (6, 2)
     assert result.limited is not None and (result.limited > 0).all()
     found = speed_evidence(result, Judgement())
-    assert set(found) == {name for name, metric in MEASURED.items() if not metric.generates}
+    assert set(found) == {name for name, metric in MEASURED.items() if not metric.of_decoders}
     assert all(e.candidate.value > 0 or e.name == "peak_memory" for e in found.values())
     assert found["energy"].candidate.value == pytest.approx(1000 / 4)  # of a thousand samples, four a call
     million = 1e6 / found["throughput"].candidate.value  # seconds
@@ -215,11 +215,11 @@ def test_a_bundle_without_baseline_is_refused(image_bundle: Path) -> None:
 
 
 def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> None:
-    chosen, note = choose_backend("tensorrt", None)
+    chosen, note = choose_backend(SimpleNamespace(target="tensorrt", generates=False))
     assert chosen == "onnxruntime-cpu"
     assert note is not None
     assert "made for tensorrt, but it runs on onnxruntime-cpu here" in note
-    assert choose_backend("onnxruntime-cpu", None) == ("onnxruntime-cpu", None)
+    assert choose_backend(SimpleNamespace(target="onnxruntime-cpu", generates=False)) == ("onnxruntime-cpu", None)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_engines_that_are_missing_or_of_another_gpu_leave_the_judging_to_the_gra
         for name, graph in (("engine-tensorrt", "candidate"), ("baseline-tensorrt", "baseline"))
     ]
     manifest = replace(manifest, artifacts=(*manifest.artifacts, *(engines if capability else ())))
-    assert graph_backend("tensorrt") == "onnxruntime-cpu"
+    assert graph_backend(SimpleNamespace(target="tensorrt", generates=False)) == "onnxruntime-cpu"
     assert ("tensorrt" in available_others(manifest, "onnxruntime-cpu")) == (why is None)
     if why is None:
         assert backend_of(manifest, None) == backend_of(manifest, "tensorrt") == ("tensorrt", None)
