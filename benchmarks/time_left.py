@@ -1,6 +1,6 @@
 """How true the remaining times are that a run's log tells: "gptq, blocks 8 of 26: 60 s so far, about 122 s left".
 
-A reading is right within a quarter of what was then left of its stage. Those of the first fifth of a stage are left out,
+A reading is right within a quarter of what was then left of its stage. Those of a stage's first fifth are left out,
 and what was told in its last second. Scripts whose runs last minutes claim that nine of ten are right.
 """
 
