@@ -19,7 +19,7 @@ def _check_preset(name: str) -> str:
     return name.upper()
 
 
-def _check_table_scheme(name: str) -> str:
+def read_table_scheme(name: str) -> str:
     """Return the scheme of a table in capitals, W4 as W4A16. Raises ValueError where inputs are rounded, too."""
     full = name.upper() if name.upper() in PRESETS else f"{name.upper()}A16"
     if full not in _TABLE_SCHEMES:
@@ -34,7 +34,7 @@ _TABLE_SCHEMES = tuple(name for name, scheme in PRESETS.items() if scheme.activa
 SchemeName = Annotated[str, AfterValidator(_check_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
 TableScheme = Annotated[
     str,
-    AfterValidator(_check_table_scheme),
+    AfterValidator(read_table_scheme),
     WithJsonSchema({"type": "string", "enum": ["W8", "W4", *_TABLE_SCHEMES]}),
 ]
 GroupSize = Annotated[int, Field(ge=-1)]

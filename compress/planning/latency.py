@@ -176,33 +176,17 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     timer = make_timer(recipe, cache, [make_call(inputs)])
     log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
-    if inputs.facts.n_bytes > LARGEST_BYTES:
-        return _measure_shallow(inputs, timer, log)
-    before, after, parts = make_twins(inputs, timer, log)
-    in_float = _list_in_float(recipe, inputs.facts, after)
-    first: list[float] = []
     if recipe.generates:
-        metric = "tpot"
-        first, ms = time_decoders(recipe, [timer.write(before), timer.write(after)], inputs)
-    else:
-        flushed = clone(before.model)
-        denormal = flush_denormals(flushed)
-        graphs = [before, after, *([replace(before, model=flushed)] if denormal else [])]
-        metric, ms = "latency_p50", timer.time(graphs, BUDGET_S)
-    latency = LatencyForecast(
-        metric,
-        timer.clock.backend,
-        round(ms[0], 4),
-        round(ms[1], 4),
-        parts,
-        in_float,
-        held_bytes=peak_memory_bytes(),
-        first_ms=tuple(round(value, 4) for value in first),
-    )
-    if metric == "tpot":
-        return latency
+        return _measure_decoder(inputs, timer, log)
+    before, after, parts = make_twins(inputs, timer, log)
+    flushed = clone(before.model)
+    denormal = flush_denormals(flushed)
+    graphs = [before, after, *([replace(before, model=flushed)] if denormal else [])]
+    ms = [round(value, 4) for value in timer.time(graphs, BUDGET_S)]
+    in_float, held = _list_in_float(recipe, inputs.facts, after), peak_memory_bytes()
+    latency = LatencyForecast("latency_p50", timer.clock.backend, ms[0], ms[1], parts, in_float, held_bytes=held)
     if denormal:
-        latency = replace(latency, denormal=denormal, flushed_ms=round(ms[2], 4))
+        latency = replace(latency, denormal=denormal, flushed_ms=ms[2])
     if recipe.passes:
         log("measuring what else there is")
         others = _time_others(recipe, before, timer, forms=latency.speedup < GAINS)
@@ -210,35 +194,44 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     return latency
 
 
-def _measure_shallow(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyForecast:
-    """Foretell a large decoder from two of fewer blocks: each further block takes what those between the two take."""
-    recipe, structure = inputs.recipe, inputs.facts.structure
-    assert structure is not None
-    n_blocks, graphs = len(structure.blocks), list[ir.Model]()
-    for n in SHALLOW:
-        source = make_shallow(inputs.source, n_blocks, n)
-        assert source is not None
+def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyForecast:
+    """Time a decoder's twins, and what another runtime does with the float one.
+
+    A large one is foretold from two of fewer blocks: each further block takes what those between the two take.
+    """
+    recipe, structure, backend = inputs.recipe, inputs.facts.structure, timer.clock.backend
+    blocks: tuple[int, ...] = ()
+    sources, n_tokens, n_blocks = [inputs.source], None, 0
+    if inputs.facts.n_bytes > LARGEST_BYTES:
+        assert structure is not None
+        blocks, n_blocks = SHALLOW, len(structure.blocks)
+        sources = [source for n in SHALLOW if (source := make_shallow(inputs.source, n_blocks, n)) is not None]
+        n_tokens = min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS)
+    elsewhere, graphs = _list_elsewhere(backend), list[ir.Model]()
+    parts: tuple[str, ...] = ()
+    in_float: tuple[str, ...] = ()
+    for source in sources:
         before, after, parts = make_twins(replace(inputs, source=source), timer, log)
-        graphs += [timer.write(before), timer.write(after)]
-    times = time_decoders(recipe, graphs, inputs, min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS))
-    first, first_after, token, token_after = (
-        _extend(few, many, n_blocks) for ms in times for few, many in zip(ms[:2], ms[2:], strict=True)
+        in_float = () if blocks else _list_in_float(recipe, inputs.facts, after)
+        graphs += [timer.write(before), timer.write(after), *(float_graph(before.model) for _ in elsewhere)]
+    backends = [backend, backend, *elsewhere.values()]
+    times = time_decoders(recipe, graphs, inputs, n_tokens, backends * len(sources))
+    first, token = (
+        [round(_extend(ms[number :: len(backends)], n_blocks), 4) for number in range(len(backends))] for ms in times
     )
+    others = dict(zip(elsewhere, token[2:], strict=True))
+    held = peak_memory_bytes() if not blocks else 0
     return LatencyForecast(
-        "tpot",
-        timer.clock.backend,
-        round(token, 4),
-        round(token_after, 4),
-        parts,
-        first_ms=(round(first, 4), round(first_after, 4)),
-        blocks=SHALLOW,
+        "tpot", backend, token[0], token[1], parts, in_float, others, held, first_ms=tuple(first[:2]), blocks=blocks
     )
 
 
-def _extend(few_ms: float, many_ms: float, n_blocks: int) -> float:
-    """Return what so many blocks take, of what the two numbers of SHALLOW took."""
+def _extend(ms: Sequence[float], n_blocks: int) -> float:
+    """Return what so many blocks take, of what the two numbers of SHALLOW took; of a single time that."""
+    if len(ms) == 1:
+        return ms[0]
     few, many = SHALLOW
-    return few_ms + (n_blocks - few) * max(many_ms - few_ms, 0.0) / (many - few)
+    return ms[0] + (n_blocks - few) * max(ms[1] - ms[0], 0.0) / (many - few)
 
 
 def _list_in_float(recipe: Recipe, facts: ModelFacts, after: GraphState) -> tuple[str, ...]:
@@ -381,19 +374,23 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
 
 
 def time_decoders(
-    recipe: Recipe, graphs: Sequence[ir.Model], inputs: Inputs, new_tokens: int | None = None
+    recipe: Recipe,
+    graphs: Sequence[ir.Model],
+    inputs: Inputs,
+    new_tokens: int | None = None,
+    backends: Sequence[str] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return milliseconds of the first token and of a further one, of each decoder.
 
-    `new_tokens`: of an answer; None: as many as the recipe times.
+    `new_tokens`: of an answer; None: as many as the recipe times. `backends`: of each; None: the recipe's.
     """
     speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    backend = choose_backend(recipe)[0]
+    backends = backends or [choose_backend(recipe)[0]] * len(graphs)
     with temporary_folder() as folder, ExitStack() as held:
         decoders = []
-        for number, graph in enumerate(graphs):
+        for number, (graph, backend) in enumerate(zip(graphs, backends, strict=True)):
             path = folder / str(number) / "model.onnx"
             path.parent.mkdir()
             write_graph(graph, path)
@@ -427,15 +424,21 @@ def _time_others(recipe: Recipe, before: GraphState, timer: StateTimer, forms: b
             names.append(f"weights in 4 bits (rtn, scheme: W4A16, group_size: {WEIGHT_GROUP})")
             graphs.append(timer.write(round_as_planned(before, dict.fromkeys(wide, four_bits))))
     backends *= len(graphs)
-    if timer.clock.backend != "openvino" and BACKENDS["openvino"].available() is None:
-        type_ = "bf16" if computes_bfloat16("cpu") else "float32"
-        names.append(f"target: openvino, float file in {type_}")
+    for name, backend in _list_elsewhere(timer.clock.backend).items():
+        names.append(name)
         graphs.append(graphs[0])
-        backends.append("openvino")
+        backends.append(backend)
     if len(graphs) == 1:
         return {}
     ms = timer.clock.time(graphs, timer.feeds, BUDGET_S, backends)
     return {name: round(value, 4) for name, value in zip(names, ms, strict=True)}
+
+
+def _list_elsewhere(backend: str) -> dict[str, str]:
+    """Return what another runtime does with the float file, in words -> that runtime."""
+    if backend == "openvino" or BACKENDS["openvino"].available() is not None:
+        return {}
+    return {f"target: openvino, float file in {'bf16' if computes_bfloat16('cpu') else 'float32'}": "openvino"}
 
 
 def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
@@ -451,8 +454,13 @@ def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
     if not recipe.passes:
         return notes
     base = latency.others.get("float", latency.float_ms)
-    least = GAINS * max(1.0, latency.speedup)
-    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= least}
+    gains = {name: base / ms for name, ms in latency.others.items() if name != "float"}
+    notes += [
+        Note("info", f"{name} is {gain:.2f}x as fast: beside that this recipe is {latency.speedup / gain:.2f}x")
+        for name, gain in gains.items()
+        if GAINS <= gain < latency.speedup and name.startswith("target: ")
+    ]
+    better = {name: gain for name, gain in gains.items() if gain >= GAINS * max(1.0, latency.speedup)}
     ranked = sorted(better.items(), key=lambda item: -item[1])
     found = "; ".join(f"{name} {gain:.2f}x" for name, gain in ranked)
     if latency.speedup >= GAINS:

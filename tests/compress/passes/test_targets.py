@@ -38,10 +38,16 @@ EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 
 
 def plan(target: Target, one: str) -> PassPlan:
-    facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
+    facts = replace(facts_of(graphs.transformer()), source="torch", task="text-generation", structure=ONE_BLOCK)
     wide = tuple(replace(layer, shape=tuple(8 * size for size in layer.shape)) for layer in facts.layers)
     facts = replace(facts, layers=wide)  # which blocks of 128 and 256 divide
     return PASS_FOR[one].check(facts, target)
+
+
+def test_keys_and_values_are_a_decoder_s() -> None:
+    facts = replace(facts_of(graphs.transformer()), source="torch", structure=ONE_BLOCK)
+    found = KvCache().check(replace(facts, task="text-classification"), TARGETS["vllm"])
+    assert any("text-classification keeps no keys and values" in problem for problem in found.problems)
 
 
 def test_the_names_are_the_recipe_s() -> None:
