@@ -327,6 +327,8 @@ def _collect_notes(plan: Plan, exported: FloatModel | None, passed: Passed, with
         notes += exported.notes()
     if plan.latency is not None and (text := plan.latency.describe_denormals()):
         notes.append(Note("warning", text, here=True))
+    if plan.latency is not None and (text := plan.latency.describe_unrounded()):
+        notes.append(Note("info", text, here=True))
     if facts.unread:
         notes.append(Note("warning", describe_unread(facts.unread)))
     told = {note.text for result in passed.results for note in result.notes}

@@ -37,7 +37,7 @@ from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
-from compress.planning.measured_speed import LatencyForecast
+from compress.planning.measured_speed import FLOAT_ELSEWHERE, GAINS, LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
 from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
 from compress.recipe.schema import Recipe
@@ -72,8 +72,6 @@ SHALLOW_COPIES = 2.5
 Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that had timed them held 4.6 GiB, the libraries among them."""
 SHALLOW_TOKENS = 16
 """Tokens of an answer of theirs."""
-GAINS = 1.1
-"""Times as fast as float; what gains less is compressed for size, and the plan says so."""
 WEIGHT_GROUP = 32
 MOST_NAMED = 8
 Log = Callable[[str], None]
@@ -438,7 +436,7 @@ def _list_elsewhere(backend: str) -> dict[str, str]:
     """Return what another runtime does with the float file, in words -> that runtime."""
     if backend == "openvino" or BACKENDS["openvino"].available() is not None:
         return {}
-    return {f"target: openvino, float file in {'bf16' if computes_bfloat16('cpu') else 'float32'}": "openvino"}
+    return {f"{FLOAT_ELSEWHERE}{'bf16' if computes_bfloat16('cpu') else 'float32'}": "openvino"}
 
 
 def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
@@ -453,14 +451,10 @@ def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:
         notes.append(Note("info", text + (", ..." if n > MOST_NAMED else "")))
     if not recipe.passes:
         return notes
-    base = latency.others.get("float", latency.float_ms)
-    gains = {name: base / ms for name, ms in latency.others.items() if name != "float"}
-    notes += [
-        Note("info", f"{name} is {gain:.2f}x as fast: beside that this recipe is {latency.speedup / gain:.2f}x")
-        for name, gain in gains.items()
-        if GAINS <= gain < latency.speedup and name.startswith("target: ")
-    ]
-    better = {name: gain for name, gain in gains.items() if gain >= GAINS * max(1.0, latency.speedup)}
+    base = latency.base_ms
+    least = GAINS * max(1.0, latency.speedup)
+    better = {name: base / ms for name, ms in latency.others.items() if name != "float" and base / ms >= least}
+    notes += [Note("info", text)] if (text := latency.describe_unrounded()) else []
     ranked = sorted(better.items(), key=lambda item: -item[1])
     found = "; ".join(f"{name} {gain:.2f}x" for name, gain in ranked)
     if latency.speedup >= GAINS:

@@ -42,7 +42,7 @@ def test_each_further_block_takes_what_those_between_took(large: dict[str, Any],
     assert made.latency is not None and made.latency.blocks == latency.SHALLOW
     assert (made.latency.float_ms, made.latency.compressed_ms) == (10 + N_BLOCKS, 10 + 0.25 * N_BLOCKS)
     assert made.latency.first_ms == (20 + 5 * N_BLOCKS, 20 + 5 * 0.25 * N_BLOCKS)
-    assert any("float32 is 1.29x as fast: beside that this recipe is 1.17x" in note.text for note in made.notes)
+    assert any("float32 is 1.29x as fast as here: beside that this recipe is 1.17x" in note.text for note in made.notes)
     text = plan_html(made)
     assert "measured on models of this shape with 2 and 6 blocks" in text and "the first token about 60 ms" in text
     assert plan(large, tmp_path, tmp_path / "cache").latency == made.latency, "it is not kept"
