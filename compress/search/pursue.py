@@ -327,7 +327,9 @@ class Pursuit:
     def train_whole(self) -> str:
         """Train the whole model in the format that falls short of quality alone."""
         name = f"{self.known.base}{TRAINED}"
-        passes = train_rounded(self.formats[self.known.base], self.time_to_train())
+        if (seconds := self.seconds_to_train()) < LEAST_TASTE_S:
+            raise OutOfTime(NO_TIME)
+        passes = train_rounded(self.formats[self.known.base], seconds)
         if not passes or self.ground.explain_misfit(passes):
             return f"{self.known.base} falls short of quality alone, and nothing trains in it"
         run = self.try_chain(name, FULL, passes)
@@ -342,7 +344,7 @@ class Pursuit:
             if len(self.list_fitted()) >= n:
                 break
             begun = self.seconds_left()
-            self.known.fitted[depth] = self.fit(needs, float(depth))
+            self.known.fitted[depth] = self.fit(needs, float(depth), last)
             self.keep()
             took = begun - self.seconds_left()
             if self.list_fitted() and self.seconds_left() - took - taste < last:
@@ -379,24 +381,27 @@ class Pursuit:
     def design(self, needs: Needs, depth: float) -> PrunedStructure | None:
         return design(self.ground, needs, depth, self.known.yields, find_numbers(self.formats[self.known.base]))
 
-    def fit(self, needs: Needs, depth: float) -> str:
+    def fit(self, needs: Needs, depth: float, last: float) -> str:
         """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
 
-        Returns the name of the one that has what is needed, untrained the best of them; else of the nearest; "" where
-        nothing can be cut so.
+        `last`: the seconds that are kept for the last training. Returns the name of the one that has what is needed,
+        untrained the best of them; else of the nearest; "" where nothing can be cut so.
         """
         tried: dict[str, Needs] = {}
         structure = self.design(needs, depth)
         while structure is not None and structure.name not in tried and len(tried) < MOST_FITTINGS:
             self.known.structures[structure.name] = asdict(structure)
             self.keep()
-            name = f"{structure.name}{UNTRAINED}"
+            name, begun = f"{structure.name}{UNTRAINED}", self.seconds_left()
             run = self.try_chain(name, SHORT, [*structure.passes(), *self.formats[self.known.base]], rough=True)
             if run is None or run.state != "judged":
                 break
             tried[structure.name] = left = self.read_needs(name)
             self.learn_yields(name, structure)
             if not gives_too_much(left) and self.is_beaten(run):  # changing it cuts more, and makes it no better
+                break
+            took = begun - self.seconds_left()
+            if self.seconds_left() - took < last:  # another would take as long
                 break
             structure = self.improve(structure, needs, depth, tried)
 
@@ -546,10 +551,17 @@ class Pursuit:
         return replace(structure, speedup=speedup, max_params=params)
 
     def train_in_full(self, raced: str) -> Run | None:
-        """Train a structure that was raced with the time that is left, and judge it in full."""
+        """Train a structure that was raced with the time that is left, and judge it in full; untrained without time."""
         structure = self.correct(raced)
         name = f"{structure.name}{TRAINED}"
-        return self.try_chain(name, FULL, self.chains.get(name) or self.chain_of(structure, self.time_to_train()))
+        if name in self.chains:
+            return self.try_chain(name, FULL)
+        seconds = self.seconds_to_train()
+        if seconds >= LEAST_TASTE_S:
+            return self.try_chain(name, FULL, self.chain_of(structure, seconds))
+        if self.seconds_left() < self.judging_s():
+            raise OutOfTime(NO_TIME)
+        return self.try_chain(f"{raced}{UNTRAINED}", FULL)
 
     def correct(self, raced: str) -> PrunedStructure:
         """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""
@@ -562,12 +574,9 @@ class Pursuit:
         better = self.change(structure, raced, Needs(min(left.size, FAR), min(left.speed, FAR)))
         return structure if self.ground.explain_misfit(better.passes()) else better
 
-    def time_to_train(self) -> float:
-        """Return the seconds that training may take, so that what follows it has its time. Raises OutOfTime."""
-        left = self.seconds_left() - OVERHEAD * self.judging_s() - CUT_S - SPARE_S
-        if left < LEAST_TASTE_S:
-            raise OutOfTime(NO_TIME)
-        return left
+    def seconds_to_train(self) -> float:
+        """Return the seconds that training may take, so that what follows it has its time."""
+        return self.seconds_left() - OVERHEAD * self.judging_s() - CUT_S - SPARE_S
 
     def seconds_left(self) -> float:
         assert self.sweep.deadline is not None

@@ -11,7 +11,8 @@ from test_chains import ground
 from compress.recipe.schema import Recipe
 from compress.search.chains import Needs, PrunedStructure, Yields
 from compress.search.foresight import Foresight
-from compress.search.pursue import FAR, GoalEvidence, Pursuit
+from compress.search.pursue import FAR, FULL, GoalEvidence, Pursuit
+from compress.search.sweep import OutOfTime
 from compress.search.trials import GateMiss, GoalValue, Run
 from runtime.bundle.format import Gate
 
@@ -108,6 +109,53 @@ def test_a_depth_is_left_where_another_gave_something_better() -> None:
     assert not pursuit.is_beaten(run(0.80, 0.03))  # nothing is fitted yet
     pursuit.known.fitted = {"1.0": "a", "0.7": ""}
     assert pursuit.is_beaten(run(0.87, 0.03)) and not pursuit.is_beaten(run(0.89, 0.03))
+
+
+class Hurried(Measured):
+    """A pursuit whose trials take 100 seconds each."""
+
+    def __init__(self, seconds: float, left: dict[str, Needs]) -> None:
+        super().__init__(left)
+        self.seconds, self.tried = seconds, list[tuple[str, int]]()
+        self.formats = {"int8": [{"kind": "int8"}]}
+        self.known.base = "int8"
+
+    @property
+    def chains(self) -> dict[str, Any]:
+        return {}
+
+    def keep(self) -> None: ...
+
+    def seconds_left(self) -> float:
+        return self.seconds
+
+    def judging_s(self) -> float:
+        return 100.0
+
+    def try_chain(self, name: str, rung: int, *_: Any, **__: Any) -> Run | None:
+        self.tried.append((name, rung))
+        self.seconds -= 100
+        return run(0.9, 0.01)
+
+
+@pytest.mark.parametrize(("seconds", "n_tried"), [(1000.0, 3), (600.0, 2), (510.0, 1)])
+def test_fitting_leaves_the_last_training_its_time(seconds: float, n_tried: int) -> None:
+    pursuit = Hurried(seconds, {})
+    cuts = iter(PrunedStructure(keep) for keep in range(8, 0, -1))
+    pursuit.design = lambda *_: next(cuts)  # type: ignore[method-assign]
+    pursuit.improve = lambda *_: next(cuts)  # type: ignore[method-assign]
+    pursuit.learn_yields = lambda *_: None  # type: ignore[method-assign]
+    pursuit.read_needs = lambda name: Needs(1.3, 1.3)  # type: ignore[method-assign]
+    pursuit.run_of = lambda name, rung: run(0.9, 0.01)  # type: ignore[method-assign]
+    pursuit.fit(Needs(1.5, 1.5), 1.0, 400.0)
+    assert len(pursuit.tried) == n_tried
+
+
+def test_without_time_to_train_a_structure_is_judged_as_it_was_cut() -> None:
+    assert (pursuit := Hurried(150.0, {})).train_in_full("cut") and pursuit.tried == [("cut-untrained", FULL)]
+    with pytest.raises(OutOfTime):
+        Hurried(90.0, {}).train_in_full("cut")
+    assert (pursuit := Hurried(900.0, {})).train_in_full("cut") and pursuit.tried[0][0].endswith("-trained")
 
 
 def test_blocks_that_give_the_speed_stay_and_channels_do_the_rest() -> None:
