@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,61 +56,65 @@ def price(layer: GraphLayer, in_int8: bool) -> float:
     return 2.0 if not in_int8 else 4.0 if layer.groups > 1 else 1.0
 
 
+def add_prices(states: Sequence[GraphState]) -> list[float]:
+    return [sum(price(layer, layer.name in state.integer) for layer in find_layers(state.model)) for state in states]
+
+
+@dataclass
+class Machine:
+    """Takes `time` for states and `others` for graphs on several backends, in fresh processes, too."""
+
+    time: Callable[[Sequence[GraphState]], list[float]] = add_prices
+    others: tuple[float, ...] = (2.0, 1.0)
+    calls: list[int] = field(default_factory=list)
+
+    def time_states(self, states: Sequence[GraphState]) -> list[float]:
+        self.calls.append(len(states))
+        return self.time(states)
+
+
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Time as on a machine where a depthwise layer takes twice as long in int8 and any other half; lists the calls."""
-    calls: list[int] = []
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Times as on one where a depthwise layer takes twice as long in int8 and any other half."""
+    machine = Machine()
 
-    def time(timer: StateTimer, states: Sequence[GraphState], budget_s: float) -> list[float]:
-        calls.append(len(states))
-        return [
-            sum(price(layer, layer.name in state.integer) for layer in find_layers(state.model)) for state in states
-        ]
-
-    def time_graphs(clock: Clock, written: Any, feeds: Any, budget_s: float, backends: Any = ()) -> list[float]:
-        return [2.0 if backend != "openvino" else 1.0 for backend in backends]
+    def compare(timer: StateTimer, states: Sequence[GraphState], *rest: Any) -> GraphTimes:
+        return GraphTimes(np.array([machine.time_states(states)] * PROCESSES))
 
     monkeypatch.setenv("COMPRESS_TIMING", "on")
-    monkeypatch.setattr(StateTimer, "time", time)
+    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: machine.time_states(states))
     monkeypatch.setattr(StateTimer, "compare", compare)
-    monkeypatch.setattr(Clock, "time", time_graphs)
-    return calls
-
-
-def compare(timer: StateTimer, states: Sequence[GraphState], budget_s: float, is_clear: Any = None) -> GraphTimes:
-    """Fresh processes that agree with this one."""
-    return GraphTimes(np.array([timer.time(states, budget_s)] * PROCESSES))
+    monkeypatch.setattr(Clock, "time", lambda clock, graphs, *rest: list(machine.others))
+    return machine
 
 
 def notes(made: Any) -> str:
     return "\n".join(note.text for note in made.notes)
 
 
-def test_an_onnx_file_s_forecast_is_that_of_the_placement_that_gains(tmp_path: Path, timed: list[int]) -> None:
+def test_an_onnx_file_s_forecast_is_that_of_the_placement_that_gains(tmp_path: Path, machine: Machine) -> None:
     recipe = onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
     made = plan(recipe, tmp_path, tmp_path / "cache")
     assert (made.latency.float_ms, made.latency.compressed_ms, made.latency.in_float) == (4.0, 3.0, ("dw",))
     assert "1 layer computes in float here" in notes(made) and "no faster" not in notes(made)
-    n_calls = len(timed)
-    assert plan(recipe, tmp_path, tmp_path / "cache").latency == made.latency and len(timed) == n_calls
+    n_calls = len(machine.calls)
+    assert plan(recipe, tmp_path, tmp_path / "cache").latency == made.latency and len(machine.calls) == n_calls
 
 
 def test_a_recipe_that_gains_nothing_is_told_so_before_any_work_and_what_gains(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, machine: Machine
 ) -> None:
     pytest.importorskip("openvino")
-    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [2.0 + 0.08 * bool(s.integer) for s in states])
+    machine.time = lambda states: [2.0 + 0.08 * bool(s.integer) for s in states]
     made = plan(onnx_recipe(tmp_path, [{"kind": "int8"}]), tmp_path, tmp_path / "cache")
     assert "int8 makes this model no faster on onnxruntime-cpu here (0.96x), at most smaller" in notes(made)
     assert "target: openvino" in notes(made) and "2.00x" in notes(made)
 
 
-def test_another_way_that_is_faster_than_a_recipe_that_gains_is_told(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_that_is_faster_than_a_recipe_that_gains_is_told(tmp_path: Path, machine: Machine) -> None:
     pytest.importorskip("openvino")
-    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [4.0, 2.0])
-    monkeypatch.setattr(Clock, "time", lambda clock, graphs, *rest: [4.0, 1.0])
+    machine.time = lambda states: [4.0, 2.0]
+    machine.others = (4.0, 1.0)
     made = plan(onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}]), tmp_path, tmp_path / "cache")
     assert "faster here than this recipe's 2.00x: target: openvino" in notes(made) and "4.00x" in notes(made)
 
@@ -131,9 +136,9 @@ def test_another_way_that_is_faster_than_a_recipe_that_gains_is_told(
     ],
 )
 def test_gates_are_held_against_what_is_foretold(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch, gate: dict[str, Any], said: str
+    tmp_path: Path, machine: Machine, gate: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [4.0, 2.0])
+    machine.time = lambda states: [4.0, 2.0]
     recipe = onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}]) | {"validate": {"gates": [gate]}}
     made = plan(recipe, tmp_path, tmp_path / "cache")
     assert any(f"{note.level}: {note.text}".startswith(said) for note in made.notes), notes(made)
@@ -143,9 +148,9 @@ def test_gates_are_held_against_what_is_foretold(
     ("with_zeros", "said"), [(3.0, "of the 2.00x foreseen 1.33x come from these zeros alone"), (3.9, "")]
 )
 def test_of_a_gain_that_denormal_weights_make_their_part_is_told(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch, with_zeros: float, said: str
+    tmp_path: Path, machine: Machine, with_zeros: float, said: str
 ) -> None:
-    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [4.0, 2.0, with_zeros][: len(states)])
+    machine.time = lambda states: [4.0, 2.0, with_zeros][: len(states)]
     recipe = onnx_recipe(tmp_path, [{"kind": "int8", "placement": "auto"}])
     model = ir.load(tmp_path / "net.onnx")
     weight = model.graph.initializers["pw.weight"]
@@ -159,7 +164,7 @@ def test_of_a_gain_that_denormal_weights_make_their_part_is_told(
 
 
 def test_where_nothing_is_timed_the_plan_says_so_and_why(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = onnx_recipe(tmp_path, [{"kind": "int8"}])
     engine = plan(recipe | {"target": "tensorrt"}, tmp_path, tmp_path / "cache")
@@ -167,11 +172,11 @@ def test_where_nothing_is_timed_the_plan_says_so_and_why(
     monkeypatch.setenv("COMPRESS_TIMING", "off")
     off = plan(recipe, tmp_path, tmp_path / "cache")
     assert "nothing was measured: COMPRESS_TIMING is off" in notes(off)
-    assert engine.latency is None and off.latency is None and not timed
+    assert engine.latency is None and off.latency is None and not machine.calls
 
 
 def test_timed_and_untimed_results_have_keys_of_their_own(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, keys = onnx_recipe(tmp_path, [{"kind": "int8"}]), []
     slower = recipe | {"validate": {"benchmark": {"threads": 2}}}
@@ -191,16 +196,14 @@ def test_weights_are_rounded_as_the_scheme_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_torch_model_is_built_untrained_pruned_as_planned_and_exported(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_model_is_built_untrained_pruned_as_planned_and_exported(tmp_path: Path, machine: Machine) -> None:
     seen: list[list[tuple[int, ...]]] = []
 
-    def time(timer: StateTimer, states: Sequence[GraphState], *rest: Any) -> list[float]:
+    def time(states: Sequence[GraphState]) -> list[float]:
         seen.append([state.facts()[1].shape for state in states])
         return [4.0, 1.0]
 
-    monkeypatch.setattr(StateTimer, "time", time)
+    machine.time = time
     recipe = image_recipe(tmp_path)
     recipe["passes"] = [{"kind": "prune_channels", "ratio": 0.5, "targets": ["fc1"]}]
     made = plan(recipe, tmp_path, tmp_path / "cache")
@@ -208,23 +211,20 @@ def test_a_torch_model_is_built_untrained_pruned_as_planned_and_exported(
 
 
 @pytest.mark.slow
-def test_a_twin_has_the_layers_of_the_trained_model_biases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_has_the_layers_of_the_trained_model_biases_too(tmp_path: Path, machine: Machine) -> None:
     seen: list[list[bool]] = []
 
-    def time(timer: StateTimer, states: Sequence[GraphState], *rest: Any) -> list[float]:
+    def time(states: Sequence[GraphState]) -> list[float]:
         seen.append([layer.bias is not None for layer in find_layers(states[0].model)])
         return [1.0] * len(states)
 
-    monkeypatch.setenv("COMPRESS_TIMING", "on")
-    monkeypatch.setattr(StateTimer, "time", time)
+    machine.time = time
     make_plan(load_recipe(QUICKSTART, ["passes=[{kind: equalize}]"]), tmp_path)
     assert seen[0] == [True] * 7  # a batch norm of a new model has no bias, and one of a trained model has
 
 
 @pytest.mark.slow
-def test_the_lock_repeats_the_choice_on_a_machine_with_other_times(
-    tmp_path: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_repeats_the_choice_on_a_machine_with_other_times(tmp_path: Path, machine: Machine) -> None:
     recipe = write_recipe(
         tmp_path / "foreign.yaml", onnx_recipe(tmp_path, [{"kind": "fold_batchnorm"}, {"kind": "int8"}])
     )
@@ -233,6 +233,6 @@ def test_the_lock_repeats_the_choice_on_a_machine_with_other_times(
     assert list(lock["choices"]["1"]["in_float"]) == ["dw"]
     layers = {row["layer"]: row for row in json.loads((tmp_path / "first/layers.json").read_text())}
     assert "computed in float" in layers["dw"]["reason"] and layers["pw"]["reason"] == "W8A8"
-    monkeypatch.setattr(StateTimer, "time", lambda timer, states, *rest: [5.0 - bool(s.integer) for s in states])
+    machine.time = lambda states: [5.0 - bool(s.integer) for s in states]
     assert reproduce(tmp_path / "first", out=tmp_path / "again", quiet=True).same
     assert bundle_bytes(tmp_path / "again") == bundle_bytes(tmp_path / "first")
