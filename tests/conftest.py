@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import cpuinfo, host
 from hypothesis import HealthCheck, Phase, settings
+
+__all__ = ["cpuinfo", "host"]
 
 os.environ.setdefault("COMPRESS_TIMING", "off")  # no test's outcome depends on what this machine is fast at
 

@@ -32,7 +32,7 @@ class TrainingSchedule:
     `max_seconds`: rates fall to zero by then, too, warm-up is the shorter and looks come the sooner, and what a run
     gives depends on the machine.
     `ema_decay`: of the average of the states, which is kept in their place; 0: none. `save_seconds`: what a killed run
-    may lose.
+    may lose; None: as any that learns.
     """
 
     steps: int
@@ -53,7 +53,7 @@ class TrainingSchedule:
     dropout: bool = False
     freeze_batchnorm: bool = False
     ema_decay: float = 0.0
-    save_seconds: float = 10.0
+    save_seconds: float | None = None
     seed: int = 0
 
     @property

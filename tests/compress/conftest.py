@@ -19,3 +19,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two of the texts of `streaming.texts`, at most."""
+    monkeypatch.setattr("compress.blocks.activations.ROWS", 24)
+
+
+@pytest.fixture
+def saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained or learned is written down where a test may break it off."""
+    monkeypatch.setattr("compress.store.training_state.SAVE_SECONDS", 0.0)

@@ -17,6 +17,7 @@ import onnx
 import pytest
 import torch
 from child_processes import run_in_process
+from hosts import Host
 from makers import apply, bundle_bytes, write_recipe
 from places import ROOT
 from safetensors.torch import load_file, save_file
@@ -300,7 +301,7 @@ def test_a_checkpoint_is_scored_as_transformers_computes_it(
 
 
 def test_a_checkpoint_alone_is_judged_by_torch_and_not_timed(
-    home: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, cache: Path, tmp_path: Path, host: Host
 ) -> None:
     judged = {"gates": [{"metric": "nll", "max_drop": 0.5}, {"metric": "size_ratio", "min": 1.5}]}
     recipe = language_recipe(home, [{"kind": "gptq", **W4}], **CHECKPOINT, validate=judged)
@@ -315,7 +316,7 @@ def test_a_checkpoint_alone_is_judged_by_torch_and_not_timed(
     assert read_manifest(tmp_path / "b").score == BuildScore(report.scored_by)
     assert "onnxruntime" not in "".join((tmp_path / f"b/report.{kind}").read_text() for kind in ("json", "md", "xml"))
     assert not list((tmp_path / "b").rglob("*.onnx"))
-    monkeypatch.setattr("compress.planning.in_files.available_bytes", lambda: 0)
+    host.memory_bytes = 0
     scarce = apply(recipe, tmp_path / "scarce", cache, home)
     assert bundle_bytes(tmp_path / "scarce") == bundle_bytes(tmp_path / "b")
     for folder, made, said in (("b", report, "are those that were judged"), ("scarce", scarce, "were not compared")):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from hosts import Host
 from makers import changed, write_recipe
 from safetensors.torch import load_file, save_file
 from tiny_lm import language_folder, language_recipe, write_texts
@@ -189,9 +190,8 @@ def test_nan_in_a_weight(recipe: dict[str, Any], parts: dict[str, Any]) -> None:
     assert "model.layers.1.mlp.up_proj.weight'" in done.stderr and "the weights are not usable" in done.stderr
 
 
-def test_not_enough_disk(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(".")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+def test_not_enough_disk(recipe: dict[str, Any], host: Host) -> None:
+    host.disk_bytes = 1000
     done = run("plan", recipe)
     assert done.exit_code == 2 and "MiB are needed and 1000 B are free; make room" in done.stderr
 

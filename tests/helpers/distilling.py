@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from compress.distill.batch import Batch
 from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import Dataset, TrainOptions, train
 from compress.distill.training_log import TrainLog
+from runtime.progress import Progress, no_progress
 
 
 class ConvNet(nn.Module):
@@ -112,13 +114,31 @@ def label_dataset(net: nn.Module, data: Arrays, noise: float = 0.1) -> Dataset:
 
 
 def quiet(work: Path | None = None, **more: Any) -> TrainOptions:
-    return replace(TrainOptions("test", lambda text: None, lambda items, text: items, work), **more)
+    return replace(TrainOptions("test", lambda text: None, no_progress, work), **more)
 
 
 def taught(schedule: TrainingSchedule = SCHEDULE, work: Path | None = None, **more: Any) -> tuple[ConvNet, TrainLog]:
     """A net trained on labels, and what happened."""
     net = conv_net().requires_grad_(True)
     return net, train(net, label_dataset(net, images()), schedule, quiet(work, **more))
+
+
+class Interrupted(Exception):
+    """A run ends here."""
+
+
+def broken_off(*at: int) -> Progress:
+    """Progress of loops over numbers that end before these, before each of them once."""
+    left = list(at)
+
+    def progress(items: Sequence[Any], text: str, /, most_s: float | None = None) -> Iterator[Any]:
+        for item in items:
+            if item in left:
+                left.remove(item)
+                raise Interrupted
+            yield item
+
+    return progress
 
 
 SHARED = replace(SCHEDULE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)

@@ -113,15 +113,12 @@ class _Raw(io.FileIO):
 def failing(faults: Faults) -> Iterator[Faults]:
     """Let calls on files go through `faults` while the context is open."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = builtins.open
-        opened = _open(faults, plain)
-        patch.setattr(builtins, "open", opened)
-        patch.setattr(io, "open", opened)
-        patch.setattr(os, "open", _os_open(faults, os.open))
-        for name, kind in WITH_PATH.items():
-            patch.setattr(os, name, _with_path(faults, name, kind, getattr(os, name)))
-        for name, kind in WITH_HANDLE.items():
-            patch.setattr(os, name, _with_handle(faults, name, kind, getattr(os, name)))
+        opened = _open(faults, builtins.open)
+        calls = [(builtins, "open", opened), (io, "open", opened), (os, "open", _os_open(faults, os.open))]
+        calls += [(os, name, _with_path(faults, name, kind, getattr(os, name))) for name, kind in WITH_PATH.items()]
+        calls += [(os, name, _with_handle(faults, name, kind, getattr(os, name))) for name, kind in WITH_HANDLE.items()]
+        for place, name, call in calls:
+            patch.setattr(place, name, call)
         yield faults
 
 

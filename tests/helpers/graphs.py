@@ -19,6 +19,7 @@ from compress.rounding.qdq import write_state
 from compress.rounding.state import GraphState, Variant
 from compress.work import apply_pass
 from compress.work.contexts import GraphContext
+from runtime.progress import no_progress
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH = 256, 32, 64, 6
 
@@ -242,7 +243,7 @@ def context(
 ) -> GraphContext:
     """What a pass is given; `log` collects its lines."""
     lines = [] if log is None else log
-    return GraphContext(batches, TARGETS[target], 0, lines.append, lambda items, text: items, shortfalls=shortfalls)
+    return GraphContext(batches, TARGETS[target], 0, lines.append, no_progress, shortfalls=shortfalls)
 
 
 def operators(model: ir.Model) -> list[str]:

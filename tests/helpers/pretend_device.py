@@ -172,16 +172,20 @@ def _find_caller() -> str:
 @contextmanager
 def pretend_gpu(patch: pytest.MonkeyPatch, free_bytes: int = 0) -> Iterator[PretendDevice]:
     """Make torch believe that there is one GPU while the context is open. `free_bytes`: of its memory."""
-    patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-    patch.setattr(torch.cuda, "is_available", lambda: True)
-    patch.setattr(torch.cuda, "device_count", lambda: 1)
-    patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free_bytes, free_bytes))
-    patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
-    patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
-    patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
-    patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
-    patch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+    answers: dict[str, Any] = {
+        "_lazy_init": None,
+        "is_available": True,
+        "device_count": 1,
+        "mem_get_info": (free_bytes, free_bytes),
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "is_bf16_supported": True,
+        "get_rng_state": torch.get_rng_state(),
+        "set_rng_state": None,
+        "manual_seed_all": None,
+    }
+    for name, answer in answers.items():
+        patch.setattr(torch.cuda, name, lambda *args, answer=answer, **more: answer)
     make = torch.tensor  # in C++ it goes by the build's devices, not by the mode
     patch.setattr(torch, "tensor", lambda data, device=HOST, **how: make(data, **how).to(device))
     with PretendDevice() as mode:

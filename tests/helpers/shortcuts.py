@@ -25,6 +25,21 @@ with quick_judge(), quick_export():
     main()
 """
 """What `python -m compress` does, cut short, in a process of its own."""
+FEW_ROUNDS: dict[str, Any] = {
+    "measure.benchmark.LASTING_S": 0.0,
+    "measure.benchmark.LATENCY_BUDGET_S": 0.0,
+    "measure.benchmark.THROUGHPUT_BUDGET_S": 0.0,
+    "measure.benchmark.ANSWERS_BUDGET_S": 0.0,
+    "measure.energy.BLOCK_S": 0.0,
+    "clock.turns.BLOCK_S": 0.0,
+    "clock.turns.MIN_ROUNDS": 2,
+    "clock.turns.DISTURBED": inf,  # no round again because other tests run beside it
+    "clock.turns.no_garbage_collection": nullcontext,  # it takes longer than all the rest
+    "measure.answering.no_garbage_collection": nullcontext,
+    "measure.requests.no_garbage_collection": nullcontext,
+    "judge.bundle.asks_why": lambda evidence, forecast: False,  # few rounds say nothing
+}
+"""Name -> what it is while calls are timed just to go through the motions."""
 
 
 def run_here(function: str, task: Mapping[str, Any], what: str) -> Answer:
@@ -47,15 +62,8 @@ def without_processes() -> Iterator[None]:
 def few_rounds() -> Iterator[None]:
     """Time in the fewest calls that give an interval."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("LASTING_S", "LATENCY_BUDGET_S", "THROUGHPUT_BUDGET_S", "ANSWERS_BUDGET_S"):
-            patch.setattr(f"runtime.measure.benchmark.{name}", 0.0)
-        patch.setattr("runtime.clock.turns.BLOCK_S", 0.0)
-        patch.setattr("runtime.clock.turns.MIN_ROUNDS", 2)
-        patch.setattr("runtime.clock.turns.DISTURBED", inf)  # no round again because other tests run beside it
-        for name in ("clock.turns", "measure.answering", "measure.requests"):
-            patch.setattr(f"runtime.{name}.no_garbage_collection", nullcontext)  # it takes longer than all the rest
-        patch.setattr("runtime.measure.energy.BLOCK_S", 0.0)
-        patch.setattr("runtime.judge.bundle.asks_why", lambda evidence, forecast: False)  # few rounds say nothing
+        for name, value in FEW_ROUNDS.items():
+            patch.setattr(f"runtime.{name}", value)
         yield
 
 

@@ -23,6 +23,7 @@ from compress.models.huggingface import TextModel
 from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
 from compress.structure.find import find_structure
 from compress.work.contexts import ModelContext
+from runtime.progress import no_progress
 
 VOCABULARY, N_TOKENS = 64, 12
 TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
@@ -96,7 +97,7 @@ def context(
     **more: Any,
 ) -> PassContext:
     """What a pass over blocks is given, quietly; `more`: further fields."""
-    return PassContext(batches, TARGETS[target], 0, log, lambda items, label: items, work=work, **more)
+    return PassContext(batches, TARGETS[target], 0, log, no_progress, work=work, **more)
 
 
 def model_context(batches: Any = (), **more: Any) -> ModelContext:

@@ -14,7 +14,6 @@ import torch
 from streaming import W4, bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
-from compress.blocks import activations
 from compress.blocks.block import BlockWork
 from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.stream import Stream
@@ -92,12 +91,11 @@ def test_a_stream_that_changes_nothing_is_the_forward_pass(make: Callable[[], nn
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("rows", [4096, 24, 12])
-def test_visits_see_what_each_layer_reads(lockstep: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visits_see_what_each_layer_reads(lockstep: bool, rows: int) -> None:
     """Whatever the size of the micro-batches; padding is left out."""
-    monkeypatch.setattr(activations, "ROWS", rows)
     net, batches = llama(), texts()
     model, seen = streamed(net), dict[str, list[Tensor]]()
-    stream = Stream(model, context(batches))
+    stream = Stream(model, context(batches), rows=rows)
     for block in stream:
         assert len(block.calls) == {4096: 1, 24: 3, 12: 5}[rows]
 
@@ -280,8 +278,7 @@ class Mixture(nn.Module):
         return x
 
 
-def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "ROWS", 1)
+def test_experts_without_tokens_take_part_in_lockstep() -> None:
     torch.manual_seed(1)
     net = Mixture().eval().requires_grad_(False)
     names = [f"layers.{k}" for k in range(2)]
@@ -295,7 +292,7 @@ def test_experts_without_tokens_take_part_in_lockstep(monkeypatch: pytest.Monkey
     )
     batches = [{"x": np.random.default_rng(k).normal(size=(1, 2, 8)).astype(np.float32)} for k in range(6)]
     model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
-    stream = Stream(model, context(batches), float_too=True)
+    stream = Stream(model, context(batches), float_too=True, rows=1)
     for block in stream:
         rows: dict[str, int] = {}
         acted: list[str] = []

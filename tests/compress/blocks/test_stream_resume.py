@@ -26,12 +26,7 @@ from compress.context import PassResult
 from compress.errors import OutputError
 from compress.facts import InputGroup, LayerDecision, Note
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "ROWS", 24)
+pytestmark = pytest.mark.usefixtures("one_thread", "small_micro_batches")
 
 
 def worked(block: BlockWork, lockstep: bool) -> None:

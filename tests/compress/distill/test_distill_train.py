@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from child_processes import run_in_process, run_in_two_processes, start_process
-from distilling import SCHEDULE, SHARED, conv_net, images, label_dataset, quiet, taught, train_and_save
+from distilling import SCHEDULE, SHARED, Interrupted, conv_net, images, label_dataset, quiet, taught, train_and_save
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -268,10 +268,6 @@ def test_too_few_samples() -> None:
 def test_fewer_samples_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PassError, match="batch_size 2 is less than the 3 processes"):
         loop.check_sizes(9, replace(SCHEDULE, batch_size=2), 3, "test")
-
-
-class Interrupted(Exception):
-    pass
 
 
 SCHEDULES = st.builds(

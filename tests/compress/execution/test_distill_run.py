@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from distilling import Interrupted, broken_off
 from places import QUICKSTART
 from safetensors.torch import load_file
 
 import compress
 from compress.context import PassContext, PassResult
-from compress.distill import train as loop
-from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import FILE
 from compress.execution.passes import RunContext, block_passes_alone
 from compress.facts import ModelFacts, PassPlan
@@ -22,7 +21,6 @@ from compress.formats.targets import Target
 from compress.passes import Pass
 from compress.passes.base import DataSize, Stage
 from compress.passes.distill import Distill
-from compress.passes.training import TrainingPass
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
 from compress.recipe.schema import Recipe
@@ -55,17 +53,7 @@ def _work_of_shake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WORK, "shake", f"{__name__}:apply_shake")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _saved_after_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = TrainingPass.make_schedule
-
-    def eager(self: TrainingPass, n: int, seed: int) -> TrainingSchedule:
-        return replace(schedule(self, n, seed), save_seconds=0.0)
-
-    monkeypatch.setattr(TrainingPass, "make_schedule", eager)
+pytestmark = pytest.mark.usefixtures("one_thread", "saved_after_every_step")
 
 
 def ground(cache: Path, config: Distill) -> RunContext:
@@ -79,6 +67,12 @@ def ground(cache: Path, config: Distill) -> RunContext:
     return RunContext(plan, ResultCache(cache), RunLog(cache / "log.txt", quiet=True), sets)
 
 
+class BrokenLog(RunLog):
+    """Of a run that is broken off."""
+
+    progress = staticmethod(broken_off(5))
+
+
 def weights(one: RunContext) -> dict[str, torch.Tensor]:
     cached = one.cache.get(one.plan.keys.passes[1])
     assert cached is not None
@@ -86,22 +80,14 @@ def weights(one: RunContext) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_off_run_of_a_recipe_goes_on_where_it_stood(tmp_path: Path) -> None:
     config = Distill(steps=8, batch_size=16, learning_rate=3e-3, held_out=0.2)
     whole = ground(tmp_path / "whole", config)
     block_passes_alone(whole)
     broken = ground(tmp_path / "broken", config)
-    learning_rate = loop.learning_rate
-
-    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
-        if step == 5:
-            raise KeyboardInterrupt
-        return learning_rate(schedule, step, seconds)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", strike)
-        with pytest.raises(KeyboardInterrupt):
-            block_passes_alone(broken)
+    log = BrokenLog(broken.run_log.file, quiet=True)
+    with pytest.raises(Interrupted):
+        block_passes_alone(replace(broken, run_log=log))
     (left,) = (tmp_path / "broken").glob("partial-*")
     (kept,) = left.glob("teacher-*.npy")
     assert {path.name for path in left.iterdir()} == {"label.txt", kept.name, FILE}

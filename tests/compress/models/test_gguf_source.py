@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import Host
 from safetensors.torch import load_file
 from tiny_lm import language_folder, language_recipe, write_texts
 
 import compress
 from compress.errors import SourceError
-from compress.models import gguf_source
 from compress.models.gguf_source import save_unpacked, unpack
 from compress.planning.draft import find_model_source
 
@@ -94,7 +94,7 @@ def test_an_architecture_that_transformers_does_not_know(file: Path, places: Pat
         unpack(places / "odd.gguf")
 
 
-def test_without_memory_it_is_refused(file: Path, places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_source, "available_bytes", lambda: 1 << 20)
+def test_without_memory_it_is_refused(file: Path, places: Path, host: Host) -> None:
+    host.memory_bytes = 1 << 20
     with pytest.raises(SourceError, match=r"of memory, and 1\.0 MiB are free; give the model's own folder"):
         unpack(file)

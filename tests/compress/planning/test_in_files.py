@@ -6,9 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+from hosts import Host
 
-from compress.planning import in_files
 from compress.planning.in_files import WHOLE_BYTES, note_missing_float, note_narrow_source, runs_float, stays_in_files
 
 GIB = 2**30
@@ -45,10 +44,8 @@ def test_large_decoders_stay_in_files_where_nothing_needs_them_whole() -> None:
         assert not stays_in_files(*other)
 
 
-def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(in_files, "available_bytes", lambda: 20 * GIB)
+def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(host: Host) -> None:
+    host.memory_bytes = 20 * GIB
     assert runs_float(recipe("blocks"), facts(5 * GIB))
     assert not runs_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
     assert not runs_float(recipe("blocks", memory_gib=100), facts(6 * GIB))

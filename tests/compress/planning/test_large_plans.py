@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import makers
@@ -46,12 +44,12 @@ def recipe_of(folder: Path, model: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("host")
 def test_a_plan_of_a_large_model_reads_none_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise AssertionError(f"{path} was read")
 
     monkeypatch.setattr(digests, "sha256_of", refuse)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**40))
     model = hollow_llama(tmp_path / "70b", num_hidden_layers=12)  # as wide as one of 80
     plan = make_plan(load_recipe(recipe_of(tmp_path, model)), tmp_path / "cache")
     files = list(model.glob("*.safetensors"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
+from hosts import Host
 from makers import DIGITS_RECIPE
 from rich.console import Console
 
@@ -140,21 +141,18 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
         planned(tmp_path)
 
 
-def test_a_timed_batch_beyond_this_machine_s_memory_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timed_batch_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path, host: Host) -> None:
     """An image of the digits is float32 [1, 8, 8]: 256 bytes."""
     size = "validate.benchmark.throughput_batch_size=8192"
-    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: 2**62)
     plain, large = planned(tmp_path), planned(tmp_path, size)
     timed = find_timed_batch(large.inputs)
     assert timed is not None
     assert (timed.key, timed.n_samples, timed.feed_bytes) == ("throughput_batch_size", 8192, 8192 * 256)
     assert timed.activation_bytes == 8192 * large.before.peak_activation_bytes > 0
     assert max(plain.forecast.memory_bytes, timed.n_bytes) < large.forecast.memory_bytes
-    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: timed.n_bytes)
+    host.memory_bytes = timed.n_bytes
     assert planned(tmp_path, size).notes == large.notes
-    monkeypatch.setattr("compress.planning.make_plan.available_bytes", lambda: timed.n_bytes - 1)
+    host.memory_bytes = timed.n_bytes - 1
     assert planned(tmp_path).notes == plain.notes
     (note,) = set(planned(tmp_path, size).notes) - set(large.notes)
     said = "validate.benchmark: a batch of 8192 samples has 2.0 MiB of inputs and about "

@@ -309,9 +309,7 @@ def test_named_placements_and_a_target_that_is_not_timed_keep_all_layers(tmp_pat
         assert len(result.model.integer) == 4 and not result.choice
 
 
-def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(tmp_path: Path, cpuinfo: Path) -> None:
     first = apply_pass(Int8(), GraphState(mobile()), context(price_slow_depthwise, tmp_path))
 
     def refuse(state: GraphState) -> float:
@@ -319,7 +317,7 @@ def test_a_choice_is_taken_up_again_by_its_machine_and_from_a_lock_by_any(
 
     again = apply_pass(Int8(), GraphState(mobile()), context(refuse, tmp_path))
     assert again.choice == first.choice and again.model.record() == first.model.record()
-    monkeypatch.setattr("compress.timing.kept.cpu_info", lambda: ("another", []))
+    cpuinfo.write_text("model name: another")
     with pytest.raises(AssertionError, match="timed again"):
         apply_pass(Int8(), GraphState(mobile()), context(refuse, tmp_path))
     repeat_choices({"1": first.choice}, tmp_path)

@@ -48,13 +48,13 @@ def test_each_graph_may_have_a_backend_of_its_own_and_what_it_raises_is_raised()
         Clock("onnxruntime-cpu").time([chain(1), chain(1)], FEEDS, 0.0, ["onnxruntime-cpu", "abacus"])
 
 
-def test_what_was_measured_is_kept_for_its_key_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_kept_for_its_key_and_machine(tmp_path: Path, cpuinfo: Path) -> None:
     kept = Kept(tmp_path)
     assert kept.read("widths", [1]) is None
     kept.write("widths", [1], {"ms": [0.5]})
     assert kept.read("widths", [1]) == {"ms": [0.5]}
     assert kept.read("widths", [2]) is None and kept.read("layers", [1]) is None
-    monkeypatch.setattr("compress.timing.kept.cpu_info", lambda: ("another", ["avx2"]))
+    cpuinfo.write_text("model name: another\nflags: avx2")
     assert kept.read("widths", [1]) is None
     assert Kept().read("widths", [1]) is None
     Kept().write("widths", [1], {})
@@ -68,10 +68,10 @@ def test_an_edited_measurement_is_none(tmp_path: Path) -> None:
     assert kept.read("widths") is None
 
 
-def test_what_a_lock_gives_holds_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lock_gives_holds_on_any_machine(tmp_path: Path, cpuinfo: Path) -> None:
     kept = Kept(tmp_path)
     kept.give(name_given("placement", ["a graph"]), {"choice": {"kind": "all"}})
-    monkeypatch.setattr("compress.timing.kept.cpu_info", lambda: ("another", []))
+    cpuinfo.write_text("model name: another")
     assert kept.read_given("placement", ["a graph"]) == {"choice": {"kind": "all"}}
     assert kept.read("placement", ["a graph"]) is None and kept.read_given("placement", ["another"]) is None
 

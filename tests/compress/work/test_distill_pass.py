@@ -46,6 +46,7 @@ from compress.work.contexts import ModelContext
 from compress.work.settle_schedule import BLENDED_EPOCHS
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import TensorPreprocess, make_preprocessor
+from runtime.progress import no_progress
 
 IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 3, 8, 8)),)
 TOKENS = tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in TEXT)
@@ -272,13 +273,13 @@ def test_kept_outputs_are_what_the_teacher_gives(tmp_path: Path) -> None:
         calls[0] += 1
         return Seen({"output": net(**batch.feeds)})
 
-    kept = keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, lambda items, text: items)
+    kept = keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, no_progress)
     rows = np.array([17, 3, 3])
     batch = batch_of(rows, None)
     assert torch.allclose(kept(batch).first, net(**batch.feeds), atol=1e-6)
     assert [path.name.startswith(PREFIX) for path in tmp_path.iterdir()] == [True]
     before = calls[0]
-    keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, lambda items, text: items)
+    keep_outputs(answer, lambda rows: batch_of(rows, None), 20, tmp_path, no_progress)
     assert calls[0] == before + 1  # the shape is asked for, no more
     (tmp_path / "w").mkdir()
     result = apply_pass(
@@ -337,20 +338,20 @@ def test_a_student_learns_from_what_its_teacher_writes(tmp_path: Path) -> None:
     teacher, data = text_model(llama()), token_set()
     assert teacher.module is not None
     how = Writing(prompt=4, temperature=1.0, seed=0)
-    found = write_sequences(teacher.module, data, how, tmp_path, lambda items, text: items)
+    found = write_sequences(teacher.module, data, how, tmp_path, no_progress)
     mask = data.columns["attention_mask"]
     assert (
         found.n == 12 and (found.lengths <= mask.sum(1)).all() and (found.lengths >= np.minimum(mask.sum(1), 5)).all()
     )
     assert (found.ids[:, :4] == data.columns["input_ids"][:, :4] * (np.arange(4) < mask.sum(1)[:, None])).all()
     assert not np.array_equal(found.feeds(np.arange(12))["input_ids"], data.feeds(np.arange(12))["input_ids"])
-    again, kept = (write_sequences(teacher.module, data, how, p, lambda items, text: items) for p in (None, tmp_path))
+    again, kept = (write_sequences(teacher.module, data, how, p, no_progress) for p in (None, tmp_path))
     assert np.array_equal(found.ids, again.ids) and np.array_equal(found.ids, kept.ids)
     settings = teacher.module.wrapped.generation_config  # type: ignore[union-attr]
     settings.repetition_penalty, settings.min_p = 9.0, 0.9  # its makers' taste is not the distribution to learn
-    assert np.array_equal(found.ids, write_sequences(teacher.module, data, how, None, lambda items, text: items).ids)
+    assert np.array_equal(found.ids, write_sequences(teacher.module, data, how, None, no_progress).ids)
     assert settings.min_p == 0.9
-    sharp = write_sequences(teacher.module, data, replace(how, temperature=1e-4), None, lambda items, text: items)
+    sharp = write_sequences(teacher.module, data, replace(how, temperature=1e-4), None, no_progress)
     row = int(sharp.lengths.argmax())
     with torch.no_grad():
         best = teacher.module(**{k: torch.from_numpy(v) for k, v in sharp.feeds(np.array([row])).items()}).argmax(-1)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from child_processes import run_in_two_processes
+from distilling import Interrupted
 from streaming import context, llama, streamed, texts
 from test_tune import in_two_bits
 
@@ -31,10 +32,6 @@ ROUNDED = AutoRound(steps=STEPS, scheme="W2A16", group_size=16)
 CONFIG: dict[str, Pass] = {"whole": WHOLE, "blocks": BLOCKS, "autoround": ROUNDED}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Interrupted(Exception):
-    pass
 
 
 def learned(
@@ -93,11 +90,11 @@ def learned_at_once(name: str) -> PassResult:
     ],
 )
 @pytest.mark.slow
+@pytest.mark.usefixtures("saved_after_every_step")
 def test_learning_that_is_broken_off_ends_with_the_same_bytes(
-    name: str, learning: int, steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, learning: int, steps: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Before the first step, between two, and before the last; in the first block, in later ones, and behind them."""
-    monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
     config, expected = CONFIG[name], learned_at_once(name)
     for step in steps:
         work = tmp_path / str(step)
@@ -112,8 +109,8 @@ def test_learning_that_is_broken_off_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_what_is_damaged_is_learned_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_state, "SAVE_SECONDS", 0.0)
+@pytest.mark.usefixtures("saved_after_every_step")
+def test_what_is_damaged_is_learned_afresh(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         learned(WHOLE, tmp_path, (0, MIDDLE))
     (file,) = (tmp_path / "learning").iterdir()

@@ -11,12 +11,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from distilling import Arrays, conv_net, images
+from distilling import Arrays, Interrupted, broken_off, conv_net, images
 from onnx import helper
 from streaming import context
 
-from compress.distill import train as loop
-from compress.distill.schedule import TrainingSchedule
 from compress.errors import PassError
 from compress.export.onnx import export_float
 from compress.formats.targets import TARGETS
@@ -28,7 +26,7 @@ from compress.graph.torch_graph import TorchGraph
 from compress.models.load import TorchModel
 from compress.passes import Int8
 from compress.passes.qat import Qat
-from compress.passes.training import Augmentation, TrainingPass
+from compress.passes.training import Augmentation
 from compress.rounding.qdq import write_state
 from compress.rounding.state import GraphState
 from compress.work import apply_pass
@@ -240,28 +238,17 @@ def test_zeros_stay() -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_off_run_ends_in_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = TrainingPass.make_schedule
-    monkeypatch.setattr(
-        TrainingPass, "make_schedule", lambda self, n, seed: replace(schedule(self, n, seed), save_seconds=0.0)
-    )
-    learning_rate, struck = loop.learning_rate, []
-
-    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
-        if step in (2, 7) and step not in struck:
-            struck.append(step)
-            raise KeyboardInterrupt
-        return learning_rate(schedule, step, seconds)
-
+@pytest.mark.usefixtures("saved_after_every_step")
+def test_a_broken_off_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
     model = graphs.residual_cnn()
     context = options(loaded_of(model), pictures())
     wanted = config(steps=10, augment=Augmentation(crop=1), held_out=0.0)
     whole = apply_qat_int8(wanted, GraphState(model), context)
-    monkeypatch.setattr(loop, "learning_rate", strike)
+    context = replace(context, work=tmp_path, progress=broken_off(2, 7))
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            apply_qat_int8(wanted, GraphState(model), replace(context, work=tmp_path))
-    again = apply_qat_int8(wanted, GraphState(model), replace(context, work=tmp_path))
+        with pytest.raises(Interrupted):
+            apply_qat_int8(wanted, GraphState(model), context)
+    again = apply_qat_int8(wanted, GraphState(model), context)
     same(whole.model, again.model)
     assert whole.measured["qat: training loss"] == again.measured["qat: training loss"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from distilling import Arrays
+from distilling import Arrays, Interrupted, broken_off
 from streaming import context, gpt2, llama, texts
 from test_distill_pass import FACTS, LAYERS, TARGET, TOKENS, options, text_model, token_set
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from compress.context import PassResult
 from compress.distill import train as loop
 from compress.distill.attention import use_fused_attention
 from compress.distill.objective import next_token_term
-from compress.distill.schedule import TrainingSchedule
 from compress.distill.watch import Seen
 from compress.errors import ExportError, PassError
 from compress.export.decoder import export_decoder
@@ -35,7 +34,7 @@ from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_module
 from compress.passes.gptq import Gptq
 from compress.passes.qat import Qat
-from compress.passes.training import LabelsTerm, LogitsTerm, TrainingPass
+from compress.passes.training import LabelsTerm, LogitsTerm
 from compress.passes.tune import Tune
 from compress.rounding.fake import ScaledWeight
 from compress.rounding.grid import round_to_grid
@@ -46,6 +45,7 @@ from compress.structure.find import find_structure
 from compress.work import apply_pass
 from compress.work.qat_weights import _round_layers, rounding
 from compress.work.training import batches_of
+from runtime.progress import Progress, no_progress
 
 LM = replace(FACTS, task="text-generation", inputs=TOKENS)
 
@@ -76,9 +76,16 @@ def small(**more: Any) -> Qat:
     return Qat(**{**common, **more})
 
 
-def qat(loaded: TorchModel, config: Qat, trainset: Arrays | None = None, work: Path | None = None) -> PassResult:
+def qat(
+    loaded: TorchModel,
+    config: Qat,
+    trainset: Arrays | None = None,
+    work: Path | None = None,
+    progress: Progress = no_progress,
+) -> PassResult:
     teacher = copy.deepcopy(loaded)
-    return apply_pass(config, loaded, options(trainset or token_set(32), lambda: copy.deepcopy(teacher), work))
+    given = options(trainset or token_set(32), lambda: copy.deepcopy(teacher), work)
+    return apply_pass(config, loaded, replace(given, progress=progress))
 
 
 def logits(loaded: TorchModel, n: int = 4) -> Tensor:
@@ -230,23 +237,14 @@ def test_a_forward_pass_that_fails_leaves_the_weights_in_place() -> None:
     assert all(isinstance(layer.weight, nn.Parameter) for layer in begun.layers.values())
 
 
-def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule, rate = TrainingPass.make_schedule, loop.learning_rate
-
-    def strike(schedule: TrainingSchedule, step: int, seconds: float) -> float:
-        if step == 4:
-            raise KeyboardInterrupt
-        return rate(schedule, step, seconds)
-
-    monkeypatch.setattr(TrainingPass, "make_schedule", lambda *given: replace(schedule(*given), save_seconds=0.0))
+@pytest.mark.usefixtures("saved_after_every_step")
+def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path: Path) -> None:
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     config = small(steps=7)
     whole = qat(model(), config, work=tmp_path / "whole").model
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", strike)
-        with pytest.raises(KeyboardInterrupt):
-            qat(model(), config, work=tmp_path / "broken")
+    with pytest.raises(Interrupted):
+        qat(model(), config, work=tmp_path / "broken", progress=broken_off(4))
     again = qat(model(), config, work=tmp_path / "broken").model
     assert _bytes(whole.rounded) == _bytes(again.rounded)
     pairs = zip(whole.module.state_dict().values(), again.module.state_dict().values(), strict=True)

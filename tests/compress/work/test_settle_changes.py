@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,9 @@ def test_where_there_are_no_classes_of_images_nothing_is_changed() -> None:
     assert config.augment == Augmentation()
 
 
-def test_the_precision_is_what_the_processor_multiplies_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags, expected in ((("avx512_bf16",), "bfloat16"), (("avx2",), "float32")):
-        monkeypatch.setattr("compress.work.settle_changes.cpu_info", lambda flags=flags: ("a processor", flags))
+def test_the_precision_is_what_the_processor_multiplies_in(cpuinfo: Path) -> None:
+    for flags, expected in (("avx2 avx512_bf16", "bfloat16"), ("avx2", "float32")):
+        cpuinfo.write_text(f"flags: {flags}")
         assert settle(Seeing(lambda x: x.mean((1, 2, 3))), precision="auto")[0].precision == expected
         assert computes_bfloat16("cpu") == (expected == "bfloat16")
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from distilling import Arrays, ConvNet, conv_net, images, noisy
+from distilling import Arrays, ConvNet, Interrupted, conv_net, images, noisy
 from onnx import numpy_helper
 from places import RECIPES
 from pydantic import ValidationError
@@ -226,18 +226,12 @@ def test_a_teacher_is_asked_unless_labels_are_all() -> None:
         apply_pass(labels, image_model(conv_net()), replace(options(), train=None))
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.mark.parametrize("calls", [2, 9, 41])
 @pytest.mark.slow
-def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
-) -> None:
+@pytest.mark.usefixtures("saved_after_every_step")
+def test_a_run_that_is_broken_off_ends_with_the_same_bytes(tmp_path: Path, calls: int) -> None:
     """Before the point to go back to, after it, and in a later round; the state is saved after every step."""
     config = small(rewind=0.25)
-    monkeypatch.setattr(SparsifyIteratively, "make_schedule", _saving_always(SparsifyIteratively.make_schedule))
     whole = noisy(conv_net())
     expected = apply_pass(config, image_model(whole), options())
     net, left = noisy(conv_net()), [calls]
@@ -255,10 +249,6 @@ def test_a_run_that_is_broken_off_ends_with_the_same_bytes(
     found = apply_pass(config, image_model(again), options(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
     assert without_seconds(found) == without_seconds(expected)
-
-
-def _saving_always(schedule: Any) -> Any:
-    return lambda self, n_samples, seed: replace(schedule(self, n_samples, seed), save_seconds=0.0)
 
 
 def without_seconds(result: PassResult) -> dict[str, dict[str, float]]:

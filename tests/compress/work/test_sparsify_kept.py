@@ -10,7 +10,6 @@ import torch
 from streaming import context, llama, streamed, texts
 from torch import Tensor
 
-from compress.blocks import activations
 from compress.formats.schemes import WeightScheme
 from compress.passes import AutoRound, Gptq, Tune
 from compress.passes.sparsify import Sparsify
@@ -25,9 +24,7 @@ from compress.work import apply_pass
 N = 48
 
 
-@pytest.fixture(autouse=True)
-def _small_micro_batches(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "ROWS", 24)
+pytestmark = pytest.mark.usefixtures("one_thread", "small_micro_batches")
 
 
 def correlated(seed: int = 0) -> Tensor:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from streaming import bert, context, gpt2, llama, streamed, texts
 from torch import Tensor, nn
 
-from compress.blocks import activations
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
 from compress.errors import PassError, SourceError
@@ -33,12 +32,7 @@ from compress.work import apply_pass
 METHODS = ("magnitude", "wanda", "sparsegpt")
 
 
-@pytest.fixture(autouse=True)
-def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "ROWS", 24)
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "small_micro_batches")
 
 
 class ConvNet(nn.Module):

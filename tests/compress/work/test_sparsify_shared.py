@@ -23,9 +23,9 @@ def sparsify_both() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_two_processes_reach_what_one_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small_micro_batches")
+def test_two_processes_reach_what_one_reaches() -> None:
     """Both the same bytes; those of one process to what rounding of sums does to ten steps of refitting."""
-    monkeypatch.setattr(activations, "ROWS", 24)
     first, second = run_in_two_processes(sparsify_both)
     for name, alone in (("llama", run(streamed(llama()))), ("conv", on_images())):
         for key, found in first[name].items():

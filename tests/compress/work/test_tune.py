@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from child_processes import run_in_two_processes
+from hosts import Host
 from streaming import bert, context, gpt2, llama, nearest, streamed, texts, together
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from compress.errors import PassError
 from compress.facts import LayerFacts, ModelFacts
 from compress.formats.schemes import PRESETS, Scheme, WeightScheme
 from compress.formats.targets import TARGETS
-from compress.passes import tune as tune_record
 from compress.passes.tune import ROUNDING_BYTES, SCALING_BYTES, SPARE, Tune
 from compress.rounding.fake import LearnedWeight, ShiftedWeight, level_range, to_level
 from compress.rounding.learn import RoundingSchedule, learn
@@ -343,15 +343,14 @@ def test_block_by_block_and_then_the_scales() -> None:
     assert divergence_of(result.model, before, aside) == pytest.approx(result.measured[END]["end_loss"], rel=1e-3)
 
 
-def test_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_decides(host: Host) -> None:
     config = Tune(kind="tune")
     for per_weight, how in ((ROUNDING_BYTES, "whole"), (SCALING_BYTES, "blocks, then scales"), (1, "blocks")):
-        monkeypatch.setattr(tune_record, "available_bytes", lambda per=per_weight: (8 * 1000 + per * 1000 + 1) / SPARE)
+        host.memory_bytes = (8 * 1000 + per_weight * 1000 + 1) / SPARE
         assert config.how(1000, 1000) == how
     assert Tune(kind="tune", blockwise=False).how(1000, 1000) == "whole"
-    monkeypatch.undo()
+    host.memory_bytes = 2**30
     assert Tune(kind="tune", blockwise=True).how(1000, 1000) == "blocks, then scales"
-    assert tune_record.available_bytes() > 2**20
 
 
 def test_nothing_rounded_yet_is_rounded_by_gptq() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hosts import Host
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -105,13 +106,12 @@ def test_a_changed_value_is_seen(tmp_path: Path) -> None:
         read_rows(path, "x", np.array([0]))
 
 
-def test_a_file_that_declares_more_than_fits_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_declares_more_than_fits_is_refused_before_it_is_read(tmp_path: Path, host: Host) -> None:
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((1000, 500)), b=np.zeros(10))
-    monkeypatch.setattr(npz, "available_bytes", lambda: 1_000_000)
-    monkeypatch.setattr(npz, "_read_body", None)
-    assert refusal(tmp_path / "a.npz") == "arrays of 3.8 MiB, and 781.2 KiB of memory may be taken"
+    (tmp_path / "spoilt.npz").write_bytes((tmp_path / "a.npz").read_bytes().replace(bytes(8), b"\xff" * 8, 1))
+    assert "Bad CRC-32" in refusal(tmp_path / "spoilt.npz")
+    host.memory_bytes = 1_000_000
+    assert refusal(tmp_path / "spoilt.npz") == "arrays of 3.8 MiB, and 781.2 KiB of memory may be taken"
     assert read_rows(tmp_path / "a.npz", "a", np.arange(100)).nbytes == 400_000
     with pytest.raises(NpzError, match=r"arrays of 1\.1 MiB"):
         read_rows(tmp_path / "a.npz", "a", np.arange(300))
