@@ -137,11 +137,11 @@ def test_the_run_that_finishes_first_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_comes_between_check_and_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, rename = ResultCache(tmp_path), os.rename
+    store, rename, others = ResultCache(tmp_path), os.rename, iter(["theirs"])
 
     def late(source: Path, target: Path) -> None:
-        monkeypatch.setattr(cache_module.os, "rename", rename)
-        ResultCache(tmp_path).put("k", writing("theirs"))
+        for said in others:
+            ResultCache(tmp_path).put("k", writing(said))
         rename(source, target)
 
     monkeypatch.setattr(cache_module.os, "rename", late)
@@ -168,23 +168,20 @@ def test_drafts_of_killed_runs_are_swept_and_those_at_work_are_not(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {".draft-new", "k", "other"}
 
 
-def test_a_key_is_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_its_parts() -> None:
     assert cache_key("a", {"x": 1, "y": (2,)}) == cache_key("a", {"y": [2], "x": 1})
     assert (
         len({cache_key("a", 1), cache_key("a", "1"), cache_key("a", [1]), cache_key(["a", 1]), cache_key("b", 1)}) == 5
     )
     with pytest.raises(TypeError, match="Path has no place in a result's key"):
         cache_key(Path("x"))
+
+
+def test_a_key_follows_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache_key("a")
-    monkeypatch.setattr(cache_module, "code_version", lambda: "another")
-    assert cache_key("a") != before
-
-
-def test_the_code_version_follows_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = code_version()
     code_version.cache_clear()
     monkeypatch.setattr(cache_module, "library_versions", lambda: {"torch": "0.0"})
-    assert code_version() != before
+    assert cache_key("a") != before
     code_version.cache_clear()
 
 

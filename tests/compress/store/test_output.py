@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import Faults, failing
 from rich.console import Console
 
 from compress.errors import OutputError, PlaceError
@@ -168,6 +170,25 @@ FOREIGN = {
 }
 
 
+@dataclass
+class Renames:
+    """What happens before a rename, which may raise."""
+
+    before: Callable[[Path, Path], object] = lambda source, target: None
+
+
+@pytest.fixture
+def renames(monkeypatch: pytest.MonkeyPatch) -> Renames:
+    renames, rename = Renames(), os.rename
+
+    def call(source: Path, target: Path) -> None:
+        renames.before(Path(source), Path(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", call)
+    return renames
+
+
 def replace_bundle(out: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
     with reserve_output(out) as staging:
         fill(staging, "two")
@@ -177,9 +198,9 @@ def replace_bundle(out: Path, meanwhile: Callable[[], object] = lambda: None) ->
 
 @pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.parametrize("when", ["before", "while the run works", "between the check and the rename"])
-def test_what_is_not_a_bundles_own_stays(tmp_path: Path, what: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_bundles_own_stays(tmp_path: Path, what: str, when: str, renames: Renames) -> None:
     """Refused, at the last instant too: what was there is there, and the old bundle beside it."""
-    out, check = tmp_path / "b", output.refuse_foreign
+    out = tmp_path / "b"
     seen: list[list[tuple[str, bytes]]] = []
     out.mkdir()
     (out / "README.md").write_text("a card")
@@ -192,15 +213,21 @@ def test_what_is_not_a_bundles_own_stays(tmp_path: Path, what: str, when: str, m
         FOREIGN[what](out)
         seen.append(contents())
 
-    def add_late() -> None:
-        monkeypatch.setattr(output, "refuse_foreign", lambda out, kind: (check(out, kind), add()))
+    def add_at_the_rename(source: Path, target: Path) -> None:
+        if source == out and not seen:
+            add()
+
+    def meanwhile() -> None:
+        if when == "while the run works":
+            add()
+        elif when == "between the check and the rename":
+            renames.before = add_at_the_rename
 
     if when == "before":
         add()
-    meanwhile = {"while the run works": add, "between the check and the rename": add_late}
     error = PlaceError if when == "before" else OutputError
     with pytest.raises(error, match=f"^{out}: .*choose another --out"):
-        replace_bundle(out, meanwhile.get(when, lambda: None))
+        replace_bundle(out, meanwhile)
     assert names(tmp_path) == ["b"] and seen == [contents()]
 
 
@@ -252,17 +279,16 @@ def test_logs_of_failed_runs_overwrite_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EBUSY, errno.EXDEV, errno.EPERM])
 def test_a_folder_that_cannot_be_renamed_is_found_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, renames: Renames, number: int
 ) -> None:
-    out, rename = tmp_path / "b", os.rename
+    out = tmp_path / "b"
     fill(out, "one")
 
     def refuse(source: Path, target: Path) -> None:
-        if Path(source) == out:
+        if source == out:
             raise OSError(number, os.strerror(number), str(source), None, str(target))
-        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", refuse)
+    renames.before = refuse
     with pytest.raises(PlaceError, match=f"{out}: cannot be replaced.*name a folder inside it") as caught:
         replace_bundle(out, lambda: pytest.fail("work began"))
     assert ("a mount point" in str(caught.value)) == (number != errno.EPERM)
@@ -292,40 +318,39 @@ def test_names_that_are_too_long_are_found_before_any_work(tmp_path: Path, out: 
     assert not names(tmp_path)
 
 
-def test_an_old_bundle_that_could_not_be_put_back_waits_for_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, rename = tmp_path / "b", os.rename
+def test_an_old_bundle_that_could_not_be_put_back_waits_for_the_next_run(tmp_path: Path, renames: Renames) -> None:
+    out, usual = tmp_path / "b", renames.before
     fill(out, "one")
 
     def refuse(source: Path, target: Path) -> None:
-        if Path(target) == out:
+        if target == out:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
-        rename(source, target)
+
+    def meanwhile() -> None:
+        renames.before = refuse
 
     with pytest.raises(OutputError, match=r"cannot be put back.*lies whole in .*\.b\.partial/old"):
-        replace_bundle(out, lambda: monkeypatch.setattr(os, "rename", refuse))
+        replace_bundle(out, meanwhile)
     assert not out.exists()
     out.mkdir()
     with pytest.raises(PlaceError, match=r"stands where the bundle in .* stood"), reserve_output(out):
         pass
     out.rmdir()
-    monkeypatch.undo()
+    renames.before = usual
     with reserve_output(out):
         assert (out / "model/model.onnx").read_text() == "one"
 
 
-def test_one_failure_to_put_the_old_bundle_back_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, rename, failed = tmp_path / "b", os.rename, []
+def test_one_failure_to_put_the_old_bundle_back_is_tried_again(tmp_path: Path, renames: Renames) -> None:
+    out, failed = tmp_path / "b", []
     fill(out, "one")
 
     def fail_once(source: Path, target: Path) -> None:
-        if Path(target) == out and not failed:
+        if target == out and not failed:
             failed.append(target)
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
-        rename(source, target)
 
-    monkeypatch.setattr(os, "rename", fail_once)
+    renames.before = fail_once
     with reserve_output(out):
         assert failed and (out / "model/model.onnx").read_text() == "one"
 
@@ -348,7 +373,7 @@ def test_what_the_file_system_says(number: int, said: str) -> None:
         raise OSError("odd")
 
 
-def test_the_log_tells_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_tells_how_a_run_ended(tmp_path: Path) -> None:
     run_log = RunLog(tmp_path / "deep/run.log", quiet=True)
     with run_log.time_stage("counting"):
         pass
@@ -360,12 +385,10 @@ def test_the_log_tells_how_a_run_ended(tmp_path: Path, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
     assert run_log.file.read_text().endswith("failed: KeyboardInterrupt: \n")
 
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ZeroDivisionError), run_log.failures():
+    full = Faults((tmp_path,), at=0, number=errno.ENOSPC)
+    with pytest.raises(ZeroDivisionError), failing(full), run_log.failures():
         raise ZeroDivisionError
+    assert [call.name for call in full.calls] == ["write"]
 
 
 def test_a_name_that_is_no_text_is_found_before_any_work(tmp_path: Path) -> None:

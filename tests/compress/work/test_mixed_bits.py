@@ -150,10 +150,19 @@ def test_a_choice_below_equal_bits_is_taken_only_where_it_loses_less(
     assert ("texts' own tokens" in result.notes[0].text) == bool(comparison.texts)
 
 
-def test_a_choice_that_goes_below_equal_bits_nowhere_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_bits, "compare_rounded", lambda *args: pytest.fail("compared"))
-    config = Gptq(bits={"average": 3.5, "choices": (3, 4)}, group_size=16)
-    apply_pass(config, streamed(uneven()), context(texts(8), target="transformers"))
+COMPARED = "gptq: two choices of bits are rounded to be compared"
+
+
+def no_measuring(items: Sequence[Any], text: str, /, most_s: float | None = None) -> Sequence[Any]:
+    """Progress of a pass that must not measure what bits cost."""
+    assert "cost of bits" not in text, "losses were measured"
+    return items
+
+
+def test_a_choice_that_goes_below_equal_bits_nowhere_is_not_compared() -> None:
+    config, lines = Gptq(bits={"average": 3.5, "choices": (3, 4)}, group_size=16), list[str]()
+    apply_pass(config, streamed(uneven()), context(texts(8), log=lines.append, target="transformers"))
+    assert lines and COMPARED not in lines
 
 
 @pytest.mark.parametrize("make", [uneven, bert])
@@ -180,45 +189,39 @@ def test_what_a_rounded_model_loses_is_measured_as_it_is(make: Any) -> None:
     assert lost.outputs == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_twice_the_same_and_a_killed_run_does_not_measure_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, model = Gptq(bits=MIX, group_size=16), streamed(uneven(layers=2))
-    first = apply_pass(config, model, context(texts(8), tmp_path / "a", target="transformers"))
+def test_twice_the_same_and_a_killed_run_does_not_measure_again(tmp_path: Path) -> None:
+    config, model, lines = Gptq(bits=MIX, group_size=16), streamed(uneven(layers=2)), list[str]()
+    first = apply_pass(config, model, context(texts(8), tmp_path / "a", lines.append, target="transformers"))
     again = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
     costs = [(tmp_path / name / mixed_bits.FILE).read_bytes() for name in "ab"]
     assert costs[0] == costs[1] and bits_of(first.model) == bits_of(again.model)
 
-    def refuse(*args: Any) -> None:
-        raise AssertionError("measured again")
-
     (tmp_path / "b" / "block-00001.json").unlink()
-    monkeypatch.setattr(mixed_bits, "_measure", refuse)
-    monkeypatch.setattr(mixed_bits, "compare_rounded", refuse)
-    resumed = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
-    assert resumed.decisions == first.decisions and resumed.notes == first.notes
+    assert lines.count(COMPARED) == 1
+    given = replace(context(texts(8), tmp_path / "b", lines.append, target="transformers"), progress=no_measuring)
+    resumed = apply_pass(config, model, given)
+    assert resumed.decisions == first.decisions and resumed.notes == first.notes and lines.count(COMPARED) == 1
     damaged = bytearray(costs[0])
     damaged[20] ^= 1
     (tmp_path / "b" / mixed_bits.FILE).write_bytes(damaged)
-    with pytest.raises(AssertionError, match="measured again"):
-        apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
+    with pytest.raises(AssertionError, match="losses were measured"):
+        apply_pass(config, model, given)
 
 
 def choose_in_a_share(work: Path) -> list[dict[str, Any]]:
     """What a process of a launch chooses, and what it measured: in several micro-batches, and in one."""
     chosen = []
     for rows in (24, 10**6):
-        mixed_bits.SCORED_ROWS = rows
-        result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(uneven()), context(texts(8), work / str(rows)))
+        given = context(texts(8), work / str(rows), rows=rows)
+        result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(uneven()), given)
         costs = {layer: told["sensitivity"] for layer, told in result.measured.items() if "bits" in told}
         chosen.append({"bits": bits_of(result.model), "costs": costs})
     return chosen
 
 
 @pytest.mark.slow
-def test_two_processes_choose_what_one_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_choose_what_one_chooses(tmp_path: Path) -> None:
     """Each sends back its share of the micro-batches; of one there is nothing for the second to do."""
-    monkeypatch.setattr(mixed_bits, "SCORED_ROWS", mixed_bits.SCORED_ROWS)  # is put back
     alone = choose_in_a_share(tmp_path / "one")
     first, second = run_in_two_processes(choose_in_a_share, tmp_path / "two")
     assert first == second
@@ -309,14 +312,11 @@ def test_an_onnx_file_and_two_chains_are_refused() -> None:
     assert "along one chain of blocks" in Gptq(bits=MIX).check(two, ANY).problems[0]
 
 
-def test_layers_that_no_gradient_reaches_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(self: Any, number: int, out: Tensor, rows: Tensor | None) -> Tensor:
-        self.n_rows += 1
-        return torch.zeros_like(out)
-
-    monkeypatch.setattr(mixed_bits._Drawing, "draw", nothing)
+def test_layers_that_no_gradient_reaches_are_an_error() -> None:
+    net = llama()
+    nn.init.zeros_(net.lm_head.weight)
     with pytest.raises(PassError, match=f"{Q}, {K}, {V}: no gradient .* give them bits under overrides, or ignore"):
-        apply_pass(Rtn(bits=MIX, group_size=16), streamed(llama()), context(texts(2)))
+        apply_pass(Rtn(bits=MIX, group_size=16), streamed(net), context(texts(2)))
 
 
 def test_without_data_nothing_is_chosen() -> None:
@@ -415,11 +415,7 @@ def test_a_speedup_is_kept_as_timed_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(bits_of(result.model).values()) == {4, 8}
     assert "times as fast as in float here" in result.notes[0].text
 
-    def refuse(*args: Any) -> None:
-        raise AssertionError("losses were measured")
-
-    monkeypatch.setattr(mixed_bits, "_measure", refuse)
-    monkeypatch.setattr(mixed_bits, "compare_rounded", refuse)
+    given = replace(given, progress=no_measuring)
     with pytest.raises(PassError, match=r"speedup 9 is out of reach: with the fastest .* is \d\.\d\d times as fast"):
         apply_pass(Rtn(bits={"speedup": 9.0, "choices": (4, 8)}, group_size=16), model, given)
     with pytest.raises(PassError, match="speedup needs a target that is timed here; use average or size_ratio"):

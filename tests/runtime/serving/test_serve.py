@@ -308,18 +308,24 @@ def test_numbers_that_are_none_are_blamed_on_who_gave_them(roots_bundle: Path) -
         assert status == 200 and np.isnan(np.frombuffer(tail, "<f4")[0])
 
 
-def test_an_error_that_nobody_foresaw_is_json_and_raised_for_the_log(
-    image_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class FailingModel(ServedModel):
+    """One with a defect."""
+
+    error: BaseException = ZeroDivisionError()
+
+    def infer(self, *_: Any) -> Any:
+        raise self.error
+
+
+def test_an_error_that_nobody_foresaw_is_json_and_raised_for_the_log(image_bundle: Path) -> None:
     with runtime.open_bundle(image_bundle) as bundle:
-        service = Service(ServedModel(bundle, 16), LIMITS)
-        monkeypatch.setattr(ServedModel, "infer", lambda *_: 1 / 0)
+        service = Service(model := FailingModel(bundle, 16), LIMITS)
         client = TestClient(service.app, raise_server_exceptions=False)
         response = client.post("/v2/models/tiny/infer", content=b"{}")
         assert response.status_code == 500 and "a defect of the server" in response.json()["error"]
         with pytest.raises(ZeroDivisionError):
             TestClient(service.app).post("/v2/models/tiny/infer", content=b"{}")
-        monkeypatch.setattr(ServedModel, "infer", lambda *_: b"x" * 2**62)
+        model.error = MemoryError()
         response = client.post("/v2/models/tiny/infer", content=b"{}")
         assert response.status_code == 503 and "not enough memory" in response.json()["error"]
         service.close()
