@@ -21,7 +21,7 @@ def count_words(n: int, bits: int) -> int:
     return -(-n * bits // 32)
 
 
-def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
+def pack_bits(values: np.ndarray, bits: int, at_once: int = CHUNK) -> np.ndarray:
     """Pack unsigned integers [rows, n] (uint8, below 2^bits) into int32 [rows, packed_words(n, bits)].
 
     Value i of a row begins at bit i * bits of the row, lowest bit first, with no gaps: where `bits` does not divide 32,
@@ -31,7 +31,7 @@ def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
     rows, n = values.shape
     words = np.zeros((rows, count_words(n, bits)), "<i4")
     held = words.view(np.uint8).reshape(rows, words.shape[1] * 4)
-    step = max(1, CHUNK // max(1, n))
+    step = max(1, at_once // max(1, n))
     fold = _pack_aligned if 8 % bits == 0 else _pack_straddling
     for start in range(0, rows, step):
         packed = fold(values[start : start + step], bits)

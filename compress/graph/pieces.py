@@ -34,7 +34,9 @@ class Piece:
     last: tuple[str, ...]
 
 
-def run_in_pieces(model: ir.Model, batches: Sequence[Feeds], names: Sequence[str]) -> list[Feeds]:
+def run_in_pieces(
+    model: ir.Model, batches: Sequence[Feeds], names: Sequence[str], piece_bytes: int | None = None
+) -> list[Feeds]:
     """Return the named outputs of each batch. At any time the weights of one piece are held, and what passes between.
 
     Raises KeyError for a name that the graph does not have, and whatever ONNX Runtime raises.
@@ -42,7 +44,7 @@ def run_in_pieces(model: ir.Model, batches: Sequence[Feeds], names: Sequence[str
     whole = tap(model, names)
     inputs = {value.name or "" for value in whole.graph.inputs}
     known = [{name: array for name, array in feeds.items() if name in inputs} for feeds in batches]
-    for piece in cut(whole):
+    for piece in cut(whole, piece_bytes):
         graph = _take_piece(whole, piece, known[0])
         weights = {name: _read_straight(whole, name) for name in piece.weights}
         session = open_session(graph)

@@ -51,6 +51,7 @@ def find_curves(
     loss: Loss | None = None,
     seed: int = 0,
     progress: Progress = no_progress,
+    most_bytes: int = GRAM_BYTES,
 ) -> list[Elimination]:
     """Return one curve for each dimension: the order in which its units go, and the damage that each width does.
 
@@ -59,7 +60,7 @@ def find_curves(
 
     The curves of "obs" are in squared error of the model's outputs per sample; those of other importances in their own
     scores, summed. PassError: gradients without `loss`, a reader that cannot be measured, Gram matrices of one
-    dimension's readers above GRAM_BYTES.
+    dimension's readers above `most_bytes`.
     """
     if importance in ("obs", "obd", "activation"):
         two_samples = {name: tensor[:2] for name, tensor in batches[0].items()}
@@ -67,7 +68,7 @@ def find_curves(
         points = {name: Point(name, "", None, 0) for dimension in dimensions for name in dimension.readers}
         points |= {point.layer: point for point in find_points(module, two_samples)}
         curves: list[Elimination] = []
-        parts = list(_split_into_passes(module, dimensions))
+        parts = list(_split_into_passes(module, dimensions, most_bytes))
         for part in progress(parts, f"importance: {importance}"):
             curves += _find_curves_from_inputs(module, part, points, batches, importance, comparison, loss, seed)
         return curves
@@ -98,20 +99,22 @@ def _score_units(
     raise PassError(f"importance: '{importance}' is unknown; known: {', '.join(get_args(Importance))}")
 
 
-def _split_into_passes(module: nn.Module, dimensions: Sequence[Dimension]) -> Iterator[list[Dimension]]:
-    """Yield the dimensions in parts, cut where their readers' Gram matrices would take more than GRAM_BYTES."""
+def _split_into_passes(
+    module: nn.Module, dimensions: Sequence[Dimension], most_bytes: int
+) -> Iterator[list[Dimension]]:
+    """Yield the dimensions in parts, cut where their readers' Gram matrices would take more than `most_bytes`."""
     layers = layers_of(module)
     part: list[Dimension] = []
     held = 0
     for dimension in dimensions:
         size = sum(gram_bytes(layers[name]) for name in dimension.readers)
-        if size > GRAM_BYTES:
+        if size > most_bytes:
             raise PassError(
                 f"{dimension.name}: the Gram matrices of its {len(dimension.readers)} readers take "
-                f"{size / 2**30:.1f} GiB, more than {GRAM_BYTES / 2**30:.0f}; choose importance: l2 for it, or ignore "
+                f"{size / 2**30:.1f} GiB, more than {most_bytes / 2**30:.0f}; choose importance: l2 for it, or ignore "
                 "it"
             )
-        if part and held + size > GRAM_BYTES:
+        if part and held + size > most_bytes:
             yield part
             part, held = [], 0
         part.append(dimension)

@@ -43,14 +43,14 @@ def as_weight(matrices: Tensor, shape: Sequence[int]) -> Tensor:
     return matrices.reshape(out, *kernel, inputs).movedim(-1, 1).contiguous()
 
 
-def inputs_of(layer: nn.Module, x: Tensor, rows: Tensor | None = None) -> Iterator[Tensor]:
+def inputs_of(layer: nn.Module, x: Tensor, rows: Tensor | None = None, at_once: int = CHUNK) -> Iterator[Tensor]:
     """Yield what the weight multiplies for the input `x`, in parts [groups, n, in].
 
     `rows` [B, T]: False where padding is, which is left out where `x` has that shape; not of a convolution.
     """
     if isinstance(layer, CONVOLUTIONS):
         size = math.prod(layer.kernel_size) * x[0].numel()
-        for part in x.split(max(1, CHUNK // size)):
+        for part in x.split(max(1, at_once // size)):
             yield patches(layer, part)
         return
     flat = x.reshape(-1, x.shape[-1])

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from compress.passes import PASSES
 from compress.recipe.load import load_recipe
 from compress.recipe.network import OFFLINE, restrict_network
 from compress.recipe.vocabulary import editor_schema
+from runtime.backends import BACKENDS
 from runtime.bundle.format import Artifact, Gate, Judgement, Manifest
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import MissingDependency
@@ -407,27 +408,51 @@ def test_the_network_is_off_unless_the_recipe_names_the_hub(monkeypatch: pytest.
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_reads_its_requirements_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a package with these modules, name -> its code, in a place that comes before all others."""
+    (place := tmp_path / "site-packages").mkdir()
+    monkeypatch.syspath_prepend(str(place))
+
+    def install(name: str, files: Mapping[str, str] = {}, requires: Sequence[str] = ()) -> None:
+        (info := place / f"{name.replace('-', '_')}-9.dist-info").mkdir()
+        lines = [
+            "Metadata-Version: 2.4",
+            f"Name: {name}",
+            "Version: 9",
+            *(f"Requires-Dist: {line}" for line in requires),
+        ]
+        (info / "METADATA").write_text("\n".join(lines))
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        for file, code in files.items():
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            (place / file).write_text(code)
+
+    return install
+
+
+def test_doctor_reads_its_requirements_from_the_metadata(install: Install) -> None:
     lines = [
         "numpy>=2.0",
         "pillow>=11; extra == 'image'",
         'compress[image]; extra == "build"',
         "numpy; extra == 'build'",
     ]
-    monkeypatch.setattr(
-        "importlib.metadata.requires", lambda name: [*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"]
-    )
+    install("compress", requires=[*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"])
     found = [(r.name, r.least, r.extra) for r in doctor._list_requirements()]
     assert found == [("numpy", "2.0", ""), ("pillow", "11", "image"), ("x-y", "1.2", "build")]
 
 
-def test_doctor_tells_missing_old_broken_and_good_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_missing_old_broken_and_good_apart(install: Install) -> None:
     found = doctor._examine_package(doctor.Requirement("surely-not-here", "1", "text"))
     assert (found.state, found.mend) == ("missing", "pip install 'surely-not-here>=1'")
     assert doctor._examine_package(doctor.Requirement("numpy", "99", "")).state == "too old"
     assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "ok"
-    monkeypatch.setattr(doctor, "find_modules", lambda name: ["surely_not_here"])
-    assert doctor._examine_package(doctor.Requirement("numpy", "1.9", "")).state == "broken"
+    install("torn", {"torn.py": "import surely_not_here"})
+    assert doctor._examine_package(doctor.Requirement("torn", "1.9", "")).state == "broken"
     assert doctor.trouble("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)") == "crashed (signal 11)"
 
 
@@ -445,45 +470,41 @@ def test_doctor_tells_missing_old_broken_and_good_apart(monkeypatch: pytest.Monk
     ],
 )  # fmt: skip
 def test_doctor_imports_what_a_package_installed(
-    package: str, files: list[str], modules: list[str], monkeypatch: pytest.MonkeyPatch
+    package: str, files: list[str], modules: list[str], install: Install
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.files", lambda name: [PurePosixPath(file) for file in files])
+    install(package, dict.fromkeys(files, ""))
     assert doctor.find_modules(package) == modules
 
 
-def test_doctor_imports_together_what_can_be_and_alone_what_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder := tmp_path / "modules").mkdir()
-    (folder / "crashing.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    (folder / "leaving.py").write_text("raise SystemExit('no')")
-    monkeypatch.syspath_prepend(str(folder))
-    imported = {"numpy": "json", "onnx": "leaving", "rich": "csv", "pydantic": "crashing", "typer": "wave"}
-    monkeypatch.setattr(doctor, "find_modules", lambda name: [imported[name]])
-    alone: list[str] = []
-    trouble = doctor.trouble
-    monkeypatch.setattr(doctor, "trouble", lambda code: alone.append(code) or trouble(code))
-    found = doctor._examine_packages([doctor.Requirement(name, "0", "") for name in (*imported, "surely-not-here")])
+def test_doctor_imports_together_what_can_be_and_alone_what_fails(tmp_path: Path, install: Install) -> None:
+    ends = {"leaving": "raise SystemExit('no')", "crashing": "import os; os.abort()"}
+    names = ("sound", "leaving", "good", "crashing", "whole")
+    for name in names:
+        noted = f"with open({str(tmp_path / 'imported')!r}, 'a') as file: file.write('{name} ')\n"
+        install(name, {f"{name}.py": noted + ends.get(name, "")})
+    found = doctor._examine_packages([doctor.Requirement(name, "0", "") for name in (*names, "surely-not-here")])
     assert [(finding.state, finding.why) for finding in found] == [
         ("ok", ""),
         ("broken", "no"),
         ("ok", ""),
-        ("broken", "crashed (signal 11)"),
+        ("broken", "crashed (signal 6)"),
         ("ok", ""),
         ("missing", ""),
     ]
-    assert sorted(alone) == ["import crashing", "import leaving", "import wave"]
+    imported = (tmp_path / "imported").read_text().split()
+    assert imported[:4] == ["sound", "leaving", "good", "crashing"]
+    assert sorted(imported[4:]) == ["crashing", "leaving", "whole"], "alone"
 
 
-def test_doctor_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_answers(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("compress", requires=["sound>=2.0"])
+    install("sound", {"sound.py": ""})
     monkeypatch.setattr(doctor, "trouble", lambda code: "not today")
-    monkeypatch.setattr(doctor, "_list_requirements", lambda: [doctor.Requirement("numpy", "2.0", "")])
-    monkeypatch.setattr(doctor, "_list_backends", lambda: ["openvino"])
     monkeypatch.setattr(engines, "why_not_here", lambda order: f"no {order.runtime} today")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
-    assert [(f["part"], f["name"], f["state"]) for f in findings] == [
-        ("running bundles", "numpy", "ok"),
-        ("backend", "openvino", "missing"),
+    assert [(f["part"], f["name"], f["state"]) for f in findings if f["part"] != "plug-in"] == [
+        ("running bundles", "sound", "ok"),
+        *(("backend", name, "missing") for name in BACKENDS.own),
         ("compiler", "tensorrt", "missing"),
         ("compiler", "tensorrt-rtx", "missing"),
     ]
@@ -581,9 +602,8 @@ def test_compare_refuses_what_was_not_validated() -> None:
     ]
 
 
-def test_verify_and_validate(room: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_and_validate(room: Callable[..., None]) -> None:
     manifest = make_bundle("b")
-    monkeypatch.setattr("runtime.tasks.manifest.verify", lambda path: manifest)
     assert run("verify", "b").stdout == f"b: all 2 files are as the manifest says (digest {manifest.digest})\n"
     assert json.loads(run("verify", "b", "--json").stdout) == {"verdict": "pass", "files": 2, "digest": manifest.digest}
     asked: list[object] = []

@@ -213,17 +213,16 @@ def test_a_pass_over_blocks_of_a_graph(recipe: dict[str, Any]) -> None:
 def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from compress.blocks import stream
 
-    write = stream.write_block
+    write, interrupts = stream.write_block, [KeyboardInterrupt]
 
-    def once(folder: Path, index: int, *args: Any) -> Path:
-        if index:
-            raise KeyboardInterrupt
+    def interrupted(folder: Path, index: int, *args: Any) -> Path:
+        if index and interrupts:
+            raise interrupts.pop()
         return write(folder, index, *args)
 
     asked = changed(recipe, **TRANSFORMERS)
-    monkeypatch.setattr(stream, "write_block", once)
+    monkeypatch.setattr(stream, "write_block", interrupted)
     assert run("apply", asked).exit_code == 130
-    monkeypatch.setattr(stream, "write_block", write)
     done = run("apply", changed(asked, passes=[{**GPTQ, "damp_percent": 0.02}]))
     assert done.exit_code == 0, done.output
     log = Path("out/b/compress.log").read_text()

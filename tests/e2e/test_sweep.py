@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from makers import changed, cli, image_recipe, write_recipe
@@ -41,25 +41,14 @@ RATIOS = {"passes.0.ratio": {"choice": [0.3, 0.5]}}
 
 @pytest.mark.slow
 def test_a_first_pass_that_trials_share_is_done_once_and_the_best_is_made_again_without_a_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    from compress.work import prune_channels
-
-    calls, work = [], prune_channels.apply_prune_channels
-
-    def count(*arguments: Any) -> Any:
-        calls.append(1)
-        return work(*arguments)
-
-    count.__annotations__ = work.__annotations__
-    monkeypatch.setattr(prune_channels, "apply_prune_channels", count)
     goals = ["minimize size", "maximize agreement", "minimize latency_p50", "minimize peak_memory"]
     path = searched(tmp_path, CALIBRATIONS, goals=goals, trials=2)
     recipe = load_recipe(path, ["validate.benchmark.processes=6"])  # goals of time need an interval
     study = sweep(recipe, tmp_path / "study", tmp_path / "cache", jobs=0, quiet=True)
     assert [run.state for trial in study.trials for run in trial.runs] == ["judged"] * 2
-    assert len(calls) == 1
-    assert "prune_channels" in study.trials[1].runs[0].reused
+    assert ["prune_channels" in trial.runs[0].reused for trial in study.trials] == [False, True]
     assert study.bundle is not None
     apply_recipe(load_recipe(tmp_path / "study/recipe.yaml"), tmp_path / "again", tmp_path / "cache", quiet=True)
     assert read_manifest(tmp_path / "again").digest == read_manifest(tmp_path / "study/best").digest
@@ -121,14 +110,20 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "study/bundles").iterdir()} == {f"{study['best']:04d}"}
 
 
+def crash(order: dict[str, Any]) -> NoReturn:
+    print("illegal instruction", file=sys.stderr, flush=True)
+    os._exit(7)
+
+
+def sleep(order: dict[str, Any]) -> None:
+    time.sleep(600)
+
+
 def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path: Path) -> None:
     from compress.search import workers
 
-    with pytest.MonkeyPatch.context() as patch:
-        crash = "import os, sys; sys.stdin.readline(); print('illegal instruction', file=sys.stderr); os._exit(7)"
-        patch.setattr(workers, "STARTED", crash)
-        with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            answers = processes.build([workers.TrialOrder("build", "out")] * 3, None)
+    with workers.LocalProcesses(2, tmp_path / "log", f"{__name__}:crash") as processes:
+        answers = processes.build([workers.TrialOrder("build", "out")] * 3, None)
     reasons = [answer.reason for answer in answers if answer is not None]
     assert reasons == ["its process ended with exit code 7; it said last: illegal instruction"] * 3
 
@@ -136,10 +131,8 @@ def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path
 def test_at_the_deadline_work_in_progress_ends(tmp_path: Path) -> None:
     from compress.search import workers
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "STARTED", "import time; time.sleep(600)")
-        with workers.LocalProcesses(2, tmp_path / "log") as processes:
-            assert processes.build([workers.TrialOrder("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
+    with workers.LocalProcesses(2, tmp_path / "log", f"{__name__}:sleep") as processes:
+        assert processes.build([workers.TrialOrder("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
 
 
 @pytest.mark.slow

@@ -52,9 +52,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
 @pytest.fixture(autouse=True, scope="module")
 def _brief() -> Iterator[None]:
     """Judge in milliseconds: no processes for load time and memory, no more rounds than a few."""
-    with without_processes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("runtime.measure.benchmark.LIMIT_BUDGET_S", 0.02)
-        patch.setattr("runtime.clock.turns.WARMUP_BUDGET_S", 0.1)
+    with without_processes(), few_rounds():
         yield
 
 

@@ -170,12 +170,12 @@ def _find_caller() -> str:
 
 
 @contextmanager
-def pretend_gpu(patch: pytest.MonkeyPatch, free_bytes: int = 0) -> Iterator[PretendDevice]:
-    """Make torch believe that there is one GPU while the context is open. `free_bytes`: of its memory."""
+def pretend_gpu(patch: pytest.MonkeyPatch, free_bytes: int = 0, count: int = 1) -> Iterator[PretendDevice]:
+    """Make torch believe that there are `count` GPUs while the context is open. `free_bytes`: of the memory of each."""
     answers: dict[str, Any] = {
         "_lazy_init": None,
-        "is_available": True,
-        "device_count": 1,
+        "is_available": count > 0,
+        "device_count": count,
         "mem_get_info": (free_bytes, free_bytes),
         "max_memory_allocated": 0,
         "reset_peak_memory_stats": None,

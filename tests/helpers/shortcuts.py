@@ -30,8 +30,10 @@ FEW_ROUNDS: dict[str, Any] = {
     "measure.benchmark.LATENCY_BUDGET_S": 0.0,
     "measure.benchmark.THROUGHPUT_BUDGET_S": 0.0,
     "measure.benchmark.ANSWERS_BUDGET_S": 0.0,
+    "measure.benchmark.LIMIT_BUDGET_S": 0.02,
     "measure.energy.BLOCK_S": 0.0,
     "clock.turns.BLOCK_S": 0.0,
+    "clock.turns.WARMUP_BUDGET_S": 0.1,
     "clock.turns.MIN_ROUNDS": 2,
     "clock.turns.DISTURBED": inf,  # no round again because other tests run beside it
     "clock.turns.no_garbage_collection": nullcontext,  # it takes longer than all the rest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -73,13 +72,3 @@ def test_a_model_pass_runs_before_the_export_and_is_cached(tmp_path: Path) -> No
 def test_a_model_pass_after_a_graph_pass_is_refused() -> None:
     with pytest.raises(PlanError, match=r"passes\.1: silence rewrites the whole torch model and must come before int8"):
         compress.plan(recipe_with((Int8(), Silence())))
-
-
-def test_a_model_pass_on_an_onnx_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress.planning import make_plan as planner
-
-    found = planner.read_inputs(recipe_with((Silence(),)))
-    foreign = replace(found, facts=replace(found.facts, source="onnx"))
-    monkeypatch.setattr(planner, "read_inputs", lambda recipe, cache: foreign)
-    with pytest.raises(PlanError, match=r"passes\.0: silence rewrites a torch model, and an onnx: source is none"):
-        planner.make_plan(found.recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def test_a_bundle_with_an_ir(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_export, "find_spec", lambda module: None)
+    for module in ("openvino", "openvino_tokenizers"):
+        monkeypatch.setitem(sys.modules, module, None)
     recipe = language_recipe(tmp_path, [{"kind": "rtn", "group_size": 32}], **RECIPE)
     with pytest.raises(PlanError, match=r"export\.0: openvino needs the packages openvino and openvino-tokenizers"):
         apply(recipe, tmp_path / "bundle", tmp_path / "cache", tmp_path)

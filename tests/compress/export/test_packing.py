@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from compress.export import packing
 from compress.export.packing import as_signed, as_unsigned, count_words, pack_bits
 
 
@@ -31,9 +29,7 @@ def test_any_width_and_length_is_packed_as_compressed_tensors_packs_it(
     """In chunks of rows too; and each value is where a row as one long number has it."""
     signed = np.random.default_rng(seed).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (rows, n)).astype(np.int8)
     values = as_unsigned(signed, bits)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "CHUNK", chunk)
-        words = pack_bits(values, bits)
+    words = pack_bits(values, bits, chunk)
     assert words.dtype == np.int32 and words.shape == (rows, count_words(n, bits))
     np.testing.assert_array_equal(slow_unpack(words, bits, n), values)
     np.testing.assert_array_equal(words, pack_to_int32(torch.from_numpy(signed), bits).numpy())

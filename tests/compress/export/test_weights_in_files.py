@@ -156,16 +156,16 @@ def scaled_identity(factor: float, size: int) -> np.ndarray:
     return np.eye(size, dtype=np.float32) * np.float32(factor)
 
 
-def test_pieces_hold_no_more_weights_than_they_may_and_hand_on_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_hold_no_more_weights_than_they_may_and_hand_on_what_is_needed() -> None:
     model = make_chain(5, 4)
     pieces = cut(model, piece_bytes=2 * 64)
     assert [piece.weights for piece in pieces] == [("w0", "w1"), ("w2", "w3"), ("w4",)]
     assert [piece.gives for piece in pieces] == [("y0", "y1"), ("y3",), ("y4",)]
     assert [piece.last for piece in pieces] == [("x",), ("y1",), ("y3",)]
     assert len(cut(model, piece_bytes=1)) == 5
-    monkeypatch.setattr("compress.graph.pieces.PIECE_BYTES", 64)
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    for outputs, factor in zip(run_in_pieces(model, [{"x": x}, {"x": 2 * x}], ["y4", "y0"]), (1, 2), strict=True):
+    found = run_in_pieces(model, [{"x": x}, {"x": 2 * x}], ["y4", "y0"], piece_bytes=64)
+    for outputs, factor in zip(found, (1, 2), strict=True):
         np.testing.assert_allclose(outputs["y4"], factor * 120 * x)
         np.testing.assert_allclose(outputs["y0"], factor * x)
 
@@ -173,16 +173,14 @@ def test_pieces_hold_no_more_weights_than_they_may_and_hand_on_what_is_needed(mo
 def write_and_run(folder: Path, n: int, size: int) -> None:
     model = make_chain(n, size)
     save_graph(model, folder / "model.onnx", load=False)
-    run_in_pieces(model, [{"x": np.ones((2, size), np.float32)}], [f"y{n - 1}"])
+    run_in_pieces(model, [{"x": np.ones((2, size), np.float32)}], [f"y{n - 1}"], 32 << 20)
 
 
 def measure_growth(folder: Path) -> float:
     """MiB by which the process grows at most as it writes and runs 20 weights, after two small ones."""
     write_and_run(folder, 2, 64)
     before = read_peak()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.graph.pieces.PIECE_BYTES", 32 << 20)
-        write_and_run(folder, 20, 2048)
+    write_and_run(folder, 20, 2048)
     return read_peak() - before
 
 

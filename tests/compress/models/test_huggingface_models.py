@@ -121,7 +121,7 @@ def test_tasks_name_the_classes_that_optimum_names() -> None:
 def test_a_task_that_names_no_class_gets_that_of_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optimum.exporters.tasks")
     unnamed = replace(TORCH_TASKS["text-classification"], auto_class="")
-    monkeypatch.setattr(huggingface, "find_torch_task", lambda name: unnamed)
+    monkeypatch.setitem(TORCH_TASKS.own, "text-classification", unnamed)
     assert huggingface._find_auto_class("text-classification", "bert").__name__ == "AutoModelForSequenceClassification"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from hosts import Host
 from makers import plan
 from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
@@ -49,15 +50,13 @@ def test_each_further_block_takes_what_those_between_took(large: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("available_bytes", lambda: 1 << 20, "to time a few blocks takes"),
-        ("SHALLOW", (2, N_BLOCKS), "its 8 blocks are too few"),
-    ],
+    ("memory_bytes", "n_blocks", "said"),
+    [(1 << 20, N_BLOCKS, "to time a few blocks takes"), (2**40, latency.SHALLOW[1], "its 6 blocks are too few")],
 )
 def test_what_has_no_twin_is_said(
-    large: dict[str, Any], name: str, value: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    large: dict[str, Any], host: Host, memory_bytes: int, n_blocks: int, said: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(latency, name, value)
+    host.memory_bytes = memory_bytes
+    language_folder(tmp_path / "lm", num_hidden_layers=n_blocks)
     made = plan(large, tmp_path, tmp_path / "cache")
     assert made.latency is None and any(said in note.text for note in made.notes)

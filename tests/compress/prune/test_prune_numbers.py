@@ -29,7 +29,7 @@ from compress.prune.layers import (
     write_weight,
 )
 from compress.prune.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
-from compress.prune.statistics import Sums, gather_inputs
+from compress.prune.statistics import MAX_FEATURES, Sums, gather_inputs
 
 
 def correlated(rows: int, features: int, seed: int = 0) -> Tensor:
@@ -120,9 +120,9 @@ def test_rows_of_padding_are_left_out_and_batches_add_up(monkeypatch: pytest.Mon
     torch.testing.assert_close(sums.without_means()[0][0], torch.cov(real.T, correction=0), rtol=1e-5, atol=1e-6)
     with pytest.raises(PassError, match="silent: the calibration data never reaches"):
         gather_inputs(Tokens(), ["silent"], batches)
-    monkeypatch.setattr(statistics, "MAX_FEATURES", 3)
-    with pytest.raises(PassError, match="layer: one output sees 4 features"):
-        gather_inputs(Tokens(), ["layer"], batches)
+    wide = nn.Sequential(nn.Linear(MAX_FEATURES + 1, 1))
+    with pytest.raises(PassError, match=f"0: one output sees {MAX_FEATURES + 1} features"):
+        gather_inputs(wide, ["0"], [{"input": torch.ones(1, MAX_FEATURES + 1)}])
 
 
 def test_sampled_rows_are_few_and_the_same_each_time() -> None:

@@ -242,22 +242,21 @@ def test_obs_loses_less_than_chance() -> None:
     assert errors["obs"] < errors["random"]
 
 
-def test_curves_refuse_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_refuse_what_they_cannot_do() -> None:
     module, batches, dimensions = resnet()
     with pytest.raises(PassError, match="importance: taylor needs a loss"):
         find_curves(module, dimensions, batches, "taylor")
     with pytest.raises(PassError, match="importance: 'l3' is unknown; known: obs"):
         find_curves(module, dimensions, batches, "l3")  # type: ignore[arg-type]
-    monkeypatch.setattr(curves_room, "GRAM_BYTES", 2**10)
     with pytest.raises(PassError, match=r"layer1.0.conv1: the Gram matrices of its 1 readers"):
-        find_curves(module, dimensions, batches)
+        find_curves(module, dimensions, batches, most_bytes=2**10)
 
 
-def test_one_pass_or_several_over_the_data_give_the_same_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_or_several_over_the_data_give_the_same_curves() -> None:
     module, batches, dimensions = resnet()
     whole = find_curves(module, dimensions, batches)
-    monkeypatch.setattr(curves_room, "GRAM_BYTES", 8 * 576**2)  # the widest alone
-    for a, b in zip(whole, find_curves(module, dimensions, batches), strict=True):
+    parts = find_curves(module, dimensions, batches, most_bytes=8 * 576**2)  # the widest alone
+    for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a.errors, b.errors, rtol=0.2)  # other rows are drawn
 
 

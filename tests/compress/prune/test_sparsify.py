@@ -249,14 +249,11 @@ def test_groups_of_inputs_are_channels_at_one_position() -> None:
     assert (kept == 2).all()
 
 
-def test_large_inputs_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress.prune import matrix
-
+def test_large_inputs_come_in_parts() -> None:
     layer = nn.Conv2d(6, 8, 3)
     x = torch.randn(5, 6, 9, 7, generator=torch.Generator().manual_seed(0))
     whole = patches(layer, x)
-    monkeypatch.setattr(matrix, "CHUNK", 2 * 9 * x[0].numel())
-    parts = list(inputs_of(layer, x))
+    parts = list(inputs_of(layer, x, at_once=2 * 9 * x[0].numel()))
     assert len(parts) == 3 and torch.equal(torch.cat(parts, 1), whole)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distilling import SCHEDULE, taught
+from distilling import SCHEDULE, conv_net, images, label_dataset, quiet, taught
 from pretend_device import OnDevice, pretend_gpu
 from streaming import context, gpt2, llama, streamed, texts
 from tiny_lm import language_recipe
@@ -200,16 +200,32 @@ def full_beyond(limit: int, function: Any, count: Any) -> Any:
     return limited
 
 
-def test_training_takes_fewer_samples_at_once_where_the_device_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_takes_fewer_samples_at_once_where_the_device_is_full() -> None:
     schedule, lines = replace(SCHEDULE, steps=3, freeze_batchnorm=True), list[str]()
     _, log = taught(schedule)
-    loss = nn.functional.cross_entropy
-    monkeypatch.setattr(nn.functional, "cross_entropy", full_beyond(3, loss, lambda logits, *_: len(logits)))
-    _, found = taught(schedule, log=lines.append)
+    net = conv_net().requires_grad_(True)
+    dataset = label_dataset(net, images())
+    dataset = replace(dataset, loss=full_beyond(3, dataset.loss, lambda batch: len(batch.rows)))
+    found = train.train(net, dataset, schedule, quiet(log=lines.append))
     assert [line for line in lines if "full" in line] == [
         f"the device's memory is full; going on with {n} samples at once" for n in (4, 2)
     ]
     assert [loss for _, loss in found.curve] == pytest.approx([loss for _, loss in log.curve], rel=1e-4)
+
+
+class SmallMLP(LlamaMLP):
+    """One that a device has memory for where it sees `limit` tokens at most."""
+
+    limit: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return full_beyond(self.limit, super().forward, lambda x: x[..., 0].numel())(x)
+
+
+def with_small_memory(net: Any, limit: int) -> nn.Module:
+    for layer in net.model.layers:
+        layer.mlp.__class__, layer.mlp.limit = SmallMLP, limit
+    return net
 
 
 @pytest.mark.parametrize("blockwise", [None, False, True], ids=["gptq", "tune, all at once", "tune, block by block"])
@@ -221,9 +237,8 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     tune: dict[str, Any] = {"kind": "tune", "steps": 1, "block_steps": 1, "blockwise": blockwise, "batch_size": 16}
     passes = [gptq] if blockwise is None else [{"kind": "rtn", **W4}, tune]
     net, lines = llama(layers=2), list[str]()
-    want, model = run(passes, net, "cpu", n_texts=16), streamed(net)
+    want, model = run(passes, net, "cpu", n_texts=16), streamed(with_small_memory(net, 150))
     monkeypatch.setattr(blocks, "ROWS", 256)
-    monkeypatch.setattr(LlamaMLP, "forward", full_beyond(150, LlamaMLP.forward, lambda _, x: x[..., 0].numel()))
     for number, config in enumerate(passes):
         about = context(texts(16), log=lines.append)
         pass_ = make_pass(config)
@@ -232,9 +247,8 @@ def test_a_pass_takes_fewer_rows_where_the_device_is_full(
     assert difference(want, model) < 0.02
 
 
-def test_what_does_not_fit_at_all_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = streamed(llama())
-    monkeypatch.setattr(LlamaMLP, "forward", full_beyond(0, LlamaMLP.forward, lambda _, x: 1))
+def test_what_does_not_fit_at_all_is_said(tmp_path: Path) -> None:
+    model = streamed(with_small_memory(llama(), 0), structure=streamed(llama()).structure)
     with pytest.raises(PassError, match="no memory for the work, not even with 128 tokens at once; use device: cpu"):
         run_block_pass(ResultCache(tmp_path), "0" * 64, "", make_pass({"kind": "gptq", **W4}), model, context(texts()))
 
@@ -258,22 +272,31 @@ def test_the_pretended_gpu_sees_what_a_real_one_refuses(monkeypatch: pytest.Monk
             check_moves(gpu.moves)
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "was built without CUDA; install a build of torch for CUDA" in explain_no_device("cuda")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "was built for CUDA 13.0, but sees no GPU; see `nvidia-smi`" in explain_no_device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto") == torch.device("cuda", 0) and choose_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(PassError, match=r"cuda:2 was asked for by 1 process.*torch sees 2 GPU"):
-        choose_device("cuda:2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert choose_device("cuda") == torch.device("cuda", 1)
-    assert "each of the 2 processes needs its own" in explain_no_device("cuda:0")
+@pytest.mark.parametrize(
+    ("built_for", "said"),
+    [
+        (None, "was built without CUDA; install a build of torch for CUDA"),
+        ("13.0", "was built for CUDA 13.0, but sees no GPU; see `nvidia-smi`"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_with_the_way_out(
+    built_for: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pretend_gpu(monkeypatch, count=0):
+        assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+        assert said in explain_no_device("cuda:1")
+
+
+def test_of_several_gpus_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_gpu(monkeypatch, count=2):
+        assert choose_device("auto") == torch.device("cuda", 0) and choose_device("cuda:1") == torch.device("cuda", 1)
+        with pytest.raises(PassError, match=r"cuda:2 was asked for by 1 process.*torch sees 2 GPU"):
+            choose_device("cuda:2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        assert choose_device("cuda") == torch.device("cuda", 1)
+        assert "each of the 2 processes needs its own" in explain_no_device("cuda:0")
 
 
 def test_the_plan_refuses_it(tmp_path: Path) -> None:

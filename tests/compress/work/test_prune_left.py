@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-import pytest
 import torch
 from streaming import model_context
 from torch import Tensor, nn
 
 from compress.models.load import TorchModel
 from compress.passes import PruneChannels
-from compress.prune.compensate import compensate, explain_left_alone
+from compress.prune.compensate import MAX_OUTPUTS, compensate, explain_left_alone
 from compress.prune.points import find_points
 from compress.work import apply_pass
 from runtime.bundle.tensors import TensorSpec
@@ -27,7 +26,7 @@ class Uneven(nn.Module):
         self.head.weight = self.table.weight
         self.up, self.down = nn.Linear(6, 32), nn.Linear(32, 6)
         self.twice, self.idle = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.across, self.tall = nn.ConvTranspose1d(6, 6, 1), nn.Linear(6, 30, bias=False)
+        self.across, self.tall = nn.ConvTranspose1d(6, 6, 1), nn.Linear(6, MAX_OUTPUTS + 1, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
@@ -41,19 +40,18 @@ WHY = {
     "head": "it shares its weight with table",
     "twice": "one forward does not call it exactly once",
     "idle": "one forward does not call it exactly once",
-    "tall": "it has 30 outputs, and more than 24 are not fitted",
+    "tall": f"it has {MAX_OUTPUTS + 1} outputs, and more than {MAX_OUTPUTS} are not fitted",
 }
 
 
-def uneven(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    monkeypatch.setattr("compress.prune.compensate.MAX_OUTPUTS", 24)
+def uneven() -> nn.Module:
     torch.manual_seed(0)
     return Uneven().eval().requires_grad_(False)
 
 
-def test_each_layer_that_is_not_fitted_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_that_is_not_fitted_has_its_reason() -> None:
     """The three others are fitted."""
-    module = uneven(monkeypatch)
+    module = uneven()
     module.up, module.down = nn.Linear(6, 20), nn.Linear(20, 6)
     module.requires_grad_(False)
     batches = [{"ids": torch.randint(0, 20, (8, 5))} for _ in range(4)]
@@ -67,14 +65,14 @@ def test_each_layer_that_is_not_fitted_has_its_reason(monkeypatch: pytest.Monkey
         assert torch.equal(student.get_submodule(name).weight, module.get_submodule(name).weight)
 
 
-def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_names_them() -> None:
     """Beside what was decided of each; without compensation nothing is said of it."""
     rows = np.random.default_rng(0).integers(0, 20, (16, 5))
     spec = TensorSpec("ids", "int64", ("batch", 5))
     batches = [{"ids": rows[i : i + 4]} for i in range(0, 16, 4)]
     given = model_context(batches)
     for on in (True, False):
-        module = uneven(monkeypatch)
+        module = uneven()
         loaded = TorchModel(architecture="Uneven", inputs=(spec,), outputs=(), module=module, parameters={"ids": "ids"})
         result = apply_pass(PruneChannels(ratio=0.5, compensate=on, importance="l2"), loaded, given)
         said = {decision.layer: decision.reason for decision in result.decisions}

@@ -31,9 +31,10 @@ from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
 from compress.planning.latency import round_as_planned
 from compress.recipe.exports import CheckpointExport
-from compress.rounding import gptq, quantized_weight
+from compress.rounding import quantized_weight
 from compress.rounding.gptq import gptq_round, gptq_round_together, invert_hessian
 from compress.rounding.grid import round_to_grid
+from compress.rounding.quantized_weight import ROWS
 from compress.rounding.state import GraphState
 from compress.work import apply_pass
 
@@ -133,23 +134,21 @@ def test_positions_are_a_table_where_they_are_as_large(tmp_path: Path) -> None:
     assert {"transformer.wte", "transformer.wpe", HEAD} <= set(model.quantized_layers())
 
 
-def test_tall_weights_are_rounded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tall_weights_are_rounded_by_rows() -> None:
     rng = torch.Generator().manual_seed(0)
-    weight, rows = torch.randn(40, 32, generator=rng), torch.randn(64, 32, generator=rng)
+    weight, rows = torch.randn(2 * ROWS + 40, 32, generator=rng), torch.randn(64, 32, generator=rng)
     hessian = invert_hessian(rows.T @ rows / 64, 0.01)
     whole = gptq_round_together([weight], hessian, WeightScheme(4, 16))[0]
     nearest = round_to_grid(weight, WeightScheme(4, 16, symmetric=False))
-    for module in (gptq, quantized_weight):
-        monkeypatch.setattr(module, "ROWS", 7)
     parts = gptq_round(weight, hessian, WeightScheme(4, 16))
-    # A product of 7 rows may be summed up in another order than one of 40: a weight half way between two values then
+    # A product of fewer rows may be summed up in another order: a weight half way between two values then
     # goes to the other one, and what follows in its own row with it, but in no other row.
-    same = np.isclose(whole.weight.dequantize(), parts.weight.dequantize(), rtol=1e-5, atol=0).all(axis=1)  # [40]
+    same = np.isclose(whole.weight.dequantize(), parts.weight.dequantize(), rtol=1e-5, atol=0).all(axis=1)  # [rows]
     assert same.mean() > 0.9
     assert parts.error == pytest.approx(whole.error, rel=0.5)
     by_rows = quantized_weight.by_rows(weight, lambda part: round_to_grid(part, WeightScheme(4, 16, symmetric=False)))
     assert np.array_equal(by_rows.dequantize(), nearest.dequantize())
-    chosen = np.array([3, 39, 3])
+    chosen = np.array([3, ROWS, 3])
     assert np.array_equal(nearest.rows(chosen).dequantize(), nearest.dequantize()[chosen])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.boxes.decode import find_objects, place_priors
+from runtime.boxes.decode import CANDIDATES, find_objects, place_priors
 from runtime.boxes.overlap import compute_iou, suppress_overlaps
 from runtime.bundle.detections import Detections, HeadOutputs, Priors, complete_detections
 from runtime.bundle.records import from_json, to_json
@@ -204,9 +204,9 @@ def test_maps_may_have_several_boxes_in_a_cell() -> None:
         complete_detections(stated, specs(boxes=(12, 4, 8), scores=(10, 4, 8)), NAMES)
 
 
-def test_suppression_looks_at_more_where_the_best_are_all_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.boxes.decode.CANDIDATES", 8)
-    boxes, scores = np.repeat(CORNERS, 20, axis=0)[None], np.linspace(1, 0.5, 40, dtype=np.float32)[None, :, None]
+def test_suppression_looks_at_more_where_the_best_are_all_one_object() -> None:
+    boxes = np.repeat(CORNERS, CANDIDATES + 1, axis=0)[None]
+    scores = np.linspace(1, 0.5, boxes.shape[1], dtype=np.float32)[None, :, None]
     (found,) = find_objects({"boxes": boxes, "scores": scores}, make_spec("xyxy"), SIZE, 1)
     assert found.boxes.tolist() == CORNERS.tolist()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -450,22 +451,31 @@ def test_generate_streams_what_python_gives(make_decoder_bundle: MakeBundle, cap
     }
 
 
-def test_what_is_typed_is_answered_line_by_line(
-    make_decoder_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+Typing = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def typing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Typing:
+    """Type lines to a bundle; returns what it says on stdout and stderr."""
+
+    def converse(root: Path, lines: str, *options: str) -> tuple[str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        assert main(["generate", str(root), "--interactive", "--threads", "1", *options]) == 0
+        return tuple(capsys.readouterr())
+
+    return converse
+
+
+def test_what_is_typed_is_answered_line_by_line(make_decoder_bundle: MakeBundle, typing: Typing) -> None:
     root = make_decoder_bundle()
     with open_bundle(root) as bundle:
         answers = [bundle.generate(prompt, max_new_tokens=4).text for prompt in ("Once", "a dog")]
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"Once\n\n{'x' * 99}\na dog\n"))
-    assert main(["generate", str(root), "--interactive", "--max-new-tokens", "4", "--threads", "1"]) == 0
-    said = capsys.readouterr()
-    assert said.out == "".join(f"{answer}\n" for answer in answers)
-    assert said.err.startswith("error: ") and "context_length 64" in said.err  # and the next line is answered
+    out, errors = typing(root, f"Once\n\n{'x' * 99}\na dog\n", "--max-new-tokens", "4")
+    assert out == "".join(f"{answer}\n" for answer in answers)
+    assert errors.startswith("error: ") and "context_length 64" in errors  # and the next line is answered
 
 
-def test_a_chat_knows_what_was_said(
-    make_decoder_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_chat_knows_what_was_said(make_decoder_bundle: MakeBundle, typing: Typing) -> None:
     pytest.importorskip("jinja2")
     template = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
     root = make_decoder_bundle(config={"chat_template": template})
@@ -474,21 +484,24 @@ def test_a_chat_knows_what_was_said(
         first = bundle.generate("Hi", **settings).text
         said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
         second = bundle.generate([*said, {"role": "user", "content": "so"}], **settings).text
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nso\n"))
-    assert main(["generate", str(root), "--interactive", "--chat", "--max-new-tokens", "3", "--threads", "1"]) == 0
-    assert capsys.readouterr().out == f"{first}\n{second}\n"
+    assert typing(root, "Hi\nso\n", "--chat", "--max-new-tokens", "3")[0] == f"{first}\n{second}\n"
 
 
-def test_an_answer_without_text_has_no_pace(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_answer_without_text_has_no_pace(capsys: Any) -> None:
     nothing = Result("", (), "eos", 3)
 
     def stream(prompts: Any, request: Request) -> Any:
         yield from ()
         return [nothing]
 
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    assert write_answer(SimpleNamespace(stream=stream), "x", Request()) == nothing
-    assert capsys.readouterr() == ("\n", "")
+    with redirect_stderr(Terminal()) as shown:
+        assert write_answer(SimpleNamespace(stream=stream), "x", Request()) == nothing
+    assert (capsys.readouterr().out, shown.getvalue()) == ("\n", "")
 
 
 def test_how_fast_an_answer_came() -> None:

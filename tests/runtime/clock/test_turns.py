@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ class Machine:
         self.wall = self.own = 0.0
         self.switches = 0
         self.diary: list[tuple[str, int]] = []
-        monkeypatch.setattr("runtime.clock.turns.time.perf_counter", lambda: self.wall)
-        monkeypatch.setattr("runtime.clock.turns.time.process_time", lambda: self.own)
+        clocks = SimpleNamespace(perf_counter=lambda: self.wall, process_time=lambda: self.own)
+        monkeypatch.setattr("runtime.clock.turns.time", clocks)
         monkeypatch.setattr("runtime.clock.turns.count_switches", lambda: self.switches)
 
     def call(

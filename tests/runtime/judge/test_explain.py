@@ -14,7 +14,6 @@ from runtime.clock.peaks import Peaks
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge import explain
 from runtime.judge.explain import explain_path, explain_unprofiled
-from runtime.judge.twins import ProfiledPair
 from runtime.report.validate import validate
 from runtime.report.why import render_explanation
 from runtime.tasks.manifest import read_manifest
@@ -23,8 +22,17 @@ KNOWN = Peaks({"float32": 100.0, "uint8": 400.0, "int8": 40.0}, 20.0)
 
 
 @pytest.fixture(autouse=True)
-def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "measure_peaks", lambda *about: KNOWN)
+def measuring(monkeypatch: pytest.MonkeyPatch) -> list[RuntimeFailure]:
+    """What measuring the machine's peaks raises, if anything is in it; it finds those that are known."""
+    failures: list[RuntimeFailure] = []
+
+    def measure_peaks(*about: object) -> Peaks:
+        for failure in failures:
+            raise failure
+        return KNOWN
+
+    monkeypatch.setattr(explain, "measure_peaks", measure_peaks)
+    return failures
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("image", "call"), ("text", "call"), ("decoder", "token")])
@@ -55,11 +63,8 @@ def test_a_candidate_that_is_no_faster_says_why_in_its_report(tmp_path: Path) ->
     assert "## Why it is no faster" in (bundle / "report.md").read_text()
 
 
-def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*about: object) -> ProfiledPair:
-        raise RuntimeFailure("no room")
-
-    monkeypatch.setattr("runtime.judge.bundle.explain_bundle", fail)
+def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, measuring: list[RuntimeFailure]) -> None:
+    measuring.append(RuntimeFailure("no room"))
     bundle = make_bundle("image", tmp_path / "image")
     with without_processes():
         report = validate(bundle, ["onnxruntime-cpu"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from faults import Faults, failing
+from shortcuts import few_rounds
 
-from runtime.measure import energy
 from runtime.measure.energy import BLOCKS, find_meter, find_packages, measure_energy
 
 
@@ -30,15 +32,11 @@ def test_packages_are_added_and_counters_wrap_around(tmp_path: Path) -> None:
     assert meter.joules() == pytest.approx(0.2 + 0.5)
 
 
-def test_why_nothing_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_nothing_is_counted(tmp_path: Path) -> None:
     assert "shows no energy counters" in str(find_packages(tmp_path))
     write_counter(tmp_path, "intel-rapl:0", 1)
-
-    def refuse(path: Path) -> float:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(energy, "_read_joules", refuse)
-    assert "is for root alone" in str(find_packages(tmp_path))
+    with failing(Faults((tmp_path / "intel-rapl:0",), at=0, number=errno.EACCES)):
+        assert "is for root alone" in str(find_packages(tmp_path))
 
 
 def test_a_gpu_without_its_driver_has_a_word_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +49,7 @@ def test_a_gpu_without_its_driver_has_a_word_why(monkeypatch: pytest.MonkeyPatch
     assert find_meter("tensorrt") == "the GPU's energy cannot be read: no driver"
 
 
-def test_joules_are_those_of_each_models_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy, "BLOCK_S", 0.0)
+def test_joules_are_those_of_each_models_own_calls() -> None:
     used = itertools.count()
     total = {"joules": 0.0}
 
@@ -64,7 +61,8 @@ def test_joules_are_those_of_each_models_own_calls(monkeypatch: pytest.MonkeyPat
         next(used)
         total["joules"] += joules
 
-    found = measure_energy(Meter(), [lambda n: work(6.0), lambda n: work(2.0)], [2, 2])
+    with few_rounds():
+        found = measure_energy(Meter(), [lambda n: work(6.0), lambda n: work(2.0)], [2, 2])
     assert found.shape == (2, BLOCKS)
     assert np.array_equal(found, np.repeat([[3.0], [1.0]], BLOCKS, axis=1))
     assert next(used) == 2 * BLOCKS

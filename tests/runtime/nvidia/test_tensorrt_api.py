@@ -138,7 +138,7 @@ def test_level_that_an_old_version_lacks() -> None:
 
 
 def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "LIBRARIES", {"tensorrt": api.Library(("no_such_module",), "tensorrt")})
+    monkeypatch.setitem(api.LIBRARIES, "tensorrt", api.Library(("no_such_module",), "tensorrt"))
     with pytest.raises(MissingDependency, match="pip install tensorrt"):
         api.load("tensorrt")
     old = Library(RECORDED[0]).module

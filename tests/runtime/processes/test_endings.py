@@ -147,15 +147,16 @@ def test_bytes_that_are_no_text_are_refused(
 ) -> None:
     root = str(make_text_bundle("feature-extraction", {"text": ["the cat"]}))
     assert "a text is not Unicode" in end(["predict", root, "caf\udce9"], capsys)[1]
-    for errors in ("strict", "surrogateescape"):  # a locale of C reads as the second
-        stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
+    monkeypatch.setattr("runtime.__main__.MOST_INPUT", 4)
+    for stdin, told in (
+        (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", "strict"), "stdin is not utf-8"),
+        (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", "surrogateescape"), "a text is not Unicode"),  # locale C
+        (None, "stdin is closed"),
+        (io.StringIO("fives"), "stdin has more than 4 characters"),
+    ):
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert end(["predict", root, "-"], capsys)[0] == 2
-    monkeypatch.setattr(sys, "stdin", None)
-    assert "stdin is closed" in end(["predict", root, "-"], capsys)[1]
-    monkeypatch.setattr("runtime.__main__.MOST_INPUT", 3)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("four"))
-    assert "stdin has more than 3 characters" in end(["predict", root, "-"], capsys)[1]
+        code, said = end(["predict", root, "-"], capsys)
+        assert code == 2 and told in said
 
 
 def test_names_that_the_terminal_has_no_letters_for_are_escaped(image_bundle: Path, array: str) -> None:

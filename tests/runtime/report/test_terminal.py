@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import sys
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -16,9 +16,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_a_live_line_is_for_terminals(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert list(show_progress(range(3), "timing")) == [0, 1, 2]
+def test_a_live_line_is_for_terminals(stream: io.StringIO) -> None:
+    with redirect_stderr(stream):
+        assert list(show_progress(range(3), "timing")) == [0, 1, 2]
     text = stream.getvalue()
     assert ("timing 2 of 3, about" in text, "\n" in text) == (stream.isatty(), False)
     assert text.endswith("\x1b[2K") or not stream.isatty()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import select
 import socket
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import runtime
 from runtime.errors import MissingDependency, UsageError
 from runtime.serving import ServingLimits, serve
-from runtime.serving.server import GuardedProtocol, HttpServer
+from runtime.serving.server import HttpServer
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 INFER = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
@@ -38,6 +39,13 @@ def running(folder: Path, ends: bool | None = True, **limits: Any) -> Iterator[H
             server.stop()
             thread.join(30)
     assert gave == [ends]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @contextmanager
@@ -88,6 +96,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     monkeypatch.setattr(runtime.Bundle, "predict", wait)
     yield began, go_on, calls
     go_on.set()
+
+
+@pytest.fixture
+def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("app", "server"):
+        monkeypatch.setattr(f"runtime.serving.{module}.LINGER", 0.05)
 
 
 FRAMINGS = [
@@ -155,9 +169,8 @@ def test_chunks_of_http_1_0_are_refused(shared_server: HttpServer) -> None:
     ],
 )
 def test_a_body_that_was_not_read_is_never_taken_for_a_request(
-    shared_server: HttpServer, monkeypatch: pytest.MonkeyPatch, head: str, status: int
+    shared_server: HttpServer, short_linger: None, head: str, status: int
 ) -> None:
-    monkeypatch.setattr("runtime.serving.app.LINGER", 0.05)
     with connected(shared_server, f"{head}\r\n\r\n".encode() + LIVE) as connection:
         answer = read_all(connection)
     assert answer.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answer.lower()
@@ -173,18 +186,13 @@ def test_requests_that_are_whole_share_a_connection(shared_server: HttpServer) -
     assert [status for status, _ in answers] == [200, 200, 400, 200] and answers[0] == answers[1]
 
 
-def test_an_answer_never_waits_for_an_acknowledgement(image_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_never_waits_for_an_acknowledgement(shared_server: HttpServer) -> None:
     """Its head and its body are two writes; without TCP_NODELAY the second waits 40 ms."""
-    set_to, made = [], GuardedProtocol.connection_made
-
-    def note(self: GuardedProtocol, transport: Any) -> None:
-        made(self, transport)
-        set_to.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-    monkeypatch.setattr(GuardedProtocol, "connection_made", note)
-    with running(image_bundle) as server, connected(server, LIVE) as connection:
+    with connected(shared_server, LIVE) as connection:
         assert read_answer(connection)[0] == 200
-    assert set_to and all(set_to)
+        (there,) = (one for one in open_connections(shared_server) if one.client == connection.getsockname())
+        own: Any = there.transport.get_extra_info("socket")
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize(
@@ -237,18 +245,16 @@ def _drip(connection: socket.socket, stop: threading.Event) -> None:
             return
 
 
+def open_connections(server: HttpServer) -> set[Any]:
+    return server._server.server_state.connections
+
+
+@pytest.mark.usefixtures("short_linger")
 def test_an_answer_that_is_not_taken_ends_the_connection(image_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost, connection_lost = threading.Event(), GuardedProtocol.connection_lost
-
-    def note(self: GuardedProtocol, error: Exception | None) -> None:
-        connection_lost(self, error)
-        lost.set()
-
-    monkeypatch.setattr(GuardedProtocol, "connection_lost", note)
-    monkeypatch.setattr("runtime.serving.server.LINGER", 0.05)
     monkeypatch.setattr("runtime.serving.protocol.dump_json", lambda answer: b" " * 2**25)
     with running(image_bundle, request_timeout=0.3) as server, connected(server, whole(pixels())):
-        assert lost.wait(30)
+        for wanted in (1, 0):
+            wait_until(lambda wanted=wanted: len(open_connections(server)) == wanted)
 
 
 def test_connections_beyond_the_limit(image_bundle: Path) -> None:
@@ -354,10 +360,8 @@ def test_a_model_that_does_not_answer_in_time(image_bundle: Path, held: Any) -> 
             assert read_answer(connection)[0] == 200
 
 
-def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, capfd: pytest.CaptureFixture[str]) -> None:
     began, go_on, calls = held
-    told: list[str] = []
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", lambda record: told.append(record.getMessage()))
     with (
         running(image_bundle, ends=False, drain_timeout=0.1) as server,
         connected(server, whole(pixels())) as first,
@@ -371,7 +375,7 @@ def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, monkeypat
         # the thread that computes ends after the server has told that it could not wait
         threading.Timer(1.0, go_on.set).start()
     assert len(calls) == 1
-    assert ["timeout graceful shutdown exceeded" in text for text in told] == [True]
+    assert capfd.readouterr().err.count("timeout graceful shutdown exceeded") == 1
 
 
 def test_a_port_that_is_taken(image_bundle: Path) -> None:
@@ -394,8 +398,7 @@ def test_without_the_packages_it_says_what_to_install(
     """And the rest works: `runtime` needs them for nothing else."""
     from runtime.__main__ import main
 
-    found: Callable[[str], object] = lambda name: None if name == "uvicorn" else object()  # noqa: E731
-    monkeypatch.setattr("runtime.serving.find_spec", found)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", str(image_bundle)]) == MissingDependency.exit_code
     assert "pip install uvicorn" in capsys.readouterr().err
     assert main(["verify", str(image_bundle)]) == 0
