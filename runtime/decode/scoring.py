@@ -36,12 +36,13 @@ def score(
     batch_size: int = 32,
     reference_session: Session | None = None,
     progress: Progress = no_progress,
+    part: int = PART,
 ) -> dict[str, Array]:
     """Return sums over each sample's predicted tokens, in the samples' order.
 
     {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, {"kl": float64 [N]
     KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
-    "reference_nll": float64 [N]}; each also of parts of PART tokens, "part_nll" [N, P], 0 where a sample has no more.
+    "reference_nll": float64 [N]}; each also of parts of `part` tokens, "part_nll" [N, P], 0 where a sample has no more.
     Samples are what `LanguageEncoder.samples` makes of the columns; where these have a "loss_mask", only the tokens
     that it marks are summed and counted. The result does not depend on the samples' order.
     UsageError for samples that do not fit, a sample of one token, and models whose vocabularies differ; BundleError for
@@ -61,14 +62,14 @@ def score(
     rows: list[TokenNumbers] = [{}] * len(sequences)
     for row, logits in logit_rows(sessions, language, sequences, batch_size, progress):
         rows[row] = measure_tokens(logits, sequences[row][1:], None if masks is None else masks[row][1:])
-    return sum_tokens(rows, reference_session is not None)
+    return sum_tokens(rows, reference_session is not None, part)
 
 
-def sum_tokens(rows: Sequence[TokenNumbers], with_reference: bool) -> dict[str, Array]:
+def sum_tokens(rows: Sequence[TokenNumbers], with_reference: bool, part: int = PART) -> dict[str, Array]:
     """Return `score`'s sums of samples of which `measure_tokens` gave the numbers; {}: no token of it is scored."""
     n_tokens = np.array([len(row["nll"]) if row else 0 for row in rows], np.int64)
-    n_parts = max(-(-int(n_tokens.max(initial=0)) // PART), 1)
-    held, by_part = np.arange(n_parts * PART) < n_tokens[:, None], (len(rows), n_parts, PART)
+    n_parts = max(-(-int(n_tokens.max(initial=0)) // part), 1)
+    held, by_part = np.arange(n_parts * part) < n_tokens[:, None], (len(rows), n_parts, part)
     sums = {"n_tokens": n_tokens, f"{PARTS}n_tokens": held.reshape(by_part).sum(axis=2)}
     names = ("nll", f"{REFERENCE}nll", "kl", "agree") if with_reference else ("nll",)
     for name in names:
@@ -131,7 +132,9 @@ def logit_rows(
             yield row, [logits[place, : len(sequences[row]) - 1] for logits in all_logits]
 
 
-def measure_tokens(logits: Sequence[Array], targets: Array, counted: Array | None = None) -> TokenNumbers:
+def measure_tokens(
+    logits: Sequence[Array], targets: Array, counted: Array | None = None, at_once: int = REDUCED_AT_ONCE
+) -> TokenNumbers:
     """Return what `score` sums up, of each counted token of one sample.
 
     `logits`: [t, vocab] of the model (and the reference); `targets`: the tokens that came, [t]; `counted`: which of
@@ -139,7 +142,7 @@ def measure_tokens(logits: Sequence[Array], targets: Array, counted: Array | Non
     """
     if counted is not None and not counted.all():
         logits, targets = [model_logits[counted] for model_logits in logits], targets[counted]
-    step = max(1, REDUCED_AT_ONCE // logits[0].shape[-1])
+    step = max(1, at_once // logits[0].shape[-1])
     pieces = [slice(start, start + step) for start in range(0, max(len(targets), 1), step)]  # one for no tokens
     parts = [_measure_piece([model_logits[piece] for model_logits in logits], targets[piece]) for piece in pieces]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

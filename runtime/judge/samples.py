@@ -73,10 +73,10 @@ class KeptSamples:
     """Metrics whose columns would have made the file too large."""
 
 
-def keep_samples(columns: Mapping[str, Columns], folder: Path) -> KeptSamples:
+def keep_samples(columns: Mapping[str, Columns], folder: Path, most_bytes: int = MOST_BYTES) -> KeptSamples:
     """Write the columns of each metric into `folder`, whole or not at all, and return what the report says of them.
 
-    Metrics come in order until `MOST_BYTES` are reached; those that do not fit are named in `left_out`.
+    Metrics come in order until `most_bytes` are reached; those that do not fit are named in `left_out`.
     """
     arrays: dict[bytes, Array] = {}  # by content: metrics share labels, predictions and tokens
     kept: dict[str, tuple[KeptColumn, ...]] = {}
@@ -84,7 +84,7 @@ def keep_samples(columns: Mapping[str, Columns], folder: Path) -> KeptSamples:
     for metric, of_metric in columns.items():
         stored = [_store_exactly(column) for column in of_metric]
         together = {**arrays, **{_hash_array(array): array for array in stored}}
-        if sum(array.nbytes for array in together.values()) > MOST_BYTES:
+        if sum(array.nbytes for array in together.values()) > most_bytes:
             left_out.append(metric)
             continue
         arrays = together

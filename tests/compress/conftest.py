@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from shortcuts import quick_run
@@ -25,6 +26,17 @@ def one_thread() -> Iterator[None]:
 def small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two of the texts of `streaming.texts`, at most."""
     monkeypatch.setattr("compress.blocks.activations.ROWS", 24)
+
+
+@pytest.fixture
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read whole for a digest that is remembered."""
+    from compress.store import digests
+
+    read: list[Path] = []
+    whole = digests.sha256_of
+    monkeypatch.setattr(digests, "sha256_of", lambda path: read.append(path) or whole(path))
+    return read
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from places import ROOT
 from typer.testing import CliRunner, Result
 
 import compress
-from compress.cli import app, main
+from compress.cli import app
 from compress.commands import doctor
+from compress.commands.endings import run_program
 from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
 from compress.passes import PASSES
@@ -364,12 +365,9 @@ def test_how_failures_end(error: BaseException, code: int, said: str, room: Call
 
 
 @pytest.mark.parametrize("words", [["plan"], ["judge", "x"], ["plan", "recipe.yaml", "--sett", "x"]])
-def test_a_wrong_call_with_json_is_one_document(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["compress", *words, "--json"])
+def test_a_wrong_call_with_json_is_one_document(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main()
+        run_program(app, [*words, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert (end.value.code, document["exit_code"], document["verdict"]) == (2, 2, "error")
 

@@ -51,8 +51,8 @@ def test_a_format_that_reaches_the_goal_alone_is_all_that_is_tried(tmp_path: Pat
 def test_what_formats_lack_is_cut_raced_and_trained_over_a_kill_and_made_again_without_searching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.search.chains.MOST_EPOCHS", 2.0)
-    monkeypatch.setattr("compress.search.pursue.MOST_FITTINGS", 1)
+    for name, few in (("chains.MOST_EPOCHS", 2.0), ("pursue.MOST_FITTINGS", 1)):
+        monkeypatch.setattr(f"compress.search.{name}", few)
     recipe, begun, build = asked(tmp_path, "size >= 6.5x, agreement >= 0.05"), [], InThisProcess.build
 
     def die_at_the_third(self: Any, orders: Any, deadline: Any) -> Any:

@@ -38,9 +38,9 @@ def whole(home: Path, cache: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.planning.in_files.WHOLE_BYTES", 0)
-    monkeypatch.setattr("compress.execution.in_files.SMALL", 100)
-    monkeypatch.setattr("compress.graph.pieces.PIECE_BYTES", 2**16)
+    limits = {"planning.in_files.WHOLE_BYTES": 0, "execution.in_files.SMALL": 100, "graph.pieces.PIECE_BYTES": 2**16}
+    for name, value in limits.items():
+        monkeypatch.setattr(f"compress.{name}", value)
 
 
 def constants(file: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from makers import MEASURED, apply, bundle_bytes, changed, cli, plan, write_recipe
+from makers import MEASURED, bundle_bytes, changed, cli, plan, write_recipe
 from typer.testing import CliRunner
 
 from compress.cli import app
@@ -20,7 +20,6 @@ from compress.execution.lock import list_clocked
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.recipe.repeat import repeat_training
-from compress.store.cache import ResultCache
 from runtime.tasks.manifest import read_manifest
 
 Net = tuple[Path, dict[str, Any]]
@@ -135,18 +134,6 @@ def test_training_that_a_clock_ended_makes_as_many_steps_again(net: Net) -> None
     assert (trained.steps, trained.epochs, trained.max_seconds, trained.learning_rate) == (7, None, None, 0.03)
     assert repeat_training(recipe, {"0": 7}).passes[0].steps == 7
     assert rounded == recipe.passes[1]
-
-
-def test_a_second_run_does_nothing_again(
-    net: Net, bundle: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("finished work was done again")
-
-    monkeypatch.setattr(ResultCache, "put", refuse)
-    monkeypatch.setattr("compress.execution.passes.load_model", refuse)
-    apply(net[1], tmp_path / "b", cache, net[0])
-    assert bundle_bytes(tmp_path / "b") == bundle_bytes(bundle)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ class Call:
 
 @dataclass
 class Faults:
-    """Counts the calls under `roots`, each a disk. The one of number `at` fails with `number`.
+    """Counts the calls under `roots`, each a disk. That of number `at` fails with `number`; None: the first that can.
 
     With `lasting` those after it fail, too, that are on the same disk and can give that error.
     """
 
     roots: tuple[Path, ...]
-    at: int = -1
+    at: int | None = -1
     number: int = errno.EIO
     lasting: bool = False
     calls: list[Call] = field(default_factory=list)
@@ -77,11 +77,12 @@ class Faults:
         if disk is None:
             return
         call = Call(name, kind, path, names_file)
-        if len(self.calls) == self.at:
-            self.broken = disk
-        again = self.lasting and disk == self.broken and call.may_give(self.number)
+        may_fail = call.may_give(self.number)
+        now = may_fail and self.broken is None if self.at is None else len(self.calls) == self.at
+        again = self.lasting and disk == self.broken and may_fail
+        self.broken = disk if now else self.broken
         self.calls.append(call)
-        if len(self.calls) - 1 == self.at or again:
+        if now or again:
             raise OSError(self.number, os.strerror(self.number), *([path] if names_file else []))
 
 

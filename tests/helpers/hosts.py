@@ -23,9 +23,9 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     host, usage = Host(), shutil.disk_usage
-    monkeypatch.setattr(memory, "_read_machine_memory", lambda: host.memory_bytes)
-    for name in ("_read_container_memory", "_read_process_memory"):
-        monkeypatch.setattr(memory, name, list)
+    free = {"machine": lambda: host.memory_bytes, "container": list, "process": list}
+    for whose, read in free.items():
+        monkeypatch.setattr(memory, f"_read_{whose}_memory", read)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=host.disk_bytes))
     return host
 

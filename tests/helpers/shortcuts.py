@@ -15,6 +15,7 @@ import pytest
 from places import HELPERS
 
 from runtime.clock.fresh import Answer
+from runtime.report.report import Report, Side
 
 QUICK_COMMAND = f"""
 import sys
@@ -42,6 +43,7 @@ FEW_ROUNDS: dict[str, Any] = {
     "judge.bundle.asks_why": lambda evidence, forecast: False,  # few rounds say nothing
 }
 """Name -> what it is while calls are timed just to go through the motions."""
+PASSED = Report("pass", "tiny", "onnxruntime-cpu", Side(), Side())
 
 
 def run_here(function: str, task: Mapping[str, Any], what: str) -> Answer:
@@ -74,6 +76,14 @@ def quick_judge() -> Iterator[None]:
     """Judge on the main backend alone, in few rounds, in this process."""
     with without_processes(), few_rounds(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("runtime.judge.bundle.available_others", lambda manifest, main: ())
+        yield
+
+
+@contextmanager
+def unjudged(judge: Callable[..., Any] = lambda path, **more: PASSED) -> Iterator[None]:
+    """Let runs be judged by `judge`, which finds nothing wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.execution.run.validate", judge)
         yield
 
 

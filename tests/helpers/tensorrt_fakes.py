@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 from places import ROOT
 
+from runtime.backends import tensorrt
 from runtime.bundle.engine import Ranges, profile_of
 from runtime.nvidia import cuda, tensorrt_api
+from runtime.nvidia.gpu import Gpu
 
 RECORDED = sorted((ROOT / "tests/runtime/nvidia/api").glob("*.json"))
 ANSWERS: dict[str, Any] = {
@@ -294,8 +296,15 @@ def load_engine(monkeypatch: pytest.MonkeyPatch, library: Library, cuda_runtime:
 
     library.module.Runtime = lambda logger: Guarded(Runtime(), library.names["Runtime"])  # type: ignore[attr-defined]
     library.module.nptype = np.dtype  # type: ignore[attr-defined]
-    monkeypatch.setattr(tensorrt_api, "load", lambda runtime: library.module)
+    pretend_machine(monkeypatch, library.module)
     monkeypatch.setattr(cuda, "load", lambda: cuda_runtime)
+
+
+def pretend_machine(monkeypatch: pytest.MonkeyPatch, module: Any, gpu: Gpu | None = None) -> None:
+    """From here on this is a machine with that GPU, on which the module is TensorRT's."""
+    monkeypatch.setattr(tensorrt_api, "load", lambda runtime: module)
+    monkeypatch.setattr(tensorrt, "platform_here", lambda: "linux-x86_64")
+    monkeypatch.setattr(tensorrt, "gpu_here", lambda: gpu)
 
 
 class Guarded:

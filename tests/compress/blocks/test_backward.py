@@ -10,7 +10,6 @@ import torch
 from streaming import bert, context, gpt2, llama, streamed, texts, together
 from torch import Tensor, nn
 
-from compress.blocks import backward
 from compress.blocks.backward import first_micro_batches, send_back
 from compress.facts import BlockFacts, Structure
 
@@ -46,10 +45,7 @@ def square(layers: dict[str, nn.Module], into: dict[str, Tensor]) -> list[torch.
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
 @pytest.mark.parametrize("held", [2**28, 0])
 @pytest.mark.parametrize("one_block", [False, True])
-def test_they_are_those_of_autograd(
-    make: Callable[[], nn.Module], held: int, one_block: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(backward, "HELD_BYTES", held)
+def test_they_are_those_of_autograd(make: Callable[[], nn.Module], held: int, one_block: bool, tmp_path: Path) -> None:
     net = make()
     model = streamed(net)
     if one_block:
@@ -57,7 +53,7 @@ def test_they_are_those_of_autograd(
     said = context(texts())
     batches = first_micro_batches(model, said, 10**6, 24)
     squares: dict[str, Tensor] = {}
-    for block in send_back(model, said, batches, pull):
+    for block in send_back(model, said, batches, pull, held_bytes=held):
         handles = square({name: layer for name, layer in block.work.layers.items() if "embed" not in name}, squares)
         block.run(lambda number: None)
         for handle in handles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 from multiprocessing import Pipe
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from child_processes import start_process
+from faults import Faults, failing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from streaming import W4, bert, context, llama, nearest, streamed, texts
@@ -177,12 +179,10 @@ def test_finished_results_need_every_block(tmp_path: Path) -> None:
         read_finished_blocks(tmp_path)
 
 
-def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OutputError, match="the disk is full; finished work is kept, free some space and run again"):
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    full = failing(Faults((tmp_path,), at=None, number=errno.ENOSPC, lasting=True))
+    said = "the disk is full; finished work is kept, free some space and run again"
+    with full, pytest.raises(OutputError, match=said):
         run(streamed(llama(layers=3)), tmp_path, True)
 
 

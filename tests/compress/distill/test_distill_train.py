@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,27 @@ def test_rates_of_their_own_and_calls_around_steps() -> None:
     assert calls == [("before", 0.0), ("after", 0), ("before", 0.5), ("after", 1)]
 
 
-def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100_000))
-    monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))
+@dataclass
+class Ticks:
+    """A clock that goes on by a `step` whenever it is asked."""
+
+    now: float = -1.0
+    step: float = 1.0
+
+    def ask(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    ticks = Ticks()
+    monkeypatch.setattr(loop.time, "monotonic", ticks.ask)
+    return ticks
+
+
+@pytest.mark.usefixtures("ticks")
+def test_time_ends_a_run_with_a_last_look() -> None:
     done: list[float] = []
     schedule = replace(SCHEDULE, steps=10_000, max_seconds=60.0, save_seconds=1e9)
     _, log = taught(schedule, before_step=lambda step, part: done.append(part))
@@ -185,19 +203,14 @@ def test_time_ends_a_run_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_does_not_take_the_run_over(tmp_path: Path, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     saves: list[float] = []
-    now = [0.0]
+    ticks.step = 0.5
 
     def slow(*args: Any) -> None:
-        saves.append(now[0])
-        now[0] += 3.0
+        saves.append(ticks.now)
+        ticks.now += 3.0
 
-    def tick() -> float:
-        now[0] += 0.5
-        return now[0]
-
-    monkeypatch.setattr(loop.time, "monotonic", tick)
     monkeypatch.setattr(training_state, "write_state", slow)
     taught(replace(SCHEDULE, steps=400, save_seconds=1.0), tmp_path)
     assert 3 < len(saves) < 20

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from makers import bundle_bytes
 from places import QUICKSTART
 
 import compress
@@ -26,7 +27,6 @@ from compress.planning.forecast import Volumes, forecast
 from compress.planning.make_plan import make_plan
 from compress.planning.measurements import n_between
 from compress.recipe.schema import Recipe
-from compress.store.cache import ResultCache
 from compress.work import WORK
 from runtime.judge.findings import PassRow
 from runtime.judge.passes import PASSES_FILE
@@ -140,11 +140,13 @@ def test_a_second_run_scores_nothing_again_and_says_what_each_pass_took(
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("finished work was done again")
 
-    monkeypatch.setattr(ResultCache, "put", refuse)
-    monkeypatch.setattr(chain, "run_graph", refuse)
+    work = ("store.cache.ResultCache.put", "execution.measurements.run_graph", "execution.passes.load_model")
+    for name in work:
+        monkeypatch.setattr(f"compress.{name}", refuse)
     again = run(recipe_of(Shake(), ROUND, INT8), tmp_path / "b", cache)
     assert [(row.seconds, row.metrics) for row in rows(again)] == [(r.seconds, r.metrics) for r in rows(whole[1])]
     assert all(row.seconds is not None and row.seconds > 0 for row in rows(again)[1:])
+    assert bundle_bytes(tmp_path / "b") == bundle_bytes(whole[0])
 
 
 def test_a_training_curve_is_drawn_counts_as_no_layer_and_all_its_runs_are_counted(cache: Path, tmp_path: Path) -> None:
@@ -182,7 +184,7 @@ def test_the_plan_says_what_is_measured(cache: Path, monkeypatch: pytest.MonkeyP
     assert "is measured after shake, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
 
 
-def test_the_knob(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_knob(cache: Path) -> None:
     facts = make_plan(recipe_of(INT8), cache).before
 
     def n(*passes: Pass, **knob: Any) -> int:
@@ -192,7 +194,7 @@ def test_the_knob(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert n(Shake(), INT8, steps=False) == 0
     without = make_plan(recipe_of(Shake(), INT8, steps=False), cache).keys
     assert make_plan(recipe_of(Shake(), INT8), cache).keys == without, "it decides no pass's result"
-    monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
+    facts = replace(facts, other_bytes=rules.LARGEST_BYTES)
     assert (n(Shake(), INT8), n(Shake(), INT8, steps=True)) == (0, 1)
 
 

@@ -15,7 +15,6 @@ from safetensors.numpy import load, save
 from torch import nn
 
 from compress.errors import ExportError
-from compress.export import decoder as room
 from compress.export.decoder import cache_shape, export_decoder
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS
@@ -91,11 +90,13 @@ def test_a_cache_of_another_kind_is_refused_by_name() -> None:
         export_decoder(make("mamba"))
 
 
-def test_what_a_model_gives_back_for_a_cache_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_gives_back_for_a_cache_is_looked_at() -> None:
+    from transformers import LlamaConfig
+
     class Odd(nn.Module):
         def __init__(self, layers: list[object]) -> None:
             super().__init__()
-            self.layers = layers
+            self.layers, self.config = layers, LlamaConfig(num_hidden_layers=1)
 
         def forward(self, input_ids: torch.Tensor, past_key_values: object = None, **_: object) -> object:
             if not self.layers:
@@ -103,7 +104,6 @@ def test_what_a_model_gives_back_for_a_cache_is_looked_at(monkeypatch: pytest.Mo
             past_key_values.layers = self.layers  # type: ignore[union-attr]
             return SimpleNamespace(past_key_values=past_key_values if len(self.layers) < 3 else None)
 
-    monkeypatch.setattr(room, "_refuse_other_layers", lambda module, name: None)
     pair = [torch.zeros(1, heads, 2, 8) for heads in (2, 4)]
     odd = SimpleNamespace(conv_states=pair[0])
     unlike = SimpleNamespace(keys=pair[0], values=pair[1])

@@ -17,9 +17,9 @@ from compress.execution.work_meter import WorkMeter
 from compress.pages.charts import AFTER, MOST_SPOTS, Line, clean_text, draw_chart, draw_lines, tip
 from compress.pages.layers import group_kept, list_measures, real_layers, worst_table
 from compress.pages.report import draw_gate, make_headlines, worst_classes
-from compress.pages.samples import ShownSample, describe, show_samples
+from compress.pages.samples import MOST_BYTES, ShownSample, describe, show_samples
 from compress.pages.sizes import PACKED, REST, SizedTensor, list_tensors, sum_formats, sum_layers
-from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest
+from runtime.bundle.format import Artifact, EvaluationSet, Judgement, Manifest, write_samples
 from runtime.errors import BundleError
 from runtime.judge.changes import ChangedSample, Changes, ConfusedPair, Confusion
 from runtime.judge.gates import GateResult
@@ -108,7 +108,7 @@ def test_layers_come_worst_first_and_kept_ones_by_their_reason() -> None:
     assert [(group.reason, group.layers) for group in group_kept(layers)] == [("slower in int8", ("c",))]
 
 
-def manifest_of(task: str, n: int) -> Manifest:
+def manifest_of(task: str, evaluation: EvaluationSet) -> Manifest:
     return Manifest(
         name="b",
         task=task,
@@ -116,36 +116,35 @@ def manifest_of(task: str, n: int) -> Manifest:
         class_names=("cat", "dog"),
         preprocess={"kind": "image"},
         artifacts=(),
-        evaluation=EvaluationSet(n, None, None, "evaluation/baseline_outputs.npz", "0" * 64),
+        evaluation=evaluation,
         judgement=Judgement(),
         files={},
         created_by="compress",
     )
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, columns: dict[str, Any], task: str, **answers: Any) -> list[ShownSample]:
-    (n,) = {len(column) for column in columns.values()}
-    monkeypatch.setattr("compress.pages.samples.read_samples", lambda root, manifest: columns)
+def shown(root: Path, columns: dict[str, Any], task: str, **answers: Any) -> list[ShownSample]:
+    evaluation = write_samples(root, columns)
     before, after = answers.get("before"), answers.get("after")
-    changes = Changes("m", 1, tuple(ChangedSample(row, before, after, {}) for row in (*range(n), 99)))
-    return show_samples(Path(), manifest_of(task, n), changes)
+    changes = Changes("m", 1, tuple(ChangedSample(k, before, after, {}) for k in (*range(evaluation.n_samples), 99)))
+    return show_samples(root, manifest_of(task, evaluation), changes)
 
 
-def test_pictures_come_with_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_come_with_their_classes(tmp_path: Path) -> None:
     columns = {"image": np.zeros((2, 300, 100, 3), np.uint8), "label": np.array([1, 0])}
     before = {"label": "dog", "score": 0.931}
-    first, _ = shown(monkeypatch, columns, "image-classification", before=before, after={"label": None})
+    first, _ = shown(tmp_path, columns, "image-classification", before=before, after={"label": None})
     assert first.picture.startswith("data:image/jpeg;base64,") and first.size == (100, 300) and not first.sharp
     assert (first.truth, first.before, first.after) == ("dog", "dog 93 %", "no answer")
 
 
-def test_boxes_that_were_lost_and_that_are_new_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_that_were_lost_and_that_are_new_are_told_apart(tmp_path: Path) -> None:
     columns = {"image": np.zeros((1, 100, 200, 3), np.uint8)}
     boxes = {"same": [0, 0, 100, 50], "moved": [4, 0, 100, 50], "lost": [150, 0, 200, 50], "new": [0, 60, 50, 100]}
     answers = {name: {"label": name, "score": 0.9, "box": corners} for name, corners in boxes.items()}
     faint = {"label": "faint", "score": 0.1, "box": [0, 0, 9, 9]}
     (sample,) = shown(
-        monkeypatch,
+        tmp_path,
         columns,
         "object-detection",
         before=[answers["same"], answers["lost"], faint],
@@ -159,20 +158,20 @@ def test_boxes_that_were_lost_and_that_are_new_are_told_apart(monkeypatch: pytes
     assert [(box.x, box.width) for box in sample.boxes if box.of == "before"] == [(0.75, 0.25)]
 
 
-def test_recordings_are_cut_and_texts_stand_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_are_cut_and_texts_stand_beside_them(tmp_path: Path) -> None:
     sound = [np.sin(np.arange(10 * 8000) / 5).astype(np.float32)]
     columns = {"audio": sound, "rate": np.array([8000]), "label": ["what was said"]}
-    (sample,) = shown(monkeypatch, columns, "automatic-speech-recognition", before={"label": "what"})
+    (sample,) = shown(tmp_path, columns, "automatic-speech-recognition", before={"label": "what"})
     assert sample.recording.startswith("data:audio/wav;base64,UklGR")
     assert sample.note == "the first 6 of 10.0 s" and sample.truth == "what was said" and sample.before == "what"
 
 
-def test_what_would_make_the_page_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.pages.samples.MOST_BYTES", 1000)
-    noise = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), np.uint8)
-    samples = shown(monkeypatch, {"image": noise}, "image-classification")
-    assert [sample.picture for sample in samples] == ["", "", ""]
-    assert samples[0].note == "not shown: the page would grow too large"
+def test_what_would_make_the_page_too_large_is_left_out(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 224, 224, 3), np.uint8)
+    samples = shown(tmp_path, {"image": noise}, "image-classification")
+    assert sum(len(sample.picture) for sample in samples) <= MOST_BYTES
+    assert samples[0].picture and not samples[0].note
+    assert not samples[-1].picture and samples[-1].note == "not shown: the page would grow too large"
 
 
 @pytest.mark.parametrize(

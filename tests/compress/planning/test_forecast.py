@@ -46,9 +46,10 @@ SAMPLES = {"calibration": 1000, "evaluation": 1000}
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward pass of the model takes a millisecond."""
-    monkeypatch.setattr(room, "matrix_rate", lambda: 2 * MIB / 1e-3 / EFFICIENCY)
-    monkeypatch.setattr(room, "measure_held_bytes", lambda: 0)
-    monkeypatch.setattr(room, "ON_CPU", ("onnxruntime-cpu",))
+    rate = 2 * MIB / 1e-3 / EFFICIENCY
+    machine = {"matrix_rate": lambda: rate, "measure_held_bytes": lambda: 0, "ON_CPU": ("onnxruntime-cpu",)}
+    for name, value in machine.items():
+        monkeypatch.setattr(room, name, value)
 
 
 def expect(recipe: Recipe = RECIPE, facts: ModelFacts = FACTS, samples: Any = SAMPLES, batch: int = 32) -> Forecast:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -187,18 +188,23 @@ def test_a_chain_whose_channels_are_padded_for_int8_runs(tmp_path: Path) -> None
     find_backend("onnxruntime-cpu").open(tmp_path / "chain.onnx", 1, {}).close()
 
 
+class Stopped(Clock):
+    """One that times nothing more."""
+
+    def time_each(self, *_: Any) -> list[float]:
+        raise AssertionError("it is known")
+
+
 @pytest.mark.slow
-def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.prune.latency.BUDGET_S", 0.0)
+def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path) -> None:
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions
     wanted = find_wanted_layers(module, dimensions, [[8], [12]], SAMPLE)
     clock = Clock("onnxruntime-cpu", kept=Kept(tmp_path))
-    tables = measure(wanted, clock, keep_form, "float")
+    tables = measure(wanted, clock, keep_form, "float", 0.0)
     assert len(tables) == len(wanted)
     assert all(table.ms[-1][-1] > 0 for table in tables)
-    monkeypatch.setattr(Clock, "time_each", None)
-    assert measure(wanted, clock, keep_form, "float") == tables
+    assert measure(wanted, Stopped(clock.backend, kept=clock.kept), keep_form, "float") == tables
     table = LatencyTable(wanted[0].shape, (4, 8), (2, 4), ((1.0, 2.0), (3.0, 6.0)))
     assert table.at((8, 4)) == 6
     assert table.at((6, 3)) == 3

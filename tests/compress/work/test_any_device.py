@@ -22,7 +22,6 @@ from compress.blocks.device import choose_device, explain_no_device
 from compress.blocks.streamed import StreamedModel
 from compress.distill import train
 from compress.errors import PassError, PlanError
-from compress.execution import blocks
 from compress.execution.blocks import run_block_pass
 from compress.execution.quality import score_streamed
 from compress.passes import KINDS, Pass
@@ -229,16 +228,13 @@ def with_small_memory(net: Any, limit: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("blockwise", [None, False, True], ids=["gptq", "tune, all at once", "tune, block by block"])
-def test_a_pass_takes_fewer_rows_where_the_device_is_full(
-    blockwise: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_takes_fewer_rows_where_the_device_is_full(blockwise: bool | None, tmp_path: Path) -> None:
     """It goes on after its finished blocks: what did not fit is the second block's, for more than 150 tokens."""
     gptq: dict[str, Any] = {"kind": "gptq", **W4, **FEW}
     tune: dict[str, Any] = {"kind": "tune", "steps": 1, "block_steps": 1, "blockwise": blockwise, "batch_size": 16}
     passes = [gptq] if blockwise is None else [{"kind": "rtn", **W4}, tune]
     net, lines = llama(layers=2), list[str]()
     want, model = run(passes, net, "cpu", n_texts=16), streamed(with_small_memory(net, 150))
-    monkeypatch.setattr(blocks, "ROWS", 256)
     for number, config in enumerate(passes):
         about = context(texts(16), log=lines.append)
         pass_ = make_pass(config)

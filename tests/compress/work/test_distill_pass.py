@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -480,9 +480,14 @@ def test_a_rate_is_found_and_a_killed_run_takes_it_again(tmp_path: Path, monkeyp
     assert fixed.measured[curve] == result.measured[curve]  # trials left nothing behind
     assert result.measured["distill"]["loss_after"] < 0.5 * result.measured["distill"]["loss_before"]
 
-    monkeypatch.setattr("compress.work.settle_schedule.choose_arm", lambda *args: pytest.fail("tried again"))
-    again = apply_pass(config, image_model(noisy(conv_net(), 1.0)), context)
-    assert again.settled == result.settled
+    loops: list[str] = []
+
+    def note(items: Sequence[Any], text: str, /, most_s: float | None = None) -> Sequence[Any]:
+        loops.append(text)
+        return items
+
+    again = apply_pass(config, image_model(noisy(conv_net(), 1.0)), replace(context, progress=note))
+    assert again.settled == result.settled and loops == ["distill"], "nothing is tried again"
 
 
 def test_the_average_is_over_a_twentieth_of_the_steps_that_there_is_time_for() -> None:

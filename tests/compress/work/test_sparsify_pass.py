@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -272,28 +273,20 @@ def files(work: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("config", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_with_the_same_bytes(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from compress.work import sparsify as sparsify_blocks
-
+def test_a_run_that_was_stopped_ends_with_the_same_bytes(config: dict[str, Any], tmp_path: Path) -> None:
     whole = run(streamed(llama()), tmp_path / "whole", **config)
-    finish, left = sparsify_blocks._BlockSparsifying.finish, 0
+    for done in (1, 2):
 
-    def stopping(work: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        finish(work)
+        def stopping(blocks: Sequence[Any], *about: object, done: int = done) -> Iterator[Any]:
+            for block in blocks:
+                if len(files(tmp_path / "broken")) == done:
+                    raise KeyboardInterrupt
+                yield block
 
-    monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", stopping)
-    for done in range(2):
-        left = 1
+        about = replace(context(texts(), tmp_path / "broken"), progress=stopping)
         with pytest.raises(KeyboardInterrupt):
-            run(streamed(llama()), tmp_path / "broken", **config)
-        assert len(files(tmp_path / "broken")) == done + 1
-    monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", finish)
+            apply_pass(Sparsify(**config), streamed(llama()), about)
+        assert len(files(tmp_path / "broken")) == done
     result = run(streamed(llama()), tmp_path / "broken", **config)
     assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 2
     assert result.decisions == whole.decisions

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorrt_fakes import RECORDED, Doubling, HostCuda, Library, load_engine
+from tensorrt_fakes import RECORDED, Doubling, HostCuda, Library, load_engine, pretend_machine
 
 from runtime.backends import open_options, tensorrt
 from runtime.bundle.engine import EngineRecord, Here, InputShapes, why_not_here
@@ -201,7 +201,6 @@ def test_engines_that_run_on_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     kind = replace(RECORD, version_compatible=True, hardware_compatibility_level="ampere+")
     assert why_not_here(kind, newer) == []
     assert len(why_not_here(kind, replace(newer, version="11.0", capability="7.5"))) == 2
-    monkeypatch.setattr(tensorrt, "gpu_here", lambda: Gpu("RTX 2080", "7.5", "580"))
-    monkeypatch.setattr(tensorrt_api, "load", lambda runtime: Library(RECORDED[0]).module)
+    pretend_machine(monkeypatch, Library(RECORDED[0]).module, Gpu("RTX 2080", "7.5", "580"))
     with pytest.raises(BundleError, match=r"model\.engine: it is for compute capability 8\.6, and this GPU has 7\.5"):
         tensorrt.check_engine(tmp_path / "model.engine", RECORD)

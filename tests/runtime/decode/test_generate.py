@@ -288,7 +288,7 @@ DOUBLED = "{% set x = namespace(t='ab') %}{% for i in range(60) %}{% set x.t = x
         ("{{ 1 / 0 }}", "fails on the messages: ZeroDivisionError: division by zero"),
         ("{{ range(10 ** 9) | list }}", "fails on the messages: OverflowError: Range too big"),
         (ENDLESS, "fails on the messages: RecursionError"),
-        (LOOPS, r"does not end with these messages within 0\.5 s"),
+        pytest.param(LOOPS, r"does not end with these messages within 5 s", marks=pytest.mark.slow),
         ("{{ 10 ** (10 ** 10) }}", "does not end with these messages|takes more than 256 MiB"),
         ("{{ 'x' * 10 ** 10 }}", "takes more than 256 MiB"),
         (DOUBLED, "takes more than 256 MiB|makes .* characters"),
@@ -296,15 +296,13 @@ DOUBLED = "{% set x = namespace(t='ab') %}{% for i in range(60) %}{% set x.t = x
         ("{{ 'x' * 2 ** 25 }}", "makes 33554432 characters, more than 16777216"),
     ],
 )
-def test_a_template_has_a_budget(template: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_has_a_budget(template: str, problem: str, tmp_path: Path) -> None:
     from runtime.encode.chat import render_chat
 
-    monkeypatch.setattr("runtime.encode.chat.SECONDS", 0.5 if problem.startswith("does not end") else 60.0)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(UsageError, match=problem):
         render_chat(tmp_path, [{"role": "user", "content": "hi"}])
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    monkeypatch.setattr("runtime.encode.chat.SECONDS", 60.0)
     assert render_chat(tmp_path, [{"role": "user", "content": "hi\n\u2028"}]) == "hi\n\u2028"
 
 

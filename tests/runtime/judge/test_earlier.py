@@ -123,14 +123,23 @@ def test_without_labels_nearness_to_the_float_model_counts(make_bundle: MakeBund
     ],
 )
 def test_what_could_not_be_seen_is_refused_before_anything_runs(
-    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, then: Any, now: Any, message: str
+    make_bundle: MakeBundle, then: Any, now: Any, message: str
 ) -> None:
     old = make_bundle("old", **then)
     validate(old, ONE)
     earlier = read_stored_report(old)
-    monkeypatch.setattr("runtime.judge.bundle.run_candidate", lambda case: pytest.fail("it ran"))
+    loops: list[str] = []
+
+    def note(items: Any, text: str, /, most_s: float | None = None) -> Any:
+        loops.append(text)
+        return items
+
+    validate(old, ONE, progress=note)
+    assert loops
+    loops.clear()
     with pytest.raises(UsageError, match=f"--baseline: .*{message}"):
-        validate(make_bundle("new", *now.pop("gates", ()), **now), ONE, earlier=earlier)
+        validate(make_bundle("new", *now.pop("gates", ()), **now), ONE, earlier=earlier, progress=note)
+    assert not loops
 
 
 def test_reports_that_cannot_be_read_are_refused(make_bundle: MakeBundle, tmp_path: Path) -> None:

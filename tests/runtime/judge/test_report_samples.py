@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from runtime.errors import UsageError
-from runtime.judge import samples
 from runtime.judge.samples import SAMPLES_FILE, KeptColumn, keep_samples, read_kept_samples
 
 RNG = np.random.default_rng(0)
@@ -38,9 +37,8 @@ def test_what_metrics_share_is_stored_once(tmp_path: Path) -> None:
     assert (tmp_path / SAMPLES_FILE).stat().st_size < 50 * 12 + 1000
 
 
-def test_beyond_the_bound_metrics_are_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_BYTES", 600)
-    kept = keep_samples(COLUMNS, tmp_path)
+def test_beyond_the_bound_metrics_are_left_out_by_name(tmp_path: Path) -> None:
+    kept = keep_samples(COLUMNS, tmp_path, most_bytes=600)
     assert kept.left_out == ("map", "nll") and list(kept.columns) == ["top1", "kl", "f1"]
 
 

@@ -21,6 +21,7 @@ from runtime.backends import BACKENDS
 from runtime.bundle.format import Benchmark, Gate, Judgement, Manifest, write_outputs
 from runtime.encode.preprocess import TensorPreprocess
 from runtime.errors import BundleError, RuntimeFailure, UsageError
+from runtime.progress import Progress
 from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
@@ -225,28 +226,26 @@ def test_a_broken_baseline_is_refused(make_bundle: MakeBundle) -> None:
         validate(root, ONE)
 
 
-def test_a_judgement_beyond_memory_says_what_it_asked_for(
-    make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*_: Any) -> None:
-        raise MemoryError("43.0 MiB")
-
-    monkeypatch.setattr("runtime.judge.bundle.measure", measure)
+def test_a_judgement_beyond_memory_says_what_it_asked_for(make_bundle: MakeBundle) -> None:
     with pytest.raises(RuntimeFailure, match=r"out of memory: 43.0 MiB; the judgement takes \d+ samples at once"):
-        validate(make_bundle(), ONE)
+        validate(make_bundle(), ONE, progress=ended_by(MemoryError("43.0 MiB")))
 
 
-def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def ended_by(error: Exception) -> Progress:
+    """Progress of loops that fail."""
+
+    def fail(items: Any, text: str, /, most_s: float | None = None) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_run_that_fails_leaves_no_earlier_report(make_bundle: MakeBundle) -> None:
     root = make_bundle()
     validate(root, ONE)
     assert (root / "report.json").exists()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise BundleError("cannot run")
-
-    monkeypatch.setattr("runtime.judge.bundle.run_samples", fail)
     with pytest.raises(BundleError, match="cannot run"):
-        validate(root, ONE)
+        validate(root, ONE, progress=ended_by(BundleError("cannot run")))
     assert not (root / "report.json").exists()
 
 

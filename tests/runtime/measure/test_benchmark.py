@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from shortcuts import few_rounds, without_processes
+from tensorrt_fakes import pretend_machine
 
-from runtime.backends import BACKENDS, tensorrt
+from runtime.backends import BACKENDS
 from runtime.bundle.engine import EngineRecord
 from runtime.bundle.format import Benchmark, Gate, Judgement
 from runtime.bundle.tensors import TensorSpec
@@ -226,9 +227,7 @@ def test_a_target_that_cannot_run_here_is_measured_elsewhere_and_says_so() -> No
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where TensorRT 10 works on a GPU of compute capability 8.6."""
     monkeypatch.setitem(BACKENDS.own, "tensorrt", replace(BACKENDS["tensorrt"], available=lambda: None))
-    monkeypatch.setattr(tensorrt, "gpu_here", lambda: Gpu("a GPU", "8.6", "580"))
-    monkeypatch.setattr(tensorrt, "platform_here", lambda: "linux-x86_64")
-    monkeypatch.setattr(tensorrt.api, "load", lambda runtime: SimpleNamespace(__version__="10.16"))
+    pretend_machine(monkeypatch, SimpleNamespace(__version__="10.16"), Gpu("a GPU", "8.6", "580"))
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -93,26 +93,28 @@ def test_weights_that_do_not_fit_an_engine(
         api.refit(trt, messages, engine, Path("model.onnx"))
 
 
+class WarningLibrary(Library):
+    """One that warns of a timing cache that it cannot read."""
+
+    said: list[tuple[str, str]] | None = None
+
+    def called(self, place: str, name: str, args: tuple[object, ...]) -> object:
+        if args == (b"garbage",) and self.said is not None:
+            self.said.append(("WARNING", "Failed to deserialize timing cache. Returning an empty timing cache."))
+        return super().called(place, name, args)
+
+
 @pytest.mark.parametrize("how", ["refused", "warned"])
 @pytest.mark.parametrize("path", [path for path in RECORDED if "rtx" not in path.stem], ids=lambda path: path.stem)
 def test_a_corrupt_timing_cache_is_begun_anew_and_said(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = Library(path)
+    library = WarningLibrary(path)
     trt = library.module
     messages = api.Messages(trt)
     config = trt.Builder(messages.logger).create_builder_config()
     if how == "refused":
         monkeypatch.setitem(ANSWERS, "set_timing_cache", False)
     else:
-        called = library.called
-
-        def warned(place: str, name: str, args: tuple[object, ...]) -> object:
-            if args == (b"garbage",):
-                messages.said.append(
-                    ("WARNING", "Failed to deserialize timing cache. Returning an empty timing cache.")
-                )
-            return called(place, name, args)
-
-        monkeypatch.setattr(library, "called", warned)
+        library.said = messages.said
     said = api.use_timing_cache(trt, config, b"garbage", messages)
     assert said == "the timing cache could not be read, or is of another GPU or version: begun anew"
     begun = [args for name, args in library.calls if name == "IBuilderConfig.create_timing_cache"]

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import faults
 import numpy as np
 import pytest
+from faults import Faults
 
-from runtime.__main__ import main
+from runtime.__main__ import MOST_INPUT, main
+from runtime.errors import UsageError
 from runtime.processes import endings
+from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, write_bundle
 
 CODE = "import sys; from runtime.__main__ import main; sys.exit(main())"
@@ -80,28 +84,24 @@ def test_whatever_ends_a_command_is_a_message(
 def test_a_model_that_cannot_be_read_is_named(
     image_bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    denied = PermissionError(13, "Permission denied")
-    monkeypatch.setattr("runtime.bundle.format.sha256_of", failing(denied))
-    code, said = end(["verify", str(image_bundle)], capsys)
+    with faults.failing(Faults((image_bundle / "model",), number=errno.EACCES, at=1)):
+        code, said = end(["verify", str(image_bundle)], capsys)
     assert code == 1 and "model/model.onnx: cannot be read: Permission denied" in said
-    monkeypatch.undo()
-    monkeypatch.setattr("mmap.mmap", failing(denied))
+    monkeypatch.setattr("mmap.mmap", failing(PermissionError(13, "Permission denied")))
     code, said = end(["predict", str(image_bundle), "x.png"], capsys)
     assert code == 1 and "model.onnx: the model file cannot be read: Permission denied" in said
 
 
 @pytest.mark.slow
 def test_a_bundle_that_cannot_be_written_is_judged_elsewhere(
-    image_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    image_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(path.name for path in image_bundle.rglob("*"))
-    monkeypatch.setattr(
-        "runtime.report.validate.judge_model", failing(AssertionError("nothing runs before this is known"))
-    )
-    monkeypatch.setattr("tempfile.TemporaryFile", failing(OSError(errno.EROFS, "Read-only file system")))
-    code, said = end(["validate", str(image_bundle)], capsys)
-    assert code == 2 and f"{image_bundle}: the report cannot be written there: Read-only" in said and "--report" in said
-    monkeypatch.undo()
+    with faults.failing(Faults((image_bundle,), at=None, number=errno.EROFS, lasting=True)):
+        code, said = end(["validate", str(image_bundle)], capsys)
+        assert code == 2 and f"{image_bundle}: the report cannot be written there: Read-only" in said
+        with pytest.raises(UsageError, match=r"cannot be written there: Read-only.* --report"):
+            validate(image_bundle, progress=failing(AssertionError("nothing runs before this is known")))
     out = tmp_path / "new/reports"
     call = ["validate", str(image_bundle), "--backend", "onnxruntime-cpu", "--report", str(out)]
     assert end(call, capsys)[0] == 0
@@ -147,12 +147,11 @@ def test_bytes_that_are_no_text_are_refused(
 ) -> None:
     root = str(make_text_bundle("feature-extraction", {"text": ["the cat"]}))
     assert "a text is not Unicode" in end(["predict", root, "caf\udce9"], capsys)[1]
-    monkeypatch.setattr("runtime.__main__.MOST_INPUT", 4)
     for stdin, told in (
         (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", "strict"), "stdin is not utf-8"),
         (io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", "surrogateescape"), "a text is not Unicode"),  # locale C
         (None, "stdin is closed"),
-        (io.StringIO("fives"), "stdin has more than 4 characters"),
+        (io.StringIO("x" * (MOST_INPUT + 1)), f"stdin has more than {MOST_INPUT} characters"),
     ):
         monkeypatch.setattr(sys, "stdin", stdin)
         code, said = end(["predict", root, "-"], capsys)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from faults import Faults, failing
 
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge.gates import GateResult
@@ -253,15 +255,11 @@ def test_reports_are_written_whole_and_removed(report: Report, tmp_path: Path) -
     assert prepare_folder(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EROFS, "Read-only file system"), PermissionError(13, "Denied")])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
-    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> object:
-        raise error
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    with pytest.raises(UsageError, match=f"cannot be written there: {error.strerror}; name a folder .* --report DIR"):
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(number: int, tmp_path: Path) -> None:
+    refuse = failing(Faults((tmp_path,), at=None, number=number, lasting=True))
+    said = f"cannot be written there: {os.strerror(number)}; name a folder .* --report DIR"
+    with refuse, pytest.raises(UsageError, match=said):
         prepare_folder(tmp_path)
 
 
