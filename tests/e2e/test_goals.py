@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from makers import changed, image_recipe, write_recipe
+from studies import pretend
 from typer.testing import CliRunner, Result
 
 from compress.cli import app
@@ -53,20 +53,21 @@ def test_what_formats_lack_is_cut_raced_and_trained_over_a_kill_and_made_again_w
 ) -> None:
     for name, few in (("chains.MOST_EPOCHS", 2.0), ("pursue.MOST_FITTINGS", 1)):
         monkeypatch.setattr(f"compress.search.{name}", few)
-    recipe, begun, build = asked(tmp_path, "size >= 6.5x, agreement >= 0.05"), [], InThisProcess.build
+    recipe, begun = asked(tmp_path, "size >= 6.5x, agreement >= 0.05"), list[str]()
 
-    def die_at_the_third(self: Any, orders: Any, deadline: Any) -> Any:
-        begun.append(Path(orders[0].out).name)
-        if begun[-1] == "0002" and begun.count("0002") == 1:
-            raise KeyboardInterrupt
-        return build(self, orders, deadline)
+    class DyingAtTheThird(InThisProcess):
+        def build(self, orders: Any, deadline: Any) -> Any:
+            begun.append(Path(orders[0].out).name)
+            if begun[-1] == "0002" and begun.count("0002") == 1:
+                raise KeyboardInterrupt
+            return super().build(orders, deadline)
 
-    monkeypatch.setattr(InThisProcess, "build", die_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        reach(recipe, tmp_path)
-    kept = json.loads((tmp_path / "study/study.json").read_text())
-    assert kept["ended"].startswith("stopped") and len([t for t in kept["trials"] if t["runs"]]) == 2
-    study = reach(recipe, tmp_path)
+    with pretend(DyingAtTheThird(), "pursue"):
+        with pytest.raises(KeyboardInterrupt):
+            reach(recipe, tmp_path)
+        kept = json.loads((tmp_path / "study/study.json").read_text())
+        assert kept["ended"].startswith("stopped") and len([t for t in kept["trials"] if t["runs"]]) == 2
+        study = reach(recipe, tmp_path)
     assert study.ended == "the goal is reached"
     assert begun == ["0000", "0001", "0002", "0002"]  # a format, a fitting, the training; one alone runs no race
     best = study.best
@@ -120,7 +121,6 @@ def test_a_model_data_and_a_goal_are_enough(tmp_path: Path, monkeypatch: pytest.
     image_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("compress.search.pursue.start_workers", lambda *arguments: nullcontext(InThisProcess()))
 
     def run(*arguments: str) -> Result:
         return CliRunner().invoke(app, arguments)
@@ -131,7 +131,8 @@ def test_a_model_data_and_a_goal_are_enough(tmp_path: Path, monkeypatch: pytest.
     written = run("new", "--model", *given, "--goal", goal, "--out", "goal.yaml")
     assert written.exit_code == 0, written.stderr
     assert load_recipe(tmp_path / "goal.yaml").goal == ("size >= 1.1x", "top1 drop <= 0.9")
-    done = run("auto", *given, "--goal", goal, "--out", "study")
+    with pretend(InThisProcess(), "pursue"):
+        done = run("auto", *given, "--goal", goal, "--out", "study")
     assert done.exit_code == 0, done.stderr
     assert "the goal is reached" in done.stdout
     assert load_recipe(tmp_path / "study/recipe.yaml").passes

@@ -102,12 +102,15 @@ def quick_check() -> Iterator[None]:
     """Check and run .onnx files in this process; test_onnx_check.py tries those of their own."""
     from compress.models import onnx_check, onnx_graph
 
+    def examine(path: Path, *marks: Any) -> Any:
+        return onnx_check.examine(path)
+
     def run_samples(path: Path, order: str, marks: Any) -> Any:
         return onnx_graph._run_samples(path, **json.loads(order))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(onnx_check, "_examine_apart", lambda path, n_bytes, changed: onnx_check.examine(path))
-        patch.setattr(onnx_graph, "_run_apart", run_samples)
+        for place, name, here in ((onnx_check, "_examine_apart", examine), (onnx_graph, "_run_apart", run_samples)):
+            patch.setattr(place, name, here)
         yield
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
@@ -121,14 +121,12 @@ class PretendedWorkers:
         self.done.append((what, Path(out).name, share))
 
 
+W = TypeVar("W")
+
+
 @contextmanager
-def pretend(workers: PretendedWorkers) -> Iterator[PretendedWorkers]:
-    """Let sweeps be done by these workers."""
-
-    @contextmanager
-    def start(*arguments: Any) -> Iterator[PretendedWorkers]:
-        yield workers
-
+def pretend(workers: W, what: str = "sweep") -> Iterator[W]:
+    """Let sweeps, or what searches otherwise (the module of that name), be done by these workers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.search.sweep.start_workers", start)
+        patch.setattr(f"compress.search.{what}.start_workers", lambda *arguments: nullcontext(workers))
         yield workers

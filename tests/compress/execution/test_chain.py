@@ -171,17 +171,20 @@ def test_what_cannot_be_exported_on_the_way_is_a_row_that_says_why(
     assert "what shake left: not measured: no such operator" in (tmp_path / "b/compress.log").read_text()
 
 
-def test_the_plan_says_what_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_says_what_is_measured(cache: Path) -> None:
     def said(recipe: Recipe) -> list[str]:
         return [note.text for note in make_plan(recipe, cache).notes if note.text.startswith("validate: the model is ")]
 
     (text,) = said(recipe_of(Shake(), INT8))
     assert "the model is measured after shake, too, on 60 samples" in text
     assert said(recipe_of(INT8)) == said(recipe_of(Shake(), INT8, steps=False)) == []
-    monkeypatch.setattr(rules, "LARGEST_BYTES", 1000)
-    (text,) = said(recipe_of(Shake(), INT8))
-    assert "is not measured after shake, as the model has" in text and "more than 1000 B" in text
-    assert "is measured after shake, too" in said(recipe_of(Shake(), INT8, steps=True))[0]
+    facts = replace(make_plan(recipe_of(INT8), cache).before, other_bytes=rules.LARGEST_BYTES)
+    (left_out, asked) = (
+        rules.measurement_note(recipe_of(Shake(), INT8, **knob), facts, 60) for knob in ({}, {"steps": True})
+    )
+    assert left_out is not None and "is not measured after shake, as the model has" in left_out.text
+    assert "more than 512.0 MiB" in left_out.text
+    assert asked is not None and "is measured after shake, too" in asked.text
 
 
 def test_the_knob(cache: Path) -> None:

@@ -102,13 +102,13 @@ def test_independent_dimensions_get_the_best_widths() -> None:
     assert damage_of(options, choose_widths(options, [Limit(cost, budget)])) == pytest.approx(best, rel=0.02)
 
 
-def test_of_many_widths_those_near_the_choice_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_widths_those_near_the_choice_are_exchanged() -> None:
     rng = np.random.default_rng(0)
     options = [Options(np.arange(1, 65), np.cumsum(rng.random(64))[::-1].copy()) for _ in range(4)]
     cost = Cost("units", (64,) * 4, tuple(Term((AxisSize(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
     whole = damage_of(options, choose_widths(options, [Limit(cost, 130)]))
-    monkeypatch.setattr("compress.prune.budget.MOST_WIDTHS", 64)
-    assert damage_of(options, choose_widths(options, [Limit(cost, 130)])) == pytest.approx(whole, rel=0.02)
+    near = choose_widths(options, [Limit(cost, 130)], at_once=64)
+    assert damage_of(options, near) == pytest.approx(whole, rel=0.02)
 
 
 def test_a_wide_budget_leaves_everything_and_one_out_of_reach_says_the_best() -> None:

@@ -126,9 +126,8 @@ def test_targets_below_zero_are_free_where_a_relu_follows() -> None:
         student = copy.deepcopy(module)
         kept = [np.arange(one.n_units // 2) for one in dimensions]
         remove_all(student, dimensions, kept, remove)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("compress.prune.compensate.RECTIFIED_STEPS", steps)
-            compensate(student, module, batches, find_kept_outputs(module, dimensions, kept))
+        kept_outputs = find_kept_outputs(module, dimensions, kept)
+        compensate(student, module, batches, kept_outputs, rectified_steps=steps)
         errors[steps] = output_error(student, module, batches)
     assert errors[3] < errors[0]
 

@@ -334,17 +334,22 @@ def test_another_way_to_run_it_that_fails_is_a_row_whatever_it_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """At its first call, or while all are timed, as memory runs out; the verdict is there nevertheless."""
-    openvino = pytest.importorskip("runtime.backends.openvino")
     pytest.importorskip("openvino")
-    done, run = [0], openvino.OpenVinoSession.run
+    openvino, left = BACKENDS["openvino"], iter(range(calls))
 
-    def fail_late(session: Any, *given: Any) -> Any:
-        done[0] += 1
-        if done[0] > calls:
-            raise MemoryError("bad_alloc")
-        return run(session, *given)
+    class FailingLate:
+        def __init__(self, *given: Any) -> None:
+            self.session = openvino.open(*given)
 
-    monkeypatch.setattr(openvino.OpenVinoSession, "run", fail_late)
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.session, name)
+
+        def run(self, *given: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError("bad_alloc")
+            return self.session.run(*given)
+
+    monkeypatch.setitem(BACKENDS.own, "openvino", replace(openvino, open=FailingLate))
     report = validate(tiny_bundles.make_bundle("image", tmp_path / "bundle"))
     rows = {row["name"]: row for row in report.backends if row["artifact"] == "candidate"}
     assert "bad_alloc" in rows["openvino"]["error"] and "latency_ms" in rows["onnxruntime-cpu"]
