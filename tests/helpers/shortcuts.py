@@ -116,19 +116,12 @@ def quick_check() -> Iterator[None]:
 
 @contextmanager
 def quick_export() -> Iterator[None]:
-    """Export with one table of operators; torch makes one for each export, a third of a small model's time.
-
-    And without its cache of fake tensors: a small model asks for few shapes twice, and keys of free sizes take longer
-    to make than they save, a fifth of the time.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Export with one table of operators; torch makes one for each export, a third of a small model's time."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     tables = staticmethod(_find_tables())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", tables)
-        never = property(lambda mode: False, lambda mode, enabled: None)
-        patch.setattr(FakeTensorMode, "cache_enabled", never, raising=False)
         yield
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import streaming
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from torch import nn
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from compress.context import PassResult
 from compress.errors import PassError
@@ -98,15 +98,10 @@ def test_a_model_without_attention_and_a_target_without_kernels_are_refused() ->
     assert KvCache(scheme="int8").explain_refusal(TARGETS["vllm"]) == problems[0]
 
 
-def attend_to_all_alike(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **more: Any) -> Any:
-    mean = value.mean(2, keepdim=True).repeat_interleave(module.num_key_value_groups, 1)
-    return mean.expand_as(query).transpose(1, 2).contiguous(), None
-
-
-def test_attention_that_cannot_be_watched_is_named() -> None:
-    AttentionInterface.register("all alike", attend_to_all_alike)
+def test_attention_that_cannot_be_watched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.blocks.engine_arithmetic._PRODUCTS", ())
     with pytest.raises(PassError, match=r"kv_cache: model\.layers\.0\.self_attn: no keys and values were seen"):
-        applied(streaming.llama(attn_implementation="all alike"))
+        applied(eager())
 
 
 def test_values_that_are_nothing_or_nowhere_finite_have_no_scale() -> None:
