@@ -176,13 +176,15 @@ def _pick_tokens(values: Array, tokens: Array) -> Array:
     return result
 
 
-def split_batches(sequences: Sequence[Array], batch_size: int, vocab: int) -> Iterator[list[int]]:
+def split_batches(
+    sequences: Sequence[Array], batch_size: int, vocab: int, most_bytes: int = LOGITS_BYTES
+) -> Iterator[list[int]]:
     """Yield batches of samples, longest first and equal ones together: independent of the samples' order."""
     order = sorted(range(len(sequences)), key=lambda row: (-len(sequences[row]), sequences[row].tolist()))
     start = 0
     while start < len(order):
         width = len(sequences[order[start]])
-        size = max(1, min(batch_size, LOGITS_BYTES // (4 * width * vocab)))
+        size = max(1, min(batch_size, most_bytes // (4 * width * vocab)))
         yield order[start : start + size]
         start += size
 

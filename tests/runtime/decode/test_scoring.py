@@ -142,22 +142,15 @@ def test_logits_are_reduced_in_pieces_of_any_size() -> None:
         assert all(np.allclose(pieces[name], whole[name], rtol=1e-12) for name in whole)
 
 
-class Watched:
-    """A session that notes how many tokens each call has."""
-
-    def __init__(self, session: Session) -> None:
-        self.session, self.widths = session, list[int]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.session, name)
-
-    def run(self, feeds: Any, names: Any = None) -> Any:
-        self.widths.append(feeds["input_ids"].size)
-        return self.session.run(feeds, names)
+def test_logits_of_a_batch_have_a_bound() -> None:
+    widths = [16, 5, 9, 16, 2, 40]
+    batches = list(scoring.split_batches([np.zeros(width) for width in widths], 4, 258, most_bytes=4 * 258 * 32))
+    assert sorted(row for batch in batches for row in batch) == list(range(6))
+    assert all(len(batch) == 1 or len(batch) * max(widths[row] for row in batch) <= 32 for batch in batches)
 
 
 def test_neither_the_order_nor_the_batch_size_nor_the_chunks_change_the_sums(
-    tiny: Any, tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+    tiny: Any, tmp_path: Path, session: Session
 ) -> None:
     own = encoder(tiny, tmp_path, session)
     found = score(session, own, {"text": tiny.stories}, 4)
@@ -165,10 +158,6 @@ def test_neither_the_order_nor_the_batch_size_nor_the_chunks_change_the_sums(
     assert (found["nll"] == back["nll"][::-1]).all()
     for changed in (1, 100):
         np.testing.assert_allclose(score(session, own, {"text": tiny.stories}, changed)["nll"], found["nll"], atol=1e-4)
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 258 * 32)
-    watched = Watched(session)
-    score(watched, own, {"text": tiny.stories}, 4)
-    assert 0 < max(watched.widths) <= 32
 
 
 def test_tokens_score_as_their_text_does(tiny: Any, tmp_path: Path, session: Session) -> None:
