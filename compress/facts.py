@@ -309,6 +309,8 @@ class PassPlan:
     """How an engine is to store keys and values after the pass; None where it says nothing of them."""
     units: Mapping[str, int] = field(default_factory=dict)
     """How many units of each coupled group that is cut are to stay; under a budget, about."""
+    offers: Mapping[str, str] = field(default_factory=dict)
+    """Key of the pass -> the value with which it would make the result much smaller and lose nothing."""
 
 
 def matches(pattern: str, name: str, *types: str) -> bool:

@@ -60,13 +60,11 @@ def send_back(
     batches: Sequence[MicroBatch],
     cotangent: Cotangent,
     compute: Literal["float32", "bfloat16"] = "float32",
-    held_bytes: int = HELD_BYTES,
 ) -> Generator[BackwardBlock, None, None]:
     """Yield the parts of a model, last first: what is behind the blocks, each block, what is before them.
 
     Of several processes each sends its share of `batches`; `cotangent` gets their numbers among all. Whoever takes a
-    block runs it once, before the next one is asked for. `held_bytes`: what blocks read in memory, at most; else it
-    lies in files.
+    block runs it once, before the next one is asked for.
     """
     mine = [(i, batch) for i, batch in enumerate(batches) if share().mine(i)]
     work = Work(
@@ -78,23 +76,16 @@ def send_back(
         torch.device(context.device),
     )
     with ExitStack() as held:
-        yield from _Backward(model, work, [i for i, _ in mine], cotangent, held, held_bytes).blocks()
+        yield from _Backward(model, work, [i for i, _ in mine], cotangent, held).blocks()
 
 
 class _Backward:
     """The state of one way there and back. `gradients`: of what the part before gave, by micro-batch."""
 
     def __init__(
-        self,
-        model: StreamedModel,
-        work: Work,
-        numbers: Sequence[int],
-        cotangent: Cotangent,
-        held: ExitStack,
-        held_bytes: int,
+        self, model: StreamedModel, work: Work, numbers: Sequence[int], cotangent: Cotangent, held: ExitStack
     ) -> None:
         self.work, self.numbers, self.cotangent, self.held = work, numbers, cotangent, held
-        self.held_bytes = held_bytes
         self.plan = plan_blocks(model)
         self.after = model.structure.after
         self.gradients: list[Tensor | None] = []
@@ -105,7 +96,7 @@ class _Backward:
             return
         inside = [entry for entry in self.plan if entry.block is not None]
         flow = self.work.enter()
-        if len(inside) * sum(hidden.get().nbytes for hidden in flow.hidden) > self.held_bytes:
+        if len(inside) * sum(hidden.get().nbytes for hidden in flow.hidden) > HELD_BYTES:
             flow.holder = Holder(self.held.enter_context(temporary_folder()))
         inputs = [self._advance(entry, flow) for entry in inside]
         last = Planned(len(self.plan), AFTER, self.after)

@@ -220,9 +220,7 @@ class WeightPass(WeightNumbers, Pass):
                 lambda bits: self.with_bits(bits)._plan_layers(facts, target),
                 self.find_allocation,
             )
-        plan = self._plan_layers(facts, target)
-        tables = {} if plan.problems else self.find_float_tables(facts, plan.facts, target)
-        return replace(plan, notes=(*plan.notes, *self._tell_tables(tables, facts, plan.facts, target)))
+        return self._offer_tables(self._plan_layers(facts, target), facts, target)
 
     def _plan_layers(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Return the plan with bits that are given for each layer."""
@@ -263,41 +261,29 @@ class WeightPass(WeightNumbers, Pass):
         after = self._untie(after, settings)
         return PassPlan(after, (*decisions, *kept), tuple(notes), tuple(problems), settings)
 
-    def find_float_tables(self, facts: ModelFacts, after: ModelFacts, target: Target) -> dict[str, list[LayerFacts]]:
-        """Return key -> the tables that it would round, where they are much of what is left and stay float; else {}.
+    def _offer_tables(self, plan: PassPlan, facts: ModelFacts, target: Target) -> PassPlan:
+        """Return the plan with the keys that would round tables, where as floats they are much of what is left.
 
         The target takes them in few bits. Readers of checkpoints take them beside other bits in part alone, which is
         the export's to say.
         """
+        after = plan.facts
         tables = [layer for layer in after.distinct_layers() if layer.role in TABLE_KEYS and layer.bits >= 16]
         share = sum(layer.n_bytes for layer in tables) / max(after.n_bytes, 1)
-        if self.takes_tables or share < MUCH or target.reads == "checkpoint":
-            return {}
-        found: dict[str, list[LayerFacts]] = {}
-        for layer in tables:
-            found.setdefault(TABLE_KEYS[layer.role], []).append(layer)
-        rounded = self._with_tables(choose_table_schemes(found, target))
-        return {} if rounded._plan_layers(facts, target).problems else found
-
-    def _with_tables(self, schemes: Mapping[str, str]) -> Self:
-        return self.model_copy(update={key: read_table_scheme(name) for key, name in schemes.items()})
-
-    def _tell_tables(
-        self, tables: Mapping[str, Sequence[LayerFacts]], facts: ModelFacts, after: ModelFacts, target: Target
-    ) -> list[Note]:
-        if not tables:
-            return []
-        named = [layer for layers in tables.values() for layer in layers]
-        share = sum(layer.n_bytes for layer in named) / after.n_bytes
-        schemes = choose_table_schemes(tables, target)
-        names, given = " and ".join(layer.name for layer in named), ", ".join(f"{k}: {v}" for k, v in schemes.items())
-        smaller = self._with_tables(schemes)._plan_layers(facts, target).facts
-        better, as_is = (facts.n_bytes / model.n_bytes for model in (smaller, after))
+        if plan.problems or self.takes_tables or share < MUCH or target.reads == "checkpoint":
+            return plan
+        offers = choose_table_schemes((TABLE_KEYS[layer.role] for layer in tables), target)
+        schemes = {key: read_table_scheme(name) for key, name in offers.items()}
+        smaller = self.model_copy(update=schemes)._plan_layers(facts, target)
+        if smaller.problems:
+            return plan
+        names, given = " and ".join(layer.name for layer in tables), ", ".join(f"{k}: {v}" for k, v in offers.items())
+        better, as_is = (facts.n_bytes / model.n_bytes for model in (smaller.facts, after))
         text = (
             f"{self.kind}: {names} stay float, {share:.0%} of the bytes that are left: `{given}` makes the weights "
             f"{better:.1f}x smaller, not {as_is:.1f}x"
         )
-        return [Note("info", text)]
+        return replace(plan, notes=(*plan.notes, Note("info", text)), offers=offers)
 
     def _untie(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> ModelFacts:
         """Give layers that are rounded apart from the embeddings whose weight they shared one of their own."""

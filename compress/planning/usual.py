@@ -14,7 +14,7 @@ from compress.facts import ModelFacts
 from compress.formats.schemes import PRESETS
 from compress.formats.targets import TARGETS, Format, Target
 from compress.passes import KINDS, Pass
-from compress.passes.weight_only import GROUP_SIZE, WeightPass, choose_table_schemes
+from compress.passes.weight_only import GROUP_SIZE
 from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import Gate, Judgement
 from runtime.errors import UsageError
@@ -89,25 +89,21 @@ def choose_passes(scheme: str, target: str, facts: ModelFacts, has_data: bool) -
         found = find_pass_problems(candidate.passes, facts, TARGETS[target])
         if not found:
             without = f"no --data, so that {describe_passes(candidate.passes)} rounds by the weights alone"
-            chain = _round_tables(candidate, facts, TARGETS[target])
+            chain = _take_offers(candidate, facts, TARGETS[target])
             return replace(chain, notes=(*chain.notes, *((without,) if wanting else ())))
         problems += found
     raise PlanError(list(dict.fromkeys(problems or wanting))[:1])
 
 
-def _round_tables(chain: UsualPasses, facts: ModelFacts, target: Target) -> UsualPasses:
-    """Return the chain with embeddings and output layer rounded, too, where they would be much of what it leaves."""
-    for number, values in enumerate(chain.passes):
-        record = parse_pass(values)
-        after = record.check(facts, target).facts
-        tables = record.find_float_tables(facts, after, target) if isinstance(record, WeightPass) else {}
-        if tables:
-            rounded = {**values, **(schemes := choose_table_schemes(tables, target))}
-            names = " and ".join(layer.name for layers in tables.values() for layer in layers)
-            passes = (*chain.passes[:number], rounded, *chain.passes[number + 1 :])
-            return replace(chain, passes=passes, notes=(*chain.notes, f"{names} in {next(iter(schemes.values()))}"))
-        facts = after
-    return chain
+def _take_offers(chain: UsualPasses, facts: ModelFacts, target: Target) -> UsualPasses:
+    """Return the chain with what its passes offer, such as embeddings and output layer in few bits."""
+    passes, notes = [], list(chain.notes)
+    for values in chain.passes:
+        planned = parse_pass(values).check(facts, target)
+        passes.append({**values, **planned.offers})
+        notes += [f"{key}: {value}" for key, value in planned.offers.items()]
+        facts = planned.facts
+    return UsualPasses(tuple(passes), tuple(notes))
 
 
 def describe_passes(passes: Sequence[PassMapping]) -> str:

@@ -57,13 +57,10 @@ def list_widths(name: str, n_units: int, round_to: int, min_units: int) -> np.nd
     return np.append(widths[widths >= min_units], n_units).astype(np.int64)
 
 
-def choose_widths(
-    options: Sequence[Options], limits: Sequence[Limit], or_nearest: bool = False, at_once: int = MOST_WIDTHS
-) -> tuple[int, ...]:
+def choose_widths(options: Sequence[Options], limits: Sequence[Limit], or_nearest: bool = False) -> tuple[int, ...]:
     """Choose a width for each dimension so that one or two costs keep to their limits and the summed damage is small.
 
-    Where no choice keeps to them: with `or_nearest` the one that exceeds them least, else PassError. `at_once`: so many
-    widths are tried in pairs.
+    Where no choice keeps to them: with `or_nearest` the one that exceeds them least, else PassError.
     """
     full = [len(option.widths) - 1 for option in options]
     if _keeps(options, full, limits):
@@ -75,7 +72,7 @@ def choose_widths(
     for price, choice in cheapest:
         if _keeps(options, choice, limits):
             starts = (_bisect_price(options, price, choice, limits), choice)
-            ends += [_exchange_widths(options, limits, start, at_once) for start in starts]
+            ends += [_exchange_widths(options, limits, start) for start in starts]
     if ends:
         return _pick_widths(options, min(ends, key=lambda choice: _sum_damage(options, choice)))
     if or_nearest:
@@ -166,26 +163,24 @@ def _compute_cost_changes(options: Sequence[Options], cost: Cost, choice: Sequen
     return np.array([cost.change(widths, d, int(width)) for width in options[d].widths])
 
 
-def _exchange_widths(options: Sequence[Options], limits: Sequence[Limit], choice: list[int], at_once: int) -> list[int]:
+def _exchange_widths(options: Sequence[Options], limits: Sequence[Limit], choice: list[int]) -> list[int]:
     """Change one dimension or two at a time, the damage falling most, as long as the limits hold."""
     for _ in range(EXCHANGES):
-        better = _find_exchange(options, limits, choice, at_once)
+        better = _find_exchange(options, limits, choice)
         if better is None:
             break
         choice = better
     return choice
 
 
-def _find_exchange(
-    options: Sequence[Options], limits: Sequence[Limit], choice: list[int], at_once: int
-) -> list[int] | None:
+def _find_exchange(options: Sequence[Options], limits: Sequence[Limit], choice: list[int]) -> list[int] | None:
     """Return the choice after the exchange that lowers the damage most; None where no exchange lowers it."""
     owner = np.concatenate([np.full(len(option.widths), d) for d, option in enumerate(options)])
     place = np.concatenate([np.arange(len(option.widths)) for option in options])
     harm = np.concatenate([option.damage - option.damage[choice[d]] for d, option in enumerate(options)])
     near = np.full(len(harm), True)
-    if len(harm) > at_once:  # all pairs would not fit into memory: those near the choice
-        near = np.abs(place - np.asarray(choice)[owner]) <= at_once // (2 * len(options))
+    if len(harm) > MOST_WIDTHS:  # all pairs would not fit into memory: those near the choice
+        near = np.abs(place - np.asarray(choice)[owner]) <= MOST_WIDTHS // (2 * len(options))
     pairs = _add_pairs(harm[near])
     pairs[(owner[near][:, None] == owner[near]) & ~np.eye(len(pairs), dtype=bool)] = np.inf
     for limit in limits:

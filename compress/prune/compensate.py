@@ -73,13 +73,11 @@ def compensate(
     rows_per_feature: int = 128,
     seed: int = 0,
     progress: Progress = no_progress,
-    rectified_steps: int = RECTIFIED_STEPS,
 ) -> list[Refitted]:
     """Fit weights and biases of `student` in place; `layers`: only these (None: all that are called once).
 
     `kept_outputs`: layer -> which of the teacher's outputs it still has, int64. A layer without bias gets one in the
-    batch norm that follows it, or none. Where a ReLU follows, targets below zero are free: so often a layer is fitted
-    anew to those that are left. Layers that `explain_left_alone` names stay as they are; the result lacks them.
+    batch norm that follows it, or none. Layers that `explain_left_alone` names stay as they are; the result lacks them.
     PassError for a layer too wide, or one whose input is changed in place.
     """
     points, places = _find_common_points(student, teacher, {name: tensor[:2] for name, tensor in batches[0].items()})
@@ -102,7 +100,7 @@ def compensate(
                     rows = partial(
                         _iterate_rows, place, students, teachers, kept, rows_per_feature, seed + 7919 * number
                     )
-                    refitted.append(_refit(place, rows, students, rectified_steps))
+                    refitted.append(_refit(place, rows, students))
         finally:
             for one in (*students, *teachers):
                 one.end()
@@ -148,13 +146,11 @@ def _kind(point: Point) -> tuple[str, bool]:
     return point.norm, point.addition is None
 
 
-def _refit(
-    place: PointModules, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward], rectified_steps: int
-) -> Refitted:
+def _refit(place: PointModules, rows: Callable[[], Iterable[_Rows]], students: Sequence[Forward]) -> Refitted:
     """Fit one layer, write its weight and bias, and correct what the students' forwards hold."""
     layer, name = place.layer, place.point.layer
     check_width(name, layer)
-    fitted = _fit_change(place, rows, rectified_steps)
+    fitted = _fit_change(place, rows)
     scale = place.scale()
     faint = scale.abs() <= FAINT * scale.abs().max()
     change, shift = fitted.weight.flatten(0, 1).clone(), fitted.bias.flatten().clone()
@@ -168,7 +164,7 @@ def _refit(
     return Refitted(name, fitted.before, fitted.after, fitted.ridge)
 
 
-def _fit_change(place: PointModules, rows: Callable[[], Iterable[_Rows]], rectified_steps: int) -> Fit:
+def _fit_change(place: PointModules, rows: Callable[[], Iterable[_Rows]]) -> Fit:
     """Return the least squares change; where a ReLU follows, solve again for the targets that it leaves free."""
     layer = place.layer
     free_bias = place.bias_holder() is not None
@@ -176,7 +172,7 @@ def _fit_change(place: PointModules, rows: Callable[[], Iterable[_Rows]], rectif
     for some in rows():
         (held if some.held else learned).add(some.x, some.lacking())
     fitted = fit(learned, held, free_bias)
-    for _ in range(rectified_steps if place.point.rectified and fitted.ridge else 0):
+    for _ in range(RECTIFIED_STEPS if place.point.rectified and fitted.ridge else 0):
         learned, held = learned.without_targets(), held.without_targets()
         for some in rows():
             (held if some.held else learned).aim(some.x, some.lacking(fitted.weight, fitted.bias))

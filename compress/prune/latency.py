@@ -149,23 +149,19 @@ def keep_form(model: ir.Model) -> ir.Model:
 
 
 def measure(
-    wanted: Sequence[Wanted],
-    clock: Clock,
-    form: Callable[[ir.Model], ir.Model],
-    numbers: str,
-    budget_s: float = BUDGET_S,
+    wanted: Sequence[Wanted], clock: Clock, form: Callable[[ir.Model], ir.Model], numbers: str
 ) -> list[LatencyTable]:
     """Return one table for each different layer, kept for this machine; its sizes are timed in turn with each other.
 
-    `form`: writes a float graph in the numbers that layers are timed in, named by `numbers`. `budget_s`: for the calls
-    of each layer. Raises what the backend raises.
+    `form`: writes a float graph in the numbers that layers are timed in, named by `numbers`. Raises what the backend
+    raises.
     """
     tables = []
     for layer in {(case.shape, case.outs, case.ins): case for case in wanted}.values():
         key = [clock.backend, clock.threads, numbers, layer.shape, layer.outs, layer.ins]
         kept = clock.kept.read("widths", key)
         if kept is None:
-            table = _measure_table(layer.shape, layer.outs, layer.ins, clock, form, budget_s)
+            table = _measure_table(layer.shape, layer.outs, layer.ins, clock, form)
             clock.kept.write("widths", key, {"ms": table.ms})
             tables.append(table)
         else:
@@ -208,12 +204,7 @@ def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]]
 
 
 def _measure_table(
-    shape: LayerShape,
-    outs: tuple[int, ...],
-    ins: tuple[int, ...],
-    clock: Clock,
-    form: Callable[[ir.Model], ir.Model],
-    budget_s: float,
+    shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], clock: Clock, form: Callable[[ir.Model], ir.Model]
 ) -> LatencyTable:
     graphs, feeds, links = [], [], []
     for n_out, n_in in ((o, i) for o in outs for i in ins):
@@ -221,7 +212,7 @@ def _measure_table(
         graphs.append(form(graph))
         feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
         links.append(n_links)
-    each = np.array(clock.time_each(graphs, feeds, budget_s)) / (2 * np.array(links))
+    each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
     rows = each.reshape(len(outs), len(ins))
     return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in rows))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +44,10 @@ def square(layers: dict[str, nn.Module], into: dict[str, Tensor]) -> list[torch.
 @pytest.mark.parametrize("make", [llama, bert, gpt2])
 @pytest.mark.parametrize("held", [2**28, 0])
 @pytest.mark.parametrize("one_block", [False, True])
-def test_they_are_those_of_autograd(make: Callable[[], nn.Module], held: int, one_block: bool, tmp_path: Path) -> None:
+def test_they_are_those_of_autograd(
+    make: Callable[[], nn.Module], held: int, one_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.blocks.backward.HELD_BYTES", held)
     net = make()
     model = streamed(net)
     if one_block:
@@ -53,7 +55,7 @@ def test_they_are_those_of_autograd(make: Callable[[], nn.Module], held: int, on
     said = context(texts())
     batches = first_micro_batches(model, said, 10**6, 24)
     squares: dict[str, Tensor] = {}
-    for block in send_back(model, said, batches, pull, held_bytes=held):
+    for block in send_back(model, said, batches, pull):
         handles = square({name: layer for name, layer in block.work.layers.items() if "embed" not in name}, squares)
         block.run(lambda number: None)
         for handle in handles:

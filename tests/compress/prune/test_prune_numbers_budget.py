@@ -102,12 +102,13 @@ def test_independent_dimensions_get_the_best_widths() -> None:
     assert damage_of(options, choose_widths(options, [Limit(cost, budget)])) == pytest.approx(best, rel=0.02)
 
 
-def test_of_many_widths_those_near_the_choice_are_exchanged() -> None:
+def test_of_many_widths_those_near_the_choice_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     options = [Options(np.arange(1, 65), np.cumsum(rng.random(64))[::-1].copy()) for _ in range(4)]
     cost = Cost("units", (64,) * 4, tuple(Term((AxisSize(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
     whole = damage_of(options, choose_widths(options, [Limit(cost, 130)]))
-    near = choose_widths(options, [Limit(cost, 130)], at_once=64)
+    monkeypatch.setattr("compress.prune.budget.MOST_WIDTHS", 64)
+    near = choose_widths(options, [Limit(cost, 130)])
     assert damage_of(options, near) == pytest.approx(whole, rel=0.02)
 
 
@@ -196,12 +197,13 @@ class Stopped(Clock):
 
 
 @pytest.mark.slow
-def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path) -> None:
+def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compress.prune.latency.BUDGET_S", 0.0)
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions
     wanted = find_wanted_layers(module, dimensions, [[8], [12]], SAMPLE)
     clock = Clock("onnxruntime-cpu", kept=Kept(tmp_path))
-    tables = measure(wanted, clock, keep_form, "float", 0.0)
+    tables = measure(wanted, clock, keep_form, "float")
     assert len(tables) == len(wanted)
     assert all(table.ms[-1][-1] > 0 for table in tables)
     assert measure(wanted, Stopped(clock.backend, kept=clock.kept), keep_form, "float") == tables
