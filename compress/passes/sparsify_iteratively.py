@@ -31,15 +31,13 @@ class SparsifyIteratively(LearningPass):
 
     kind: Literal["sparsify_iteratively"] = "sparsify_iteratively"
     sparsity: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
-    """Share of the weights that are zero in the end."""
+    """Share of the weights that are zero in the end, of all layers together."""
     rounds: Annotated[int, Field(ge=1)] = 5
     """Times that weights are set to zero."""
     rewind: Annotated[float, Field(ge=0, lt=1)] | Literal["never"] = 0.0
     """To which part of the first training the weights that stay go back after each round; 0: to the weights that the
     model came with. never: they stay as they are; the model, which came trained, is not trained before the first
     round. Every training begins anew with the highest rate."""
-    scope: Literal["layer", "global"] = "global"
-    """Within what `sparsity` is the share: each layer, or all of them together."""
     targets: tuple[LayerPattern, ...] = ()
     """Layers to make sparse, by name, `re:` pattern or type; empty: every matrix product and convolution."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
@@ -86,22 +84,15 @@ class SparsifyIteratively(LearningPass):
             problems.append(f"{self.kind}: no layer is left to make sparse")
         if not self.keep_zeros:
             problems.append(f"{self.kind}: keep_zeros: false would fill what becomes zero; leave it out")
-        problems += [text for layer in taken if (text := self._find_problem(layer))]
         problems += find_tied_problems(self.kind, facts.layers, taken)
         notes = (Note("info", f"{self.kind}: learns by {self.describe_loss(facts.task)}"), gain("unstructured", target))
         after = facts.with_zeros(layer.name for layer in taken)
         return PassPlan(after, (*map(self.decision, taken), *kept), notes, tuple(problems))
 
     def decision(self, layer: LayerFacts) -> LayerDecision:
-        part = "its part of " if self.scope == "global" else ""
         back = "as learned" if self.rewind == "never" else f"rewound to {self.rewind:.0%} of the training"
-        how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
+        how = f"its part of {self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
         return LayerDecision(layer.name, layer.type, "sparse", how)
-
-    def _find_problem(self, layer: LayerFacts) -> str | None:
-        if self.scope == "layer" and round(self.sparsity * layer.n_weights) == layer.n_weights:
-            return f"{self.kind}: {layer.name}: sparsity {self.sparsity:g} leaves none of its weights; take less"
-        return None
 
     def _collect_patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""

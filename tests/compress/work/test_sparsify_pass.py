@@ -122,7 +122,7 @@ def test_methods_are_ordered_in_what_they_lose() -> None:
             parameter.data = torch.linspace(0.2, 3, 32)
     columns = {}
     for method in METHODS[1:]:
-        measured = run(streamed(net), method=method, scope="row").measured
+        measured = run(streamed(net), method=method).measured
         told = [numbers for numbers in measured.values() if "sparsity" in numbers]
         assert len(told) == 14
         columns[method] = [np.array([one[key] for one in told]) for key in ("output_error", "output_error_magnitude")]
@@ -148,32 +148,6 @@ def test_errors_are_those_of_the_outputs() -> None:
         expected = (x @ change.T).square().sum() / (x @ before.T).square().sum()
     told = result.measured["model.layers.0.self_attn.q_proj"]
     assert told["output_error"] == pytest.approx(float(expected), rel=1e-4)
-
-
-def test_refitting_loses_less() -> None:
-    some, none = (run(streamed(llama()), refit=steps).measured for steps in (10, 0))
-    names = [name for name in some if "output_error" in some[name]]
-    assert np.mean([some[name]["output_error"] / none[name]["output_error"] for name in names]) < 0.95
-    first = "model.layers.0.self_attn.q_proj"
-    assert some[first]["output_error"] <= none[first]["output_error"]
-
-
-def test_global_scope_takes_the_smallest_of_all_layers() -> None:
-    net = llama()
-    weights = {name: module.weight.data for name, module in net.named_modules() if isinstance(module, nn.Linear)}
-    weights["model.layers.1.mlp.up_proj"].mul_(0.2)
-    override = {"targets": ["re:.*layers.0.*down_proj"], "sparsity": 0.125}
-    config = Sparsify.model_validate_json(
-        json.dumps({"method": "magnitude", "scope": "global", "sparsity": 0.4, "overrides": [override]})
-    )
-    result = apply_pass(config, streamed(net), context(texts()))
-    layers = [name for name in touched(result) if name != "model.layers.0.mlp.down_proj"]
-    assert zeros(result, ["model.layers.0.mlp.down_proj"]) == 0.125
-    assert zeros(result, layers) == pytest.approx(0.4, abs=1e-4)
-    assert zeros(result, ["model.layers.1.mlp.up_proj"]) > 0.9
-    gone = [float(weights[name].abs()[weight(result, name) == 0].max()) for name in layers]
-    stay = [float(weights[name].abs()[weight(result, name) != 0].min()) for name in layers]
-    assert max(gone) <= min(stay)
 
 
 def test_the_last_override_wins_and_what_is_ignored_stays() -> None:
@@ -276,14 +250,11 @@ def files(work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(work.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize("config", [{}, {"method": "magnitude", "scope": "global"}], ids=str)
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_with_the_same_bytes(
-    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from compress.work import sparsify as sparsify_blocks
 
-    whole = run(streamed(llama()), tmp_path / "whole", **config)
+    whole = run(streamed(llama()), tmp_path / "whole")
     finish, left = sparsify_blocks._BlockSparsifying.finish, 0
 
     def stopping(work: Any) -> None:
@@ -297,10 +268,10 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(
     for done in range(2):
         left = 1
         with pytest.raises(KeyboardInterrupt):
-            run(streamed(llama()), tmp_path / "broken", **config)
+            run(streamed(llama()), tmp_path / "broken")
         assert len(files(tmp_path / "broken")) == done + 1
     monkeypatch.setattr(sparsify_blocks._BlockSparsifying, "finish", finish)
-    result = run(streamed(llama()), tmp_path / "broken", **config)
+    result = run(streamed(llama()), tmp_path / "broken")
     assert files(tmp_path / "broken") == files(tmp_path / "whole") and len(files(tmp_path / "whole")) > 2
     assert result.decisions == whole.decisions
 
@@ -330,8 +301,6 @@ def test_the_plan_says_what_each_layer_gets_and_changes_no_size() -> None:
     ]
     assert [layer.name for layer in plan.facts.layers if layer.sparse] == ["fc", "conv"]
     assert plan.problems == () and plan.facts.n_bytes == facts(LINEAR, CONV, TABLE).n_bytes
-    whole = Sparsify(method="magnitude", scope="global").check(facts(LINEAR), TARGETS["openvino"])
-    assert whole.decisions[0].reason == "its part of 0.5 of all layers, by magnitude"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -373,12 +342,6 @@ def test_a_share_that_leaves_nothing_is_refused() -> None:
     assert problems(LINEAR, sparsity=0.999) == [
         "sparsify: fc: sparsity 0.999 leaves none of the 48 weights of the layer; take less"
     ]
-    net = llama()
-    for name, module in net.named_modules():
-        if name == "model.layers.1.mlp.up_proj" and isinstance(module, nn.Linear):
-            module.weight.data.mul_(1e-3)
-    with pytest.raises(PassError, match=r"layers\.1\.mlp\.up_proj: global scope leaves none of its weights; ignore it"):
-        run(streamed(net), method="magnitude", scope="global")
 
 
 def test_an_empty_selection_is_refused() -> None:
@@ -405,8 +368,6 @@ def test_a_weight_that_an_untouched_layer_shares_is_refused() -> None:
         ({"sparsity": float("nan")}, "finite number"),
         ({"sparsity": 0.5, "pattern": "2:4"}, "pattern 2:4 says how many weights stay; leave sparsity or pattern out"),
         ({"pattern": "4:2"}, "'4:2' is no pattern: N:M keeps N of each M inputs"),
-        ({"pattern": "2:4", "scope": "row"}, "pattern 2:4 chooses among each 4 inputs; leave scope out"),
-        ({"scope": "global"}, "scope global is for magnitude; sparsegpt has row or layer"),
     ],
     ids=str,
 )
