@@ -141,7 +141,7 @@ def _make_rounding(config: Gptq, target: Target, gram: Tensor) -> Callable[[Tens
 
 
 def _gptq_rules(config: Gptq, scheme: Scheme, target: Target) -> GptqRules:
-    return GptqRules(may_be_negative(scheme, target), config.sweeps, config.block_size, config.compute)
+    return GptqRules(may_be_negative(scheme, target), block=config.block_size, compute=config.compute)
 
 
 def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
