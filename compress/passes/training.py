@@ -235,10 +235,8 @@ _SHARED = (
 
 
 class LogitsTerm(Record):
-    """Divergence between what the teacher and the student hold likely."""
+    """KL(teacher || student): between what the two hold likely."""
 
-    divergence: Literal["forward", "reverse", "symmetric"] = "forward"
-    """KL(teacher || student), KL(student || teacher), or the mean of both."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """What logits are divided by; the loss is multiplied by its square."""
     weight: Weight = 1.0
@@ -363,9 +361,9 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
-        softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
+        softened = terms.logits is not None and terms.logits.temperature != 1.0
         if find_torch_task(facts.task).loss == "numbers" and softened:
-            problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
+            problems.append(f"{self.kind}: logits: numbers have no temperature; leave it out")
         if facts.detections is not None:
             problems += _head_problems(self.kind, terms, facts.detections)
         if self.changes.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
@@ -389,7 +387,7 @@ class LearningPass(TrainingPass):
         parts = []
         if terms.logits is not None:
             of_numbers = find_torch_task(task).loss == "numbers"
-            softened = f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}"
+            softened = f"KL of the logits at temperature {terms.logits.temperature:g}"
             parts.append("squared error of the numbers" if of_numbers else softened)
         if terms.labels is not None:
             learned = {"next tokens": "the next tokens", "target tokens": "the references' tokens"}

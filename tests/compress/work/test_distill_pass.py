@@ -165,13 +165,13 @@ def test_the_loss_follows_from_the_task() -> None:
         task: Distill().describe_loss(task) for task in ("text-classification", "text-generation", "feature-extraction")
     }
     assert said == {
-        "text-classification": "forward KL of the logits at temperature 4",
-        "text-generation": "forward KL of the logits at temperature 1",
+        "text-classification": "KL of the logits at temperature 4",
+        "text-generation": "KL of the logits at temperature 1",
         "feature-extraction": "cosine of the outputs (mean pooling), mse of hidden states",
     }
     assert Distill().describe_loss("generic") == "mse of the outputs"
-    mixed = Distill(logits=LogitsTerm(temperature=2, divergence="reverse"), labels=LabelsTerm(weight=0.1))
-    assert mixed.describe_loss("image-classification") == "reverse KL of the logits at temperature 2, the labels"
+    mixed = Distill(logits=LogitsTerm(temperature=2), labels=LabelsTerm(weight=0.1))
+    assert mixed.describe_loss("image-classification") == "KL of the logits at temperature 2, the labels"
     assert mixed.describe_loss("text-generation").endswith("the next tokens")
 
 
@@ -293,7 +293,7 @@ def test_terms_are_weighed_sample_by_sample() -> None:
     batch = batch_maker(token_set(), TEXT, Augment(), tokens=True)(np.arange(6), None)
     assert batch.mask is not None
     assert batch.weights.tolist() == (batch.mask.sum(1) - 1).tolist()
-    terms = [Weighted(0.5, next_token_logits_term(2.0, "forward")), Weighted(2.0, next_token_term)]
+    terms = [Weighted(0.5, next_token_logits_term(2.0)), Weighted(2.0, next_token_term)]
     assert net.module is not None and teacher.module is not None
     own, other = (Seen({"logits": model.module(**batch.feeds)}) for model in (net, teacher))  # type: ignore[misc]
     found = float(total_loss(terms, batch, own, other))

@@ -401,7 +401,7 @@ def test_the_plan_says_what_becomes_of_the_layers() -> None:
     assert plan.facts.layers[0].bits == 4 + 32 / 8, "groups of 8 are stored in 4 bits"
     assert plan.facts.layers[2].bits == 32
     assert set(plan.schemes) == {"body.0.fc", "body.1.fc"}
-    assert plan.notes[0].text == "qat: learns by forward KL of the logits at temperature 1"
+    assert plan.notes[0].text == "qat: learns by KL of the logits at temperature 1"
     alone = Qat(group_size=8, teacher=False, labels=LabelsTerm(weight=2.0), ignore=("head",)).check(LM, TARGET)
     assert alone.notes[0].text == "qat: learns by the next tokens, without a teacher"
 
