@@ -18,7 +18,7 @@ from compress.passes.training import LearningPass
 from compress.specs import LayerPattern
 
 if TYPE_CHECKING:
-    from compress.models.load import TorchModel
+    pass
 
 
 class SparsifyIteratively(LearningPass):
@@ -48,11 +48,6 @@ class SparsifyIteratively(LearningPass):
         """Return how often the model is trained."""
         return self.rounds + (self.rewind != "never")
 
-    def needs_teacher(self, task: str) -> bool:
-        """Return whether anything but the labels is learned from."""
-        terms = self.terms(task)
-        return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
-
     def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
         """Return the schedule of one training."""
         schedule = super().make_schedule(n_samples, seed)
@@ -64,12 +59,9 @@ class SparsifyIteratively(LearningPass):
         cost = super().estimate_cost(facts, data)
         return replace(cost, forwards=self.trainings * cost.forwards)
 
-    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
-        return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0
-
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         schedule = self.make_schedule(n_samples, 0)
-        text = f"{self.kind}: {self.trainings} trainings of {schedule.steps} steps of {schedule.samples} samples"
+        text = f"{self.kind}: {self.trainings} trainings of {schedule.steps} steps of {schedule.batch_size} samples"
         return [Note("info", text)]
 
     def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
@@ -82,8 +74,6 @@ class SparsifyIteratively(LearningPass):
         problems += pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             problems.append(f"{self.kind}: no layer is left to make sparse")
-        if not self.keep_zeros:
-            problems.append(f"{self.kind}: keep_zeros: false would fill what becomes zero; leave it out")
         problems += find_tied_problems(self.kind, facts.layers, taken)
         notes = (Note("info", f"{self.kind}: learns by {self.describe_loss(facts.task)}"), gain("unstructured", target))
         after = facts.with_zeros(layer.name for layer in taken)

@@ -307,10 +307,6 @@ def zero_keeper(module: nn.Module) -> Callable[[int], None]:
     return put_back
 
 
-def no_keeper(step: int) -> None:
-    """Keep no zeros: they may go."""
-
-
 def gather_numbers(kind: str, log: TrainLog) -> dict[str, dict[str, float]]:
     """Return the numbers, and the curves as step -> loss."""
     return {

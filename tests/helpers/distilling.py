@@ -121,7 +121,7 @@ def taught(schedule: TrainingSchedule = SCHEDULE, work: Path | None = None, **mo
     return net, train(net, label_dataset(net, images()), schedule, quiet(work, **more))
 
 
-SHARED = replace(SCHEDULE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
+SHARED = replace(SCHEDULE, batch_size=12, optimizer="sgd", learning_rate=0.1)
 
 
 def train_and_save(out: Path, steps: int, changes: dict[str, Any]) -> list[str]:

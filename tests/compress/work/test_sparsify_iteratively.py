@@ -89,7 +89,7 @@ def options(work: Path | None = None, trainset: Any = None, teacher: Callable[[]
 
 
 def small(**more: Any) -> SparsifyIteratively:
-    usual = {"steps": 12, "batch_size": 8, "learning_rate": 0.01, "held_out": 0.25, "warmup": 0.0, "rounds": 3}
+    usual = {"steps": 12, "batch_size": 8, "learning_rate": 0.01, "held_out": 0.25, "rounds": 3}
     return SparsifyIteratively(**usual | {"sparsity": 0.8, "labels": LabelsTerm()} | more)
 
 
@@ -329,7 +329,6 @@ def test_how_long_it_takes() -> None:
 @pytest.mark.parametrize(
     ("config", "more", "problem"),
     [
-        ({"keep_zeros": False}, {}, "keep_zeros: false would fill what becomes zero; leave it out"),
         ({"targets": ("nobody",)}, {}, "targets: 'nobody' matches no layer"),
         ({"ignore": ("Conv2d", "Linear")}, {}, "no layer is left to make sparse"),
         ({}, {"source": "onnx"}, "trains a torch model, and an onnx: source is none"),
