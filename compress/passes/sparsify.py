@@ -86,8 +86,6 @@ class Sparsify(_Amount, Pass):
     """Layers that keep their weights."""
     overrides: tuple[SparsityOverride, ...] = ()
     """Other amounts for some of the layers; of several that select a layer the last one wins."""
-    strict: bool = False
-    """An error, not a note, where a layer is not seen by the calibration data or damping is raised."""
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.blocks import activations
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassResult
-from compress.errors import PassError, SourceError
+from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, Structure
 from compress.formats.targets import TARGETS
 from compress.models.open_streamed import open_streamed_module
@@ -183,8 +183,6 @@ def test_a_layer_that_no_row_reaches_goes_by_magnitude_and_is_named() -> None:
     idle: Any = with_idle().get_submodule(name)
     gone = choose_zeros(idle.weight.detach().abs()[None], Sparsity(0.5), "layer")[0]
     assert torch.equal(weight(result, name), idle.weight.detach().masked_fill(gone, 0.0))
-    with pytest.raises(PassError, match=f"sparsify: {name}: no calibration data reaches it"):
-        run(streamed(with_idle()), strict=True)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
