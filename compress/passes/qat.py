@@ -6,7 +6,7 @@ Weights alone (W2A16 ... W8A16, in groups) or weights and activations (W8A8): on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from compress.specs import LayerPattern, find_changes
 if TYPE_CHECKING:
     pass
 
-LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate")
+LAYER_NUMBERS = ("group_size", "overrides", "indivisible")
 """Keys that weights alone have, and int8 has not."""
 INT8_NUMBERS = ("placement", "calibration")
 """Keys that int8 has, and weights alone have not."""
@@ -46,9 +46,6 @@ class Qat(LearningPass, WeightPass):
     kind: Literal["qat"] = "qat"
     ignore: tuple[LayerPattern, ...] = Field(default_factory=_choose_ignore, json_schema_extra={"default": ["lm_head"]})
     """Layers that stay float; not given: lm_head, and with W8A8 none."""
-    rounding_rate: Annotated[float, Field(ge=0)] = 0.006
-    """Weights alone: how far one step moves a weight at most, in levels; a scale half as far, as a part of it.
-    `learning_rate` is that of all other parameters."""
     calibration: Calibration = "mse"
     """W8A8: how the ranges that training begins with are chosen."""
     placement: Literal["auto", "all", "inputs"] = "auto"
@@ -61,7 +58,7 @@ class Qat(LearningPass, WeightPass):
 
     @property
     def finds_settings(self) -> bool:  # type: ignore[override]
-        """Return whether `auto` is found: not of weights alone, which move by `rounding_rate`, in levels."""
+        """Return whether `auto` is found: not of weights alone, which move in levels."""
         return self.integer_inputs
 
     @property
