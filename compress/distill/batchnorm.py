@@ -18,9 +18,9 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
     return [part for part in module.modules() if isinstance(part, _BatchNorm)]
 
 
-def set_mode(module: nn.Module, dropout: bool, freeze_batchnorm: bool) -> None:
-    """Switch on what is random in training only if `dropout`; running statistics follow the data unless frozen."""
-    module.train(dropout)
+def set_mode(module: nn.Module, freeze_batchnorm: bool) -> None:
+    """Switch off what is random in training; running statistics follow the data unless frozen."""
+    module.eval()
     for norm in batch_norms(module):
         norm.train(not freeze_batchnorm)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.distill.losses import Divergence, divergence
+from compress.distill.losses import divergence
 from compress.errors import PassError
 from runtime.bundle.detections import WHOLE, Detections
 
@@ -73,15 +73,13 @@ def measure_confidence(head: HeadNumbers, spec: Detections) -> Tensor:
     return best * (best >= spec.score_threshold)
 
 
-def class_error(
-    student: HeadNumbers, teacher: HeadNumbers, spec: Detections, temperature: float = 1.0, kind: Divergence = "forward"
-) -> Tensor:
+def class_error(student: HeadNumbers, teacher: HeadNumbers, spec: Detections, temperature: float = 1.0) -> Tensor:
     """Return the divergence of classes and objectness, summed over places, for each object the teacher sees: [b].
 
-    Of softmax as `divergence`; of sigmoids that of each as a choice of two, KL(teacher || student) alone. 0 for equal.
+    Of softmax as `divergence`; of sigmoids that of each as a choice of two. 0 for equal.
     """
     if spec.scores == "softmax":
-        gaps = divergence(student.classes, teacher.classes, temperature, kind)
+        gaps = divergence(student.classes, teacher.classes, temperature)
     else:
         gaps = _choice_error(student.classes, teacher.classes, spec, temperature).sum(-1)
     if student.objectness is not None and teacher.objectness is not None:

@@ -11,27 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Divergence = Literal["forward", "reverse", "symmetric"]
 Distance = Literal["mse", "cosine"]
 Pooling = Literal["none", "mean", "cls", "max"]
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, kind: Divergence = "forward") -> Tensor:
-    """Return the KL divergence of softmax(logits / T) times T^2, in nats, over the last dimension: [..., C] -> [...].
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return KL(teacher || student) of softmax(logits / T) times T^2, nats, over the last dimension: [..., C] -> [...].
 
-    forward: KL(teacher || student), reverse: KL(student || teacher), symmetric: the mean of both. T^2 keeps the size
-    of the gradient as T grows (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    T^2 keeps the size of the gradient as T grows (Hinton et al. 2015, arXiv:1503.02531, section 2).
     """
     s, t = student.float() / temperature, teacher.float() / temperature
     # In this form loss and gradient of equal logits are 0 to the last bit: Adam would make steps of any rounding error.
     own, other = s.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
     gap = (own - other).squeeze(-1)
-    total = torch.zeros_like(gap)
-    if kind != "reverse":
-        total = total + gap + ((t - other).exp() * (t - s)).sum(-1)
-    if kind != "forward":
-        total = total - gap + ((s - own).exp() * (s - t)).sum(-1)
-    return total * temperature**2 * (0.5 if kind == "symmetric" else 1.0)
+    return (gap + ((t - other).exp() * (t - s)).sum(-1)) * temperature**2
 
 
 def each_label(logits: Tensor) -> Tensor:

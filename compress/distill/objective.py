@@ -14,7 +14,6 @@ from compress.distill.batch import Batch
 from compress.distill.detections import box_error, class_error, read_head
 from compress.distill.losses import (
     Distance,
-    Divergence,
     Pooling,
     attention_error,
     average_masked,
@@ -61,38 +60,36 @@ def total_loss(terms: Sequence[Weighted], batch: Batch, student: Seen, teacher: 
     return (losses * batch.weights).sum() / batch.weights.sum().clamp_min(1e-12)
 
 
-def logits_term(temperature: float, kind: Divergence) -> Term:
+def logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of the first outputs [b, C]."""
-    return lambda batch, student, teacher: average_masked(
-        divergence(student.first, teacher.first, temperature, kind), None
-    )
+    return lambda batch, student, teacher: average_masked(divergence(student.first, teacher.first, temperature), None)
 
 
-def set_logits_term(temperature: float, kind: Divergence) -> Term:
+def set_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of each label of the first outputs [b, C], as a choice of yes or no; mean."""
     return lambda batch, student, teacher: average_masked(
-        divergence(each_label(student.first), each_label(teacher.first), temperature, kind), None
+        divergence(each_label(student.first), each_label(teacher.first), temperature), None
     )
 
 
-def numbers_term(temperature: float, kind: Divergence) -> Term:
+def numbers_term(temperature: float) -> Term:
     """Return a term: the squared error of the first outputs, numbers; they have no distribution to be softened."""
     return lambda batch, student, teacher: number_error(student.first, teacher.first)
 
 
-def token_logits_term(temperature: float, kind: Divergence) -> Term:
+def token_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of the first outputs [b, T, C], mean over a text's tokens."""
     return lambda batch, student, teacher: average_masked(
-        divergence(student.first, teacher.first, temperature, kind), batch.mask
+        divergence(student.first, teacher.first, temperature), batch.mask
     )
 
 
-def next_token_logits_term(temperature: float, kind: Divergence) -> Term:
+def next_token_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of the first outputs [b, T, V], mean over a text's predicted tokens."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         chosen = _mask_predicted(batch)
-        gaps = divergence(student.first[:, :-1][chosen], teacher.first[:, :-1][chosen], temperature, kind)
+        gaps = divergence(student.first[:, :-1][chosen], teacher.first[:, :-1][chosen], temperature)
         return _mean_by_row(gaps, chosen)
 
     return term
@@ -129,26 +126,25 @@ def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     return _mean_by_row(gaps, chosen)
 
 
-def target_token_logits_term(temperature: float, kind: Divergence) -> Term:
+def target_token_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of the first outputs [b, T, V], mean over the tokens of a reference."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         assert batch.labels is not None
         chosen = batch.labels[:, : student.first.shape[1]] >= 0
-        gaps = divergence(student.first[chosen], teacher.first[chosen], temperature, kind)
+        gaps = divergence(student.first[chosen], teacher.first[chosen], temperature)
         return _mean_by_row(gaps, chosen)
 
     return term
 
 
-def head_classes_term(spec: Detections, n_classes: int, temperature: float, kind: Divergence) -> Term:
+def head_classes_term(spec: Detections, n_classes: int, temperature: float) -> Term:
     """Return a term: the divergence of a detector's classes, place by place."""
     return lambda batch, student, teacher: class_error(
         read_head(student.outputs, spec, n_classes),
         read_head(teacher.outputs, spec, n_classes),
         spec,
         temperature,
-        kind,
     )
 
 
@@ -159,10 +155,10 @@ def head_boxes_term(spec: Detections, n_classes: int) -> Term:
     )
 
 
-def pixel_logits_term(temperature: float, kind: Divergence) -> Term:
+def pixel_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of the first outputs [b, C, h, w], mean over an image's pixels."""
     return lambda batch, student, teacher: average_masked(
-        divergence(_read_pixels(student), _read_pixels(teacher), temperature, kind), None
+        divergence(_read_pixels(student), _read_pixels(teacher), temperature), None
     )
 
 
@@ -185,12 +181,12 @@ def _read_pixels(seen: Seen) -> Tensor:
     return F.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
 
 
-def span_logits_term(temperature: float, kind: Divergence) -> Term:
+def span_logits_term(temperature: float) -> Term:
     """Return a term: KL divergence of where an answer begins and ends, mean of the outputs [b, T] without padding."""
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         gaps = [
-            divergence(_hide_padding(own, batch), _hide_padding(teacher.outputs[name], batch), temperature, kind)
+            divergence(_hide_padding(own, batch), _hide_padding(teacher.outputs[name], batch), temperature)
             for name, own in student.outputs.items()
         ]
         return torch.stack(gaps).mean(0)
@@ -212,7 +208,7 @@ def _hide_padding(logits: Tensor, batch: Batch) -> Tensor:
     return logits.float() if batch.mask is None else logits.float().masked_fill(batch.mask == 0, IMPOSSIBLE)
 
 
-LEARNED: dict[str, tuple[Callable[[float, Divergence], Term], Term]] = {
+LEARNED: dict[str, tuple[Callable[[float], Term], Term]] = {
     "classes": (logits_term, labels_term(label_loss)),
     "label sets": (set_logits_term, labels_term(set_loss)),
     "numbers": (numbers_term, labels_term(number_error)),

@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 Optimizer = Literal["adamw", "sgd"]
-Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["float32", "bfloat16"]
 Rows = np.ndarray
 """int64 [n]."""
@@ -25,41 +24,30 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """How to train. Every step takes `accumulate` micro-batches of `batch_size` samples.
+    """How to train.
 
-    `warmup`: steps over which the rate rises. `clip`: the largest norm of a gradient; 0: any. `evaluate_every`: steps
-    between two looks at the samples held out. `epsilon`: adamw's, against which gradients that are smaller vanish.
-    `max_seconds`: rates fall to zero by then, too, warm-up is the shorter and looks come the sooner, and what a run
-    gives depends on the machine.
+    `warmup`: steps over which the rate rises; then it falls as a cosine. `evaluate_every`: steps between two looks at
+    the samples held out. `epsilon`: adamw's, against which gradients that are smaller vanish. `max_seconds`: rates fall
+    to zero by then, too, warm-up is the shorter and looks come the sooner, and what a run gives depends on the machine.
     `ema_decay`: of the average of the states, which is kept in their place; 0: none. `save_seconds`: what a killed run
     may lose; None: as any that learns.
     """
 
     steps: int
     batch_size: int
-    accumulate: int = 1
     learning_rate: float = 5e-4
     weight_decay: float = 0.0
     optimizer: Optimizer = "adamw"
-    momentum: float = 0.9
     epsilon: float = 1e-8
-    schedule: Schedule = "cosine"
     warmup: int = 0
-    clip: float = 1.0
     precision: Precision = "float32"
     held_out: float = 0.05
     evaluate_every: int = 100
     max_seconds: float | None = None
-    dropout: bool = False
     freeze_batchnorm: bool = False
     ema_decay: float = 0.0
     save_seconds: float | None = None
     seed: int = 0
-
-    @property
-    def samples(self) -> int:
-        """Return the number of samples of one step."""
-        return self.batch_size * self.accumulate
 
 
 def progress_made(schedule: TrainingSchedule, step: int, seconds: float) -> float:
@@ -74,11 +62,10 @@ def evaluations_due(schedule: TrainingSchedule, step: int, seconds: float) -> in
 
 
 def learning_rate(schedule: TrainingSchedule, step: int, seconds: float) -> float:
-    """Return the rate of the step of that number, from 0 on: a linear rise, then the schedule."""
+    """Return the rate of the step of that number, from 0 on: a linear rise, then a cosine."""
     done = progress_made(schedule, step, seconds)
     rise = min(max(step + 1, done * schedule.steps) / schedule.warmup, 1.0) if schedule.warmup else 1.0
-    falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}
-    return schedule.learning_rate * rise * falls[schedule.schedule]
+    return schedule.learning_rate * rise * (1 + math.cos(math.pi * done)) / 2
 
 
 def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
@@ -88,24 +75,19 @@ def split_rows(n: int, held_out: float, seed: int) -> tuple[Rows, Rows]:
     return np.sort(order[n_held:]), np.sort(order[:n_held])
 
 
-def step_rows(rows: Rows, schedule: TrainingSchedule, step: int) -> list[Rows]:
-    """Return the rows of each micro-batch. Samples come in an endless row of permutations, one for each epoch."""
-    first = step * schedule.samples
-    numbers = np.arange(first, first + schedule.samples)
+def step_rows(rows: Rows, schedule: TrainingSchedule, step: int) -> Rows:
+    """Return the rows of a step. Samples come in an endless row of permutations, one for each epoch."""
+    first = step * schedule.batch_size
+    numbers = np.arange(first, first + schedule.batch_size)
     epochs, places = numbers // len(rows), numbers % len(rows)
     orders = {epoch: _permute_rows(len(rows), schedule.seed, epoch) for epoch in np.unique(epochs).tolist()}
-    drawn = np.array([orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)])
-    return np.split(rows[drawn], schedule.accumulate)
+    drawn = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]
+    return rows[np.array(drawn)]
 
 
-def step_random(schedule: TrainingSchedule, step: int, micro: int) -> np.random.Generator:
-    """Make the generator that augments one micro-batch."""
-    return np.random.default_rng([schedule.seed, 2, step, micro])
-
-
-def step_seed(schedule: TrainingSchedule, step: int, micro: int, rank: int) -> int:
-    """Return the seed of what torch draws in one micro-batch (dropout)."""
-    return int(np.random.default_rng([schedule.seed, 3, step, micro, rank]).integers(2**62))
+def step_random(schedule: TrainingSchedule, step: int) -> np.random.Generator:
+    """Make the generator that augments a step's samples."""
+    return np.random.default_rng([schedule.seed, 2, step])
 
 
 @lru_cache(maxsize=2)

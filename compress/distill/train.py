@@ -1,8 +1,8 @@
 """The training loop, on accelerate: steps, looks at samples held out, the best state so far, resume after a kill.
 
 It knows nothing of what is learned from: `Lessons` make batches and say how far off the module is. With several
-processes of one launch each takes its part of every micro-batch, and the gradients are summed, so that the losses are
-those of one process to rounding (but for dropout, which each draws for its own part).
+processes of one launch each takes its part of every batch, and the gradients are summed, so that the losses are those
+of one process to rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from compress.distill.schedule import (
     split_rows,
     step_random,
     step_rows,
-    step_seed,
 )
 from compress.distill.training_log import TrainLog, line, log_of, make_divergence_error
 from compress.errors import PassError
@@ -57,6 +56,10 @@ T = TypeVar("T")
 TINY = 1e-12
 """In the place of a weight that is 0: a batch of which nothing counts."""
 FILE = "training.safetensors"
+MOMENTUM = 0.9
+"""Of SGD."""
+LARGEST_NORM = 1.0
+"""Of all gradients together, to which they are clipped."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,7 @@ def train(module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, optio
     """
     training = _Training(module, dataset, schedule, options)
     training.resume()
-    with training.beside_others():
-        training.run()
+    training.run()
     restore_module(module, training.best)
     _bring_back(module)
     if training.log.end == "diverged" and (training.log.best_loss is None or not training.log.best_step):
@@ -147,8 +149,7 @@ def try_schedule(
     training = _Training(module, dataset, schedule, options)
     training.held = training.held[:: max(len(training.held) // judged, 1)][:judged]
     training.log.evaluations = [(0, math.inf)]  # the start is the same for all
-    with training.beside_others():
-        training.run()
+    training.run()
     restore_module(module, start)
     _bring_back(module)
     step, loss = training.log.evaluations[-1]
@@ -184,15 +185,13 @@ class _Training:
         """Samples; fewer once the device's memory was full."""
         self._check_same_start()
 
-    @contextmanager
-    def beside_others(self) -> Iterator[None]:
-        """Leave what torch draws elsewhere as it was, and share statistics with the other processes."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), share_statistics(self.module, self.sum, self.size):
-            yield
-
     def run(self) -> None:
         """Run all steps that are left."""
+        with share_statistics(self.module, self.sum, self.size):
+            self._make_steps()
+        self._save()
+
+    def _make_steps(self) -> None:
         if not self.log.evaluations:
             self._evaluate()
         steps = range(self.log.step, 0 if self.log.end else self.schedule.steps)
@@ -209,7 +208,6 @@ class _Training:
                 break
         if not self.log.end:
             self.log.end = "steps"
-        self._save()
 
     def _check_same_start(self) -> None:
         """Raise RuntimeError where processes would train different models: their gradients are summed."""
@@ -226,26 +224,22 @@ class _Training:
     def _make_step(self, step: int) -> float:
         """Make one optimizer step; return its loss, or NaN if loss or gradient are not finite and nothing was done."""
         self.options.before_step(step, progress_made(self.schedule, step, self._agreed_seconds()))
-        set_mode(self.module, self.schedule.dropout, self.schedule.freeze_batchnorm)
-        drawn = enumerate(step_rows(self.rows, self.schedule, step))
-        batches = [self.dataset.batch(rows, step_random(self.schedule, step, k)) for k, rows in drawn]
-        loss_sum = float(self.sum(self._where_it_fits(lambda: self._sum_gradients(step, batches))))
+        set_mode(self.module, self.schedule.freeze_batchnorm)
+        batch = self.dataset.batch(step_rows(self.rows, self.schedule, step), step_random(self.schedule, step))
+        loss_sum = float(self.sum(self._where_it_fits(lambda: self._sum_gradients(batch))))
         if not math.isfinite(loss_sum) or not self._clip():
             return math.nan
         self._apply(step)
         return loss_sum
 
-    def _sum_gradients(self, step: int, batches: Sequence[Batch]) -> Tensor:
+    def _sum_gradients(self, batch: Batch) -> Tensor:
         """Set the gradients of this process's part of a step; return its part of the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        whole = sum(batch.weight for batch in batches)
         total = torch.zeros((), device=self.device)
-        for k, batch in enumerate(batches):
-            torch.manual_seed(step_seed(self.schedule, step, k, self.rank))
-            for mine in self._split(part(batch, self.rank, self.size)):
-                loss = self._compute_loss(mine) * (mine.weight / max(whole, TINY))
-                self.accelerator.backward(loss)
-                total += loss.detach()
+        for mine in self._split(part(batch, self.rank, self.size)):
+            loss = self._compute_loss(mine) * (mine.weight / max(batch.weight, TINY))
+            self.accelerator.backward(loss)
+            total += loss.detach()
         return total
 
     def _split(self, batch: Batch) -> list[Batch]:
@@ -272,8 +266,7 @@ class _Training:
         """Sum the gradients of all processes and clip them; return False if they are not finite."""
         if self.size > 1:
             _reduce_gradients(self.parameters, self.sum)
-        limit = self.schedule.clip or math.inf
-        return bool(torch.isfinite(self.accelerator.clip_grad_norm_(self.parameters, limit)))
+        return bool(torch.isfinite(self.accelerator.clip_grad_norm_(self.parameters, LARGEST_NORM)))
 
     def _apply(self, step: int) -> None:
         rate = learning_rate(self.schedule, step, self._agreed_seconds())
@@ -386,7 +379,7 @@ def _make_optimizer(module: nn.Module, schedule: TrainingSchedule, rates: Mappin
         for (factor, decay), parameters in groups.items()
     ]
     if schedule.optimizer == "sgd":
-        return torch.optim.SGD(given, lr=schedule.learning_rate, momentum=schedule.momentum)
+        return torch.optim.SGD(given, lr=schedule.learning_rate, momentum=MOMENTUM)
     return torch.optim.AdamW(given, lr=schedule.learning_rate, eps=schedule.epsilon)
 
 

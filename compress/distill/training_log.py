@@ -78,7 +78,7 @@ def make_divergence_error(name: str, log: TrainLog, schedule: TrainingSchedule) 
     """Return the error where nothing better than the start was found before the loss broke."""
     return (
         f"{name}: the loss became NaN or infinite in step {log.step + 1} and nothing better than the start had been "
-        f"found; lower learning_rate ({schedule.learning_rate:g}), clip harder or warm up longer"
+        f"found; lower learning_rate ({schedule.learning_rate:g})"
     )
 
 

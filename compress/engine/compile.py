@@ -36,8 +36,6 @@ from runtime.processes.isolated import last_line, run, start_python
 RECORD = "engine.json"
 SHOWN = 5
 """Nodes that a note names."""
-WITH_GPU = ("strip_weights", "refit")
-"""Options with which TensorRT for RTX compiles on a GPU alone (1.7)."""
 PRODUCTS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
 _KINDS = {
     ir.DataType.INT8: "int8",
@@ -60,11 +58,11 @@ def why_not_here(order: EngineOrder) -> str:
     trouble = _explain_library_trouble(order.runtime)
     if trouble:
         return trouble
-    asking = [name for name in WITH_GPU if order.options.get(name)]
-    if order.runtime == "tensorrt-rtx" and not asking:
+    stripped = bool(order.options.get("strip_weights"))
+    if order.runtime == "tensorrt-rtx" and not stripped:  # with it, 1.7 compiles on a GPU alone
         return ""
     if gpu_here() is None:
-        what = f"with {asking[0]} " if asking else ""
+        what = "with strip_weights " if stripped else ""
         return f"{order.runtime} compiles {what}on a GPU, and no driver sees one here"
     return ""
 
@@ -100,7 +98,7 @@ def compile_order(
         engine=str(engine),
         layers=str(layers),
         record=str(record),
-        cache=str(_make_timing_path(cache or default_root(), order)) if order.options.get("timing_cache") else "",
+        cache=str(_make_timing_path(cache or default_root(), order)) if order.runtime == "tensorrt" else "",
         profiles=order.profiles,
         options=order.options,
         asked=find_asked_precisions(model),
@@ -278,9 +276,9 @@ def _compile_here(job: Job) -> tuple[EngineRecord, list[str]]:
 def _make_options(job: Job) -> api.BuildOptions:
     """Return the recipe's words as the library's options; a timing cache that is not there yet begins empty."""
     given = dict(job.options)
-    workspace, kept = given.pop("workspace_mib", None), given.pop("timing_cache", False)
+    workspace = given.pop("workspace_mib", None)
     fields = {name: value for name, value in given.items() if name in api.BuildOptions.__dataclass_fields__}
-    cache = Path(job.cache) if job.cache and kept else None
+    cache = Path(job.cache) if job.cache else None
     return from_json(
         api.BuildOptions,
         {**fields, "workspace_bytes": None if workspace is None else int(str(workspace)) * 2**20},

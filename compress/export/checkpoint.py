@@ -32,6 +32,8 @@ from compress.rounding.grid import finite
 from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.state import FLOAT8
 
+SHARD_BYTES = 5 * 2**30
+"""The largest file."""
 WORST_SCALE_CHANGE = 0.01
 """Of a scale that is rounded to the type it is stored in; more is a warning."""
 
@@ -65,7 +67,7 @@ def write_checkpoint(
     module = model.build()
     content = _collect_content(module, model, export)
     folder.mkdir(parents=True, exist_ok=True)
-    files = write_shards(folder, list(_make_units(content)), int(export.max_shard_gib * 2**30))
+    files = write_shards(folder, list(_make_units(content)), SHARD_BYTES)
     quantization = _make_quantization_config(content)
     untied = [name for name in tied_names(module) if name not in model.tied]
     usual, sizes = content.types.usual, model.shapes.config

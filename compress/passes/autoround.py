@@ -30,8 +30,6 @@ class AutoRound(WeightPass):
     """Part of the micro-batches, the last, on which the best state is chosen; none worse than the start is kept."""
     start: Literal["nearest", "given"] = "nearest"
     """nearest: float layers, rounded to the nearest first; given: go on from the integers that an earlier pass left."""
-    strict: bool = False
-    """An error, not a note, where a block ends as it started."""
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
 from compress.formats.targets import Target
@@ -20,8 +18,6 @@ class Equalize(Pass):
     calibration_runs: ClassVar[float] = 1.3
 
     kind: Literal["equalize"] = "equalize"
-    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How much of the spread between channels moves from the activation to the weight that reads it."""
     ignore: tuple[LayerPattern, ...] = ()
     """Layers (the second of a pair) whose input is left as it is."""
 

@@ -8,9 +8,6 @@ from pydantic import Field
 
 from compress.passes.weight_only import WeightPass
 
-DEFAULT_SWEEPS = {True: 1, False: 3}
-"""With 4 bits and more, and with fewer: as `compress.rounding.gptq.Rules`."""
-
 
 class Gptq(WeightPass):
     """Quantization of weights against the Hessian of each layer's calibration inputs, layer after layer."""
@@ -27,8 +24,5 @@ class Gptq(WeightPass):
     """Round the inputs of largest activation first; groups keep their places (static groups)."""
     block_size: Annotated[int, Field(ge=1)] = 128
     """Inputs whose errors are spread over the rest of the weight at once: for speed, not for the result."""
-    sweeps: Annotated[int, Field(ge=0)] | None = None
-    """Of coordinate descent over levels and scales after the loop, which lower the same error; 0: GPTQ as published.
-    Not given: 1 with 4 bits and more, 3 with fewer."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""

@@ -72,9 +72,6 @@ class PruneChannels(Pass):
     (l1, l2), its batch norm's scale (bn_scale), its gradient (taylor, fisher), or by chance."""
     compensate: bool = True
     """Fit the layers that are left to what the whole model gives on the calibration data, by least squares."""
-    alike: Literal["auto"] | bool = "auto"
-    """Equally wide dimensions of a kind get one width, under `max_params`, `max_flops` and `speedup`: a configuration
-    can then say it. auto: for transformers models, which are to load again from their config.json."""
     round_to: Annotated[int, Field(ge=1)] = 8
     """Channels, neurons and widths that are left are a multiple of it, which kernels are fast at."""
 

@@ -14,7 +14,6 @@ from compress.passes.depth import depth_problem, evenly_spaced, without_blocks
 from compress.specs import one_of
 
 BUDGETS = ("keep", "drop", "layers", "speedup")
-Choice = Literal["error", "angular", "uniform"]
 TRIED_ROWS = 32768
 """Tokens, or 256 for each image, that blocks are tried on one by one."""
 
@@ -22,8 +21,9 @@ TRIED_ROWS = 32768
 class PruneLayers(Pass):
     """Remove whole blocks: those of a transformer's chain, or a conv net's residual blocks that keep the shape.
 
-    Exactly one of `keep`, `drop`, `layers` and `speedup` says how many go. Blocks are counted from 0, in the order in
-    which they run, those alone that can go.
+    Exactly one of `keep`, `drop`, `layers` and `speedup` says how many go. Where `layers` does not say which, they go
+    one after another, each time the one without which the outputs err least on calibration data. Blocks are counted
+    from 0, in the order in which they run, those alone that can go.
     """
 
     stage: ClassVar[Stage] = "model"
@@ -39,10 +39,6 @@ class PruneLayers(Pass):
     """Numbers of the blocks that stay."""
     speedup: Annotated[float, Field(gt=1)] | None = None
     """How many times faster the float model is to be, measured on the target: as few blocks go as that takes."""
-    choose: Choice = "error"
-    """Which go, where `layers` does not say it. error: one after another, each time the one without which the outputs
-    err least on calibration data; angular: those that turn what goes through them least (ShortGPT); uniform: those that
-    leave the others evenly spaced, the first and the last among them."""
     compensate: bool = True
     """Fit the layers that are left to what the whole model gives on the calibration data, by least squares."""
 
@@ -65,11 +61,6 @@ class PruneLayers(Pass):
         removed = [block.name for number, block in enumerate(blocks) if number not in stay]
         after = without_blocks(facts, removed)
         return PassPlan(after, self._decide_layers(facts, removed), self._make_notes(facts, after, len(stay)))
-
-    @property
-    def recipe_decides(self) -> bool:
-        """Return whether the recipe alone tells which blocks stay."""
-        return self.layers is not None or (self.choose == "uniform" and self.speedup is None)
 
     def n_kept(self, n_blocks: int) -> int:
         """Return how many of `n_blocks` stay; not for `speedup`."""
@@ -109,7 +100,7 @@ class PruneLayers(Pass):
         """Return the action and the reason for a layer of that block."""
         if block is None:
             return "kept", "in no block that could go"
-        if self.recipe_decides:
+        if self.layers is not None:
             return ("pruned", f"{block} goes") if block in removed else ("kept", f"{block} stays")
         return "open", f"{stay}; calibration data tell which" if self.speedup is None else "as few go as it takes"
 

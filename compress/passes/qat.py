@@ -6,9 +6,9 @@ Weights alone (W2A16 ... W8A16, in groups) or weights and activations (W8A8): on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from compress.facts import LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.schemes import PRESETS, Scheme
@@ -16,17 +16,14 @@ from compress.formats.targets import Format, Target
 from compress.passes.base import Stage
 from compress.passes.eight_bit import Calibration, Restore
 from compress.passes.int8 import Int8
-from compress.passes.training import LabelsTerm, LearningPass, Terms
+from compress.passes.training import LearningPass, Terms
 from compress.passes.weight_only import WeightPass
 from compress.specs import LayerPattern, find_changes
-from compress.tasks import find_torch_task
 
 if TYPE_CHECKING:
-    from compress.models.load import TorchModel
+    pass
 
-NO_LABELS = ("logits", "hidden", "attention", "output")
-"""Terms of the loss that need a teacher."""
-LAYER_NUMBERS = ("group_size", "overrides", "indivisible", "rounding_rate")
+LAYER_NUMBERS = ("group_size", "overrides", "indivisible")
 """Keys that weights alone have, and int8 has not."""
 INT8_NUMBERS = ("placement", "calibration")
 """Keys that int8 has, and weights alone have not."""
@@ -42,29 +39,17 @@ class Qat(LearningPass, WeightPass):
     """Quantization-aware training: the rest of the loss that rounding costs is learned back.
 
     Weights alone (the default, W4A16) end as `gptq`'s do. `scheme: W8A8` (the same as W8A8_STATIC) ends as `int8` does,
-    with stored ranges. With a teacher (the model as it came) the loss is made of the terms of `distill`; without one it
-    is that of the labels, of texts the next tokens. Everything is trained: weights, scales, norms, biases, embeddings.
+    with stored ranges. The loss is made of the terms of `distill`; of `labels` alone it needs no teacher. Everything is
+    trained: weights, scales, norms, biases, embeddings.
     """
 
     kind: Literal["qat"] = "qat"
     ignore: tuple[LayerPattern, ...] = Field(default_factory=_choose_ignore, json_schema_extra={"default": ["lm_head"]})
     """Layers that stay float; not given: lm_head, and with W8A8 none."""
-    teacher: bool = True
-    """Learn from the model as it came, before all passes; false: from the labels alone."""
-    rounding_rate: Annotated[float, Field(ge=0)] = 0.006
-    """Weights alone: how far one step moves a weight at most, in levels; a scale half as far, as a part of it.
-    `learning_rate` is that of all other parameters."""
     calibration: Calibration = "mse"
     """W8A8: how the ranges that training begins with are chosen."""
     placement: Literal["auto", "all", "inputs"] = "auto"
     """W8A8: which tensors are quantized, as in `int8`."""
-
-    @model_validator(mode="after")
-    def _check_teacher(self) -> Qat:
-        given = [name for name in NO_LABELS if getattr(self, name) is not None]
-        if given and not self.teacher:
-            raise ValueError(f"teacher: false leaves only labels to learn from; leave {', '.join(given)} out")
-        return self
 
     @property
     def integer_inputs(self) -> bool:
@@ -73,7 +58,7 @@ class Qat(LearningPass, WeightPass):
 
     @property
     def finds_settings(self) -> bool:  # type: ignore[override]
-        """Return whether `auto` is found: not of weights alone, which move by `rounding_rate`, in levels."""
+        """Return whether `auto` is found: not of weights alone, which move in levels."""
         return self.integer_inputs
 
     @property
@@ -93,7 +78,7 @@ class Qat(LearningPass, WeightPass):
 
         W8A8 trains the exported graph, of which the outputs alone are compared.
         """
-        terms = super().terms(task) if self.teacher else Terms(labels=self.labels or LabelsTerm())
+        terms = super().terms(task)
         return replace(terms, hidden=None, attention=None) if self.integer_inputs else terms
 
     def int8(self) -> Int8:
@@ -112,13 +97,11 @@ class Qat(LearningPass, WeightPass):
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems = self.training_problems(facts) + self.term_problems(facts) + self._find_contradictions()
-        if find_torch_task(facts.task).loss == "embeddings" and not self.teacher:
-            problems.append("qat: teacher: false: an embedding has no labels to learn from; leave teacher out")
         rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
         if rounded is not None:
             return PassPlan(facts, problems=(*problems, _refuse_rounded(rounded)))
         plan = self._plan_int8(facts, target) if self.integer_inputs else self._plan_weights(facts, target)
-        texts = [f"qat: learns by {self.describe_loss(facts.task)}" + ("" if self.teacher else ", without a teacher")]
+        texts = [f"qat: learns by {self.describe_loss(facts.task)}"]
         if self.integer_inputs:
             texts.append(
                 f"qat: trains the {target.variant} form, for {target.name}; the other is scaled from it, untrained"
@@ -134,15 +117,6 @@ class Qat(LearningPass, WeightPass):
 
     def explain_refusal(self, target: Target) -> str | None:
         return (_refuse_checkpoint(target) if self.integer_inputs else None) or super().explain_refusal(target)
-
-    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
-        return super().cache_bytes(facts, n_samples) if self.teacher else 0
-
-    def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
-        if self.teacher:
-            return super().train_notes(facts, n_samples)
-        schedule = self.make_schedule(n_samples, 0)
-        return [Note("info", f"qat: {schedule.steps} steps of {schedule.samples} samples")]
 
     def _plan_weights(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Plan as any pass that rounds weights does; but a weight that two layers share cannot be trained for one."""
@@ -167,7 +141,6 @@ class Qat(LearningPass, WeightPass):
             odd += [name for name in ("embeddings", "lm_head") if getattr(self, name) is not None]
             problems += [f"qat: W8A8 has no {', '.join(odd)}; leave it out"] if odd else []
             inner = [name for name in ("hidden", "attention") if getattr(self, name) is not None]
-            inner += ["dropout"] if self.dropout else []
             return problems + ([f"qat: {', '.join(inner)}: {_NO_MODULES}; leave it out"] if inner else [])
         problems = [_refuse_scheme(scheme) for scheme in self.schemes() if scheme.activations or _is_float(scheme)]
         odd = find_changes(self, INT8_NUMBERS)

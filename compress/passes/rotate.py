@@ -17,65 +17,63 @@ from runtime.words import size_text
 
 
 class Rotate(Pass):
-    """Multiply the residual stream, and each head's values, with a Hadamard matrix; exact, before any rounding."""
+    """Multiply the residual stream, and each head's values, with a Hadamard matrix; exact, before any rounding.
+
+    The stream, which blocks read and add to, needs norms without a mean (RMSNorm) before what reads it. Where one of
+    the two cannot be rotated, the other is, and the plan says so.
+    """
 
     stage: ClassVar[Any] = "blocks"
 
     kind: Literal["rotate"] = "rotate"
-    residual: bool = True
-    """Rotate the stream that blocks read and add to. Needs norms without a mean (RMSNorm) before what reads it."""
-    heads: bool = True
-    """Rotate what each attention head takes out of its values."""
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         structure = facts.structure
         if structure is None:
             return PassPlan(facts, problems=("rotate: works on torch models; an ONNX file has no blocks to rotate",))
-        decisions = self._decide_layers(facts, structure)
+        decisions = _decide_layers(facts, structure)
         turned = {d.layer for d in decisions if d.action == "rotated"}
+        gaps = _find_gaps(structure)
         problems = [
-            *self._find_problems(structure),
+            *(gaps if not turned else []),
             *_refuse_rounded(facts, {d.layer for d in decisions}),
             *_refuse_sparse(facts, turned),
         ]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
-        after, notes = _untie_head(facts, structure) if self.residual else (facts, [])
-        return PassPlan(after, decisions, tuple(notes))
+        after, notes = _untie_head(facts, structure)
+        return PassPlan(after, decisions, (*(Note("warning", text) for text in gaps), *notes))
 
-    def _find_problems(self, structure: Structure) -> list[str]:
-        if not (self.residual or self.heads):
-            return ["rotate: residual and heads are both false: there is nothing to rotate"]
-        problems = []
-        if self.residual and structure.residual is None:
-            why = "; ".join(structure.notes) or "no residual stream was found"
-            problems.append(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
-        if self.heads and not values(structure):
-            problems.append(
-                "rotate: no layer reads attention's weighted sums of another layer's values; set heads: false"
-            )
-        return problems
 
-    def _decide_layers(self, facts: ModelFacts, structure: Structure) -> tuple[LayerDecision, ...]:
-        """Return a decision for each layer: what of it is rotated."""
-        changes: dict[str, list[str]] = {}
-        if self.residual and structure.residual is not None:
-            residual = structure.residual
-            for name in (*residual.embeddings, *residual.writers):
-                changes.setdefault(name, []).append("what it writes to the stream")
-            for name in residual.readers:
-                changes.setdefault(name, []).append("what it reads of the stream")
-        if self.heads:
-            for input_group in values(structure):
-                changes.setdefault(input_group.source, []).append("its values, head by head")
-                for name in input_group.layers:
-                    changes.setdefault(name, []).append("what it reads of each head")
-        return tuple(
-            LayerDecision(layer.name, layer.type, "rotated", " and ".join(changes[layer.name]))
-            if layer.name in changes
-            else LayerDecision(layer.name, layer.type, "kept", "touches nothing that is rotated")
-            for layer in facts.layers
-        )
+def _find_gaps(structure: Structure) -> list[str]:
+    """Return what cannot be rotated, and why."""
+    gaps = []
+    if structure.residual is None:
+        why = "; ".join(structure.notes) or "no residual stream was found"
+        gaps.append(f"rotate: the residual stream cannot be rotated ({why})")
+    if not values(structure):
+        gaps.append("rotate: heads cannot be rotated: no layer reads attention's weighted sums of another's values")
+    return gaps
+
+
+def _decide_layers(facts: ModelFacts, structure: Structure) -> tuple[LayerDecision, ...]:
+    """Return a decision for each layer: what of it is rotated."""
+    changes: dict[str, list[str]] = {}
+    if residual := structure.residual:
+        for name in (*residual.embeddings, *residual.writers):
+            changes.setdefault(name, []).append("what it writes to the stream")
+        for name in residual.readers:
+            changes.setdefault(name, []).append("what it reads of the stream")
+    for input_group in values(structure):
+        changes.setdefault(input_group.source, []).append("its values, head by head")
+        for name in input_group.layers:
+            changes.setdefault(name, []).append("what it reads of each head")
+    return tuple(
+        LayerDecision(layer.name, layer.type, "rotated", " and ".join(changes[layer.name]))
+        if layer.name in changes
+        else LayerDecision(layer.name, layer.type, "kept", "touches nothing that is rotated")
+        for layer in facts.layers
+    )
 
 
 def values(structure: Structure) -> tuple[Any, ...]:
@@ -97,7 +95,8 @@ def _refuse_sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
 def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:
     """Give the head a weight of its own in the facts: it takes the last norm's scale, which the embedding lacks."""
     residual = structure.residual
-    assert residual is not None
+    if residual is None:
+        return facts, []
     counts = Counter(layer.weight for layer in facts.layers)
     tied = [layer for layer in facts.layers if layer.name in residual.readers and counts[layer.weight] > 1]
     if not tied:

@@ -24,8 +24,6 @@ class SmoothQuant(Pass):
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None
     """How much of the difficulty moves from activations to weights. Not given: searched for each group of layers, which
     may also be left alone; a fixed 0.5 ruins layers whose inputs have a few huge channels."""
-    rows: Annotated[int, Field(ge=64)] = 1024
-    """Calibration rows on which the search measures the error of the int8 product."""
     ignore: tuple[LayerPattern, ...] = ()
     """Layers whose input is left as it is (a whole group that reads one tensor is left if one of its layers is)."""
 

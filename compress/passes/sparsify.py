@@ -73,34 +73,19 @@ class Sparsify(_Amount, Pass):
     kind: Literal["sparsify"] = "sparsify"
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
     """What decides: the weight alone, also its input's norm, or the error that the other weights cannot make up for.
-    SparseGPT alone changes the weights that stay; magnitude needs no data."""
-    scope: Literal["row", "layer", "global"] | None = None
-    """Within what `sparsity` is the share: each output, each layer, or (magnitude) all layers without an override. Not
-    given: as published, "row" for wanda, "layer" for the others. SparseGPT chooses among each `block_size` inputs."""
+    SparseGPT alone changes the weights that stay; magnitude needs no data. `sparsity` is the share of each output's
+    weights for wanda, of the layer's for the others."""
     damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
     """SparseGPT: of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not
     suffice."""
     block_size: Annotated[int, Field(ge=1)] = 128
     """SparseGPT: inputs among which the zeros of `sparsity` are chosen."""
-    refit: Annotated[int, Field(ge=0)] = 10
-    """SparseGPT: steps of conjugate gradients over the weights that stay, which lower the same error; 0: SparseGPT as
-    published."""
     targets: tuple[LayerPattern, ...] = ()
     """Layers to make sparse, by name, `re:` pattern or type; empty: every matrix product and convolution."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
     """Layers that keep their weights."""
     overrides: tuple[SparsityOverride, ...] = ()
     """Other amounts for some of the layers; of several that select a layer the last one wins."""
-    strict: bool = False
-    """An error, not a note, where a layer is not seen by the calibration data or damping is raised."""
-
-    @model_validator(mode="after")
-    def _check_scope(self) -> Sparsify:
-        if self.scope == "global" and self.method != "magnitude":
-            raise ValueError(f"scope global is for magnitude; {self.method} has row or layer")
-        if self.scope is not None and self.pattern is not None:
-            raise ValueError(f"pattern {self.pattern} chooses among each {self.base.group} inputs; leave scope out")
-        return self
 
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
@@ -112,18 +97,13 @@ class Sparsify(_Amount, Pass):
         return {"magnitude": 0.0, "wanda": 1.5, "sparsegpt": 2.5}[self.method]
 
     @property
-    def base(self) -> Sparsity:
-        """Return the amount for a layer without an override."""
-        return self.amount or HALF
-
-    def override(self, layer: LayerFacts) -> Sparsity | None:
-        """Return the amount that the last override that selects the layer gives, or None."""
-        amounts = [o.amount or HALF for o in self.overrides if _selects(o.targets, layer)]
-        return amounts[-1] if amounts else None
+    def scope(self) -> Literal["row", "layer"]:
+        """Return within what a share is taken, as the method was published: of each output's weights, or of all."""
+        return "row" if self.method == "wanda" else "layer"
 
     def setting(self, layer: LayerFacts) -> Sparsity:
-        """Return the amount that one layer gets; with scope global the actual share is found from the weights."""
-        return self.override(layer) or self.base
+        """Return the amount that one layer gets: of the last override that selects it, or the pass's."""
+        return [self.amount or HALF, *(o.amount or HALF for o in self.overrides if _selects(o.targets, layer))][-1]
 
     def unfit(self, layer: LayerFacts) -> str | None:
         """Return why this layer cannot be taken, or None."""
@@ -160,10 +140,7 @@ class Sparsify(_Amount, Pass):
         return PassPlan(after, (*map(self.decision, taken), *kept), tuple(notes), tuple(problems))
 
     def decision(self, layer: LayerFacts) -> LayerDecision:
-        amount, how = self.setting(layer), self.method
-        if self.scope == "global" and self.override(layer) is None:
-            return LayerDecision(layer.name, layer.type, "sparse", f"its part of {amount} of all layers, by {how}")
-        return LayerDecision(layer.name, layer.type, "sparse", f"{amount} by {how}")
+        return LayerDecision(layer.name, layer.type, "sparse", f"{self.setting(layer)} by {self.method}")
 
     def _find_problem(self, layer: LayerFacts) -> str | None:
         """Return why this layer's amount cannot work, with the way out, or None."""
@@ -174,15 +151,11 @@ class Sparsify(_Amount, Pass):
                 f"sparsify: {layer.name} has {inputs} {what}, which {amount} does not divide into groups of "
                 f"{amount.group}; ignore it, or give it a sparsity under overrides"
             )
-        n = math.prod(layer.shape[1:]) if self.within == "row" else layer.n_weights
+        n = math.prod(layer.shape[1:]) if self.scope == "row" else layer.n_weights
         if not amount.group and amount.count(n) == n:
-            place = "each output" if self.within == "row" else "the layer"
+            place = "each output" if self.scope == "row" else "the layer"
             return f"sparsify: {layer.name}: sparsity {amount} leaves none of the {n} weights of {place}; take less"
         return None
-
-    @property
-    def within(self) -> str:
-        return self.scope or ("row" if self.method == "wanda" else "layer")
 
     def _collect_patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""

@@ -18,7 +18,7 @@ from compress.passes.training import LearningPass
 from compress.specs import LayerPattern
 
 if TYPE_CHECKING:
-    from compress.models.load import TorchModel
+    pass
 
 
 class SparsifyIteratively(LearningPass):
@@ -31,15 +31,13 @@ class SparsifyIteratively(LearningPass):
 
     kind: Literal["sparsify_iteratively"] = "sparsify_iteratively"
     sparsity: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.8
-    """Share of the weights that are zero in the end."""
+    """Share of the weights that are zero in the end, of all layers together."""
     rounds: Annotated[int, Field(ge=1)] = 5
     """Times that weights are set to zero."""
     rewind: Annotated[float, Field(ge=0, lt=1)] | Literal["never"] = 0.0
     """To which part of the first training the weights that stay go back after each round; 0: to the weights that the
     model came with. never: they stay as they are; the model, which came trained, is not trained before the first
     round. Every training begins anew with the highest rate."""
-    scope: Literal["layer", "global"] = "global"
-    """Within what `sparsity` is the share: each layer, or all of them together."""
     targets: tuple[LayerPattern, ...] = ()
     """Layers to make sparse, by name, `re:` pattern or type; empty: every matrix product and convolution."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
@@ -49,11 +47,6 @@ class SparsifyIteratively(LearningPass):
     def trainings(self) -> int:
         """Return how often the model is trained."""
         return self.rounds + (self.rewind != "never")
-
-    def needs_teacher(self, task: str) -> bool:
-        """Return whether anything but the labels is learned from."""
-        terms = self.terms(task)
-        return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
 
     def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
         """Return the schedule of one training."""
@@ -66,12 +59,9 @@ class SparsifyIteratively(LearningPass):
         cost = super().estimate_cost(facts, data)
         return replace(cost, forwards=self.trainings * cost.forwards)
 
-    def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
-        return super().cache_bytes(facts, n_samples) if self.needs_teacher(facts.task) else 0
-
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         schedule = self.make_schedule(n_samples, 0)
-        text = f"{self.kind}: {self.trainings} trainings of {schedule.steps} steps of {schedule.samples} samples"
+        text = f"{self.kind}: {self.trainings} trainings of {schedule.steps} steps of {schedule.batch_size} samples"
         return [Note("info", text)]
 
     def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
@@ -84,24 +74,15 @@ class SparsifyIteratively(LearningPass):
         problems += pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             problems.append(f"{self.kind}: no layer is left to make sparse")
-        if not self.keep_zeros:
-            problems.append(f"{self.kind}: keep_zeros: false would fill what becomes zero; leave it out")
-        problems += [text for layer in taken if (text := self._find_problem(layer))]
         problems += find_tied_problems(self.kind, facts.layers, taken)
         notes = (Note("info", f"{self.kind}: learns by {self.describe_loss(facts.task)}"), gain("unstructured", target))
         after = facts.with_zeros(layer.name for layer in taken)
         return PassPlan(after, (*map(self.decision, taken), *kept), notes, tuple(problems))
 
     def decision(self, layer: LayerFacts) -> LayerDecision:
-        part = "its part of " if self.scope == "global" else ""
         back = "as learned" if self.rewind == "never" else f"rewound to {self.rewind:.0%} of the training"
-        how = f"{part}{self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
+        how = f"its part of {self.sparsity:g} by magnitude in {self.rounds} round(s), the rest {back}"
         return LayerDecision(layer.name, layer.type, "sparse", how)
-
-    def _find_problem(self, layer: LayerFacts) -> str | None:
-        if self.scope == "layer" and round(self.sparsity * layer.n_weights) == layer.n_weights:
-            return f"{self.kind}: {layer.name}: sparsity {self.sparsity:g} leaves none of its weights; take less"
-        return None
 
     def _collect_patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from compress.models.load import TorchModel
 
 EPOCHS = 10.0
+WARMUP = 0.05
+"""Part of the steps over which the rate rises: with it, and with `MOMENTUM` and `LARGEST_NORM` of
+`compress.distill.train`, was measured what `recipes/claims` say of training."""
 AUTOMATIC = ("learning_rate", "optimizer", "precision", "augment", "ema_decay")
 """What a pass that finds its settings may be left to find."""
 AVERAGED = 20
@@ -50,7 +53,7 @@ Layers = tuple[tuple[str, str], ...] | LayerPattern
 """Pairs, "uniform", or a `re:` pattern."""
 UNIFORM = "uniform"
 CACHE_BYTES = 2 * 2**30
-"""Of a teacher's outputs that `teacher_cache: auto` keeps on disk, at most."""
+"""Of a teacher's outputs that are kept on disk, at most."""
 
 
 class Augmentation(Record):
@@ -82,23 +85,14 @@ class TrainingPass(Pass):
     """Steps of the optimizer, instead of `epochs`."""
     batch_size: Annotated[int, Field(gt=0)] = 64
     """Samples that go through the model together, over all processes."""
-    accumulate: Annotated[int, Field(gt=0)] = 1
-    """Such batches whose gradients are added up for one step."""
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = 5e-4
-    """The highest. auto: found by short trials from the state that training begins with, in a tenth of its steps, and
-    raised by as much as longer trials wanted more than shorter ones."""
+    """The highest: it rises over a twentieth of the steps, then falls to zero as a cosine. auto: found by short trials
+    from the state that training begins with, in a tenth of its steps, and raised by as much as longer trials wanted
+    more than shorter ones."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Of matrices and kernels."""
     optimizer: Literal["adamw", "sgd", "auto"] = "adamw"
-    """sgd: with `momentum`; it wants a higher rate. auto, with learning_rate: auto: the better of both."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of sgd."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls, to zero at the end or not at all."""
-    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Part of the steps over which the rate rises first."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
-    """The largest norm of all gradients together; 0: any."""
+    """sgd, with a momentum of 0.9, wants a higher rate. auto, with learning_rate: auto: the better of both."""
     precision: Precision | Literal["auto"] = "float32"
     """Of the products and convolutions; bfloat16 halves the time on processors that have it (AVX512-BF16, AMX). auto:
     bfloat16 on these, and on GPUs that have it."""
@@ -109,17 +103,11 @@ class TrainingPass(Pass):
     """Part of the training set that is not learned from; on it the best state is chosen. 0: the last state is kept."""
     max_seconds: Annotated[float, Field(gt=0)] | None = None
     """Stop by then, the rate having fallen to zero: the result then depends on the machine's speed."""
-    dropout: bool = False
-    """Let the model's own dropout work."""
     freeze_batchnorm: bool = False
     """Leave running means and variances as they are, and normalise by them."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] | Literal["auto"] = 0.0
     """Of the exponential moving average of the weights, which is judged and kept in their place (0.99: over about the
     last hundred steps); 0: the weights as they are; auto: over about a twentieth of the steps."""
-    keep_zeros: bool = True
-    """Weights of matrices and kernels that are exactly 0 stay so, as a sparse model's must."""
-    seed: int | None = None
-    """Default: the recipe's seed."""
 
     @model_validator(mode="after")
     def _require_one_length(self) -> TrainingPass:
@@ -172,8 +160,7 @@ class TrainingPass(Pass):
     def make_schedule(self, n_samples: int, seed: int) -> TrainingSchedule:
         """Return the training schedule that the settings give for a training set of that size."""
         learned = max(n_samples - round(self.held_out * n_samples), 1)
-        per_step = self.batch_size * self.accumulate
-        steps = self.steps or math.ceil((self.epochs or EPOCHS) * learned / per_step)
+        steps = self.steps or math.ceil((self.epochs or EPOCHS) * learned / self.batch_size)
         shared = {name: getattr(self, name) for name in _SHARED}
         return TrainingSchedule(
             **shared,
@@ -182,16 +169,16 @@ class TrainingPass(Pass):
             optimizer=self.optimizers[0],
             learning_rate=self.nominal_rate,
             steps=steps,
-            warmup=round(self.warmup * steps),
+            warmup=round(WARMUP * steps),
             evaluate_every=max(steps // EVALUATIONS, 1),
-            seed=seed if self.seed is None else self.seed,
+            seed=seed,
         )
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:
         schedule = self.make_schedule(data.train, 0)
         evaluations = schedule.steps / schedule.evaluate_every * self.held_out * data.train
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
-        runs = tried * FORWARDS * schedule.steps * schedule.samples + 2 * evaluations
+        runs = tried * FORWARDS * schedule.steps * schedule.batch_size + 2 * evaluations
         half = self.precision == "bfloat16"
         outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
         activations = int(self.batch_size * min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
@@ -221,24 +208,17 @@ class TrainingPass(Pass):
 
 _SHARED = (
     "batch_size",
-    "accumulate",
     "weight_decay",
-    "momentum",
-    "schedule",
-    "clip",
     "held_out",
     "max_seconds",
-    "dropout",
     "freeze_batchnorm",
 )
 """Settings that the schedule takes as they are."""
 
 
 class LogitsTerm(Record):
-    """Divergence between what the teacher and the student hold likely."""
+    """KL(teacher || student): between what the two hold likely."""
 
-    divergence: Literal["forward", "reverse", "symmetric"] = "forward"
-    """KL(teacher || student), KL(student || teacher), or the mean of both."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """What logits are divided by; the loss is multiplied by its square."""
     weight: Weight = 1.0
@@ -340,8 +320,6 @@ class LearningPass(TrainingPass):
     """Term of the loss; null: not in it."""
     output: OutputTerm | None = None
     """Term of the loss; null: not in it."""
-    teacher_cache: Literal["auto"] | bool = "auto"
-    """Keep the teacher's outputs on disk; auto: where samples come again unchanged and 2 GiB hold them."""
 
     @property
     def by_default(self) -> bool:
@@ -354,6 +332,11 @@ class LearningPass(TrainingPass):
             return Terms(self.logits, self.labels, self.hidden, self.attention, self.output)
         return _USUAL[find_torch_task(task).loss]
 
+    def needs_teacher(self, task: str) -> bool:
+        """Return whether anything but the labels is learned from."""
+        terms = self.terms(task)
+        return any(term is not None for term in (terms.logits, terms.hidden, terms.attention, terms.output))
+
     def needs_labels(self, task: str) -> bool:
         """Return whether the training set must have labels; those of a text are its own tokens."""
         return self.terms(task).labels is not None and find_torch_task(task).loss != "next tokens"
@@ -363,9 +346,9 @@ class LearningPass(TrainingPass):
         problems, terms = [], self.terms(facts.task)
         if find_torch_task(facts.task).loss == "embeddings" and (terms.logits or terms.labels):
             problems.append(f"{self.kind}: an embedding has neither logits nor classes; use output and hidden")
-        softened = terms.logits is not None and (terms.logits.temperature, terms.logits.divergence) != (1.0, "forward")
+        softened = terms.logits is not None and terms.logits.temperature != 1.0
         if find_torch_task(facts.task).loss == "numbers" and softened:
-            problems.append(f"{self.kind}: logits: numbers have no temperature and no divergence; leave both out")
+            problems.append(f"{self.kind}: logits: numbers have no temperature; leave it out")
         if facts.detections is not None:
             problems += _head_problems(self.kind, terms, facts.detections)
         if self.changes.any and terms.labels and find_torch_task(facts.task).loss == "pixel classes":
@@ -376,11 +359,6 @@ class LearningPass(TrainingPass):
             problems.append(
                 f"{self.kind}: mixup blends images, and attention maps are compared for texts; use one of them"
             )
-        if self.teacher_cache is True and (self.changes.any or not terms.outputs_alone or not self._find_width(facts)):
-            problems.append(
-                f"{self.kind}: teacher_cache: only one vector a sample can be kept, and only without augment, hidden "
-                "and attention; leave it at auto"
-            )
         return problems + _layer_problems(self, facts)
 
     def describe_loss(self, task: str) -> str:
@@ -389,7 +367,7 @@ class LearningPass(TrainingPass):
         parts = []
         if terms.logits is not None:
             of_numbers = find_torch_task(task).loss == "numbers"
-            softened = f"{terms.logits.divergence} KL of the logits at temperature {terms.logits.temperature:g}"
+            softened = f"KL of the logits at temperature {terms.logits.temperature:g}"
             parts.append("squared error of the numbers" if of_numbers else softened)
         if terms.labels is not None:
             learned = {"next tokens": "the next tokens", "target tokens": "the references' tokens"}
@@ -412,12 +390,15 @@ class LearningPass(TrainingPass):
         return []
 
     def cache_bytes(self, facts: ModelFacts | TorchModel, n_samples: int) -> int:
-        """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time."""
-        if self.teacher_cache is False or not self.terms(facts.task).outputs_alone or self.changes.any:
+        """Return the bytes of the teacher's outputs that are kept on disk; 0: they are computed each time, or never.
+
+        They are kept where samples come again unchanged, and CACHE_BYTES hold them.
+        """
+        if not self.needs_teacher(facts.task) or not self.terms(facts.task).outputs_alone or self.changes.any:
             return 0
         n_bytes, schedule = 4 * n_samples * self._find_width(facts), self.make_schedule(n_samples, 0)
-        again = schedule.steps * schedule.samples > n_samples
-        return n_bytes if self.teacher_cache is True or (again and n_bytes <= CACHE_BYTES) else 0
+        again = schedule.steps * schedule.batch_size > n_samples
+        return n_bytes if again and n_bytes <= CACHE_BYTES else 0
 
     def _find_width(self, facts: ModelFacts | TorchModel) -> int:
         """Count the numbers that the teacher's only output has for one sample; 0 where that is not fixed."""
@@ -430,8 +411,9 @@ class LearningPass(TrainingPass):
     def train_notes(self, facts: ModelFacts, n_samples: int) -> list[Note]:
         """Return what the plan says once it knows the training set."""
         schedule, n_bytes = self.make_schedule(n_samples, 0), self.cache_bytes(facts, n_samples)
+        text = f"{self.kind}: {schedule.steps} steps of {schedule.batch_size} samples"
         kept = f"its outputs are kept on disk ({size_text(n_bytes)})" if n_bytes else "it is run in every step"
-        return [Note("info", f"{self.kind}: {schedule.steps} steps of {schedule.samples} samples; the teacher: {kept}")]
+        return [Note("info", f"{text}; the teacher: {kept}" if self.needs_teacher(facts.task) else text)]
 
 
 def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:

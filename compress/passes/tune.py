@@ -67,20 +67,13 @@ class Tune(WeightPass):
     batch_size: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Samples for each step; auto: as many as have about 256 tokens, one at least. Many small steps learn more than
     few large ones of the same work."""
-    rounding_rate: Annotated[float, Field(ge=0)] = 0.004
-    """How far one step moves a weight, in levels; a scale half as far, as a part of it, and norms and biases, as a part
-    of their mean magnitude."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Part of the calibration set, the last, on which the best state is chosen: none worse than the start is kept."""
-    loss: Literal["auto", "kl", "hidden"] = "auto"
-    """kl: divergence from the float model's logits; hidden: squared error of its output; auto: by the model's task."""
     text_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the loss that is the calibration texts' own next tokens (of conversations the assistant's alone), not the
     float model's outputs: it fits the model to texts like these, and takes it further from the float one."""
     blockwise: Literal["auto"] | bool = "auto"
     """Learn the rounding block by block; auto: where the whole model does not fit into the memory available."""
-    strict: bool = False
-    """An error, not a note, where a quantized layer cannot be learned or nothing better than the start was found."""
 
     def shorten(self, share: float) -> Tune:
         """Return the pass with this share of its steps and seconds."""
@@ -150,8 +143,6 @@ class Tune(WeightPass):
         """Return why the texts' own tokens cannot be learned; "" where they can."""
         if not find_task(facts.task).generates:
             return f"a model of task {facts.task} writes no text; leave it out"
-        if self.loss == "hidden":
-            return "hidden states say no token; leave loss: hidden out"
         if self._foresee_how(facts) == "blocks":
             return "blocks are learned one by one, which see no token; leave it out, or give more memory"
         return ""

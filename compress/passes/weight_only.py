@@ -100,8 +100,6 @@ class WeightPass(WeightNumbers, Pass):
     indivisible: Literal["refuse", "fit"] = "refuse"
     """What becomes of a layer whose inputs `group_size` does not divide: an error in the plan, or the nearest group
     size that divides them and that the target takes (else one scale for each output channel), named in the report."""
-    strict: bool = False
-    """An error, not a note, where a layer falls back or is not seen by the calibration data."""
 
     @model_validator(mode="after")
     def _check_mixed_bits(self) -> WeightPass:
@@ -247,9 +245,7 @@ class WeightPass(WeightNumbers, Pass):
             if (text := explain_misfit(self.kind, layer, settings[layer.name], target, self.ways))
         ]
         problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
-        remarks = [text for layer in taken if (text := self.fit_remark(layer, target))]
-        problems += remarks if self.strict else []
-        notes += [] if self.strict else [Note("warning", text) for text in remarks]
+        notes += [Note("warning", text) for layer in taken if (text := self.fit_remark(layer, target))]
         decisions = [self.decision(layer, target) for layer in taken]
         decodes = find_task(facts.task).generates
         widths = {

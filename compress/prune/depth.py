@@ -1,7 +1,4 @@
-"""Tell what each whole block is worth, and take blocks out for good.
-
-A block is worth the error of the outputs without it, or how little it turns what goes through it.
-"""
+"""Tell what each whole block is worth, the error of the outputs without it, and take blocks out for good."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from compress.blocks.activations import MicroBatch
@@ -23,7 +19,7 @@ from compress.blocks.materialise import empty_weights, plain
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_config
 from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
-from compress.rounding.outputs import first_output, model_output
+from compress.rounding.outputs import model_output
 from runtime.progress import Progress, no_progress
 
 CLOSE = 1e-4
@@ -88,7 +84,7 @@ def _find_first_tensor(args: Any, kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """Blocks in the order in which they go. `errors`: of the outputs once each has gone, those before it too."""
+    """Blocks in the order in which they go. `errors`: of the outputs once each has gone with those before it."""
 
     names: tuple[str, ...]
     errors: tuple[float, ...]
@@ -115,38 +111,6 @@ def least_error(
         removed.append(best)
         errors.append(last.pop(best))
     return Removal(tuple(removed), tuple(errors))
-
-
-def angular_distances(module: nn.Module, blocks: Sequence[str], batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """Return block -> 1 - cosine of what it reads and gives, the mean over tokens or pixels. Padding does not count.
-
-    ShortGPT's block influence (Men et al. 2024, arXiv:2403.03853, equation 1).
-    """
-    modules = {plain(name): part for name, part in module.named_modules()}
-    sums = dict.fromkeys(blocks, (0.0, 0))
-    rows: list[Tensor | None] = [None]
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(block: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            read, given = _move_channels_last(_find_first_tensor(args, kwargs)), _move_channels_last(first_output(out))
-            distance = 1 - functional.cosine_similarity(read, given, dim=-1)
-            distance = distance if rows[0] is None else distance[rows[0]]
-            total, n = sums[name]
-            sums[name] = total + float(distance.double().sum()), n + distance.numel()
-
-        return hook
-
-    handles = [modules[name].register_forward_hook(watch(name), with_kwargs=True) for name in blocks]
-    with remove_hooks_on_exit(handles), torch.no_grad():
-        for batch in batches:
-            rows[0] = batch.rows
-            module(**batch.feeds)
-    return {name: total / n for name, (total, n) in sums.items()}
-
-
-def _move_channels_last(value: Tensor) -> Tensor:
-    """Return the tensor with the channels of an image last."""
-    return value.movedim(1, -1) if value.dim() == 4 else value
 
 
 class BlockOutputs:

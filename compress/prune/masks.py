@@ -7,7 +7,7 @@ equation 1). Weights are [groups, out, in], as `compress.prune.matrix` gives the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -17,9 +17,9 @@ from compress.prune.sparsity import Sparsity
 
 Scope = Literal["row", "layer"]
 """Within what the share is taken: of each output's weights, or of all."""
-LOW_BITS = 16
-Within = Literal["layer", "global"]
 TINY = 1e-30
+REFIT_STEPS = 10
+"""With 2:4 tinystories656k has 4.084 nats per token without any, 3.953 after 3, 3.937 after 10, 3.939 after 30."""
 
 
 def lowest(scores: Tensor, k: int) -> Tensor:
@@ -45,40 +45,6 @@ def wanda_scores(weight: Tensor, gram: Tensor) -> Tensor:
     return weight.abs() * gram.diagonal(dim1=1, dim2=2).sqrt()[:, None]
 
 
-def global_counts(read: Callable[[str], Tensor], sizes: Mapping[str, int], share: float) -> dict[str, int]:
-    """Return how many weights of each layer are among the `share` smallest of all layers'; of equal ones the first.
-
-    `read`: a layer's weight, float32; asked for three times each and not held. `sizes`: layer -> number of weights.
-    """
-    k = round(share * sum(sizes.values()))
-    high, left = _find_edge(read, sizes, k, lambda bits: bits >> LOW_BITS)
-    low, _ = _find_edge(read, sizes, left, lambda bits: (bits & 0xFFFF)[bits >> LOW_BITS == high])
-    edge = high << LOW_BITS | low
-    below = {name: int((_to_ordered_bits(read(name)) < edge).sum()) for name in sizes}
-    missing = k - sum(below.values())
-    for name in sizes:
-        more = min(missing, int((_to_ordered_bits(read(name)) == edge).sum())) if missing else 0
-        below[name] += more
-        missing -= more
-    return below
-
-
-def _find_edge(
-    read: Callable[[str], Tensor], names: Mapping[str, int], k: int, digit: Callable[[Tensor], Tensor]
-) -> tuple[int, int]:
-    """Return the digit of the k-th smallest value, and its rank (from 1) among those that share it."""
-    counts = torch.zeros(1 << LOW_BITS, dtype=torch.int64)
-    for name in names:
-        counts += torch.bincount(digit(_to_ordered_bits(read(name))), minlength=len(counts))
-    place = int((counts.cumsum(0) < k).sum())
-    return place, k - int(counts[:place].sum())
-
-
-def _to_ordered_bits(weight: Tensor) -> Tensor:
-    """Return magnitudes as integers of the same order: the bits of a float that is not negative."""
-    return weight.float().abs().reshape(-1).view(torch.int32)
-
-
 def round_shares(sparsity: float, rounds: int) -> tuple[float, ...]:
     """Return the share of zeros after each round; each takes the same part of what is left, the last is `sparsity`.
 
@@ -87,20 +53,15 @@ def round_shares(sparsity: float, rounds: int) -> tuple[float, ...]:
     return tuple(1 - (1 - sparsity) ** (number / rounds) for number in range(1, rounds + 1))
 
 
-def smallest(weights: Mapping[str, Tensor], share: float, within: Within) -> dict[str, Tensor]:
-    """Return layer -> mask, True at the weights of least magnitude; of equal ones the first.
+def smallest(weights: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Return layer -> mask, True at the `share` of all weights of least magnitude; of equal ones the first.
 
-    `share`: of each layer's weights or of all. What is zero already is among them.
+    What is zero already is among them.
     """
-    sizes = {name: weight.numel() for name, weight in weights.items()}
-    if within == "global":
-        counts = global_counts(lambda name: weights[name].detach(), sizes, share)
-    else:
-        counts = {name: round(share * size) for name, size in sizes.items()}
-    return {
-        name: lowest(weight.detach().abs().reshape(1, -1), counts[name]).reshape(weight.shape)
-        for name, weight in weights.items()
-    }
+    magnitudes = torch.cat([weight.detach().abs().reshape(-1) for weight in weights.values()])
+    mask = lowest(magnitudes[None], round(share * len(magnitudes)))[0]
+    parts = mask.split([weight.numel() for weight in weights.values()])
+    return {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
 
 
 def set_to_zero(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
@@ -110,7 +71,7 @@ def set_to_zero(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> N
             weights[name].masked_fill_(mask, 0.0)
 
 
-def refit(weight: Tensor, sparse: Tensor, gram: Tensor, steps: int) -> Tensor:
+def refit(weight: Tensor, sparse: Tensor, gram: Tensor, steps: int = REFIT_STEPS) -> Tensor:
     """Return `sparse` [groups, out, in] after `steps` steps; its zeros stay, the error never rises.
 
     `weight`: what it was made from. `gram` [groups, in, in]: X^T X / n, damped so that it is positive.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.prune.masks import Scope, lowest
+from compress.prune.masks import lowest
 from compress.prune.sparsity import Sparsity
 from compress.rounding.gptq import Hessian
 
@@ -20,13 +20,11 @@ BLOCK = 128
 """Inputs among which the zeros of a share are chosen, and whose updates reach the rest of the weight at once."""
 
 
-def sparsegpt(
-    weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, scope: Scope = "layer", block: int = BLOCK
-) -> Tensor:
+def sparsegpt(weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, block: int = BLOCK) -> Tensor:
     """Return `weight` [groups, out, in] with zeros, float32; the others changed so that the outputs change little.
 
     `hessians`: one for each group, of `invert_hessian` without `act_order`. The zeros of a share are the lowest scores
-    of each `block` inputs (of each row, or of all rows); those of a pattern, of each M inputs.
+    of each `block` inputs; those of a pattern, of each M inputs of a row.
     """
     left = weight.float().transpose(1, 2).clone(memory_format=torch.contiguous_format)  # [groups, in, out]
     factor = torch.stack([hessian.factor for hessian in hessians])  # [groups, in, in]
@@ -41,7 +39,7 @@ def sparsegpt(
             last = min(first + (group or size), stop)
             done = first - start
             now = left[:, first:last] - factor[:, start:first, first:last].mT @ errors[:, :done]
-            drop = _choose_zeros((now / scoring[:, first:last]).square(), first, sparsity, scope)
+            drop = _choose_zeros((now / scoring[:, first:last]).square(), first, sparsity)
             for column in range(first, last):
                 k = column - start
                 value = left[:, column] - (factor[:, start:column, column, None].mT @ errors[:, :k])[:, 0]
@@ -52,13 +50,12 @@ def sparsegpt(
     return left.transpose(1, 2).contiguous()
 
 
-def _choose_zeros(scores: Tensor, first: int, sparsity: Sparsity, scope: Scope) -> Tensor:
+def _choose_zeros(scores: Tensor, first: int, sparsity: Sparsity) -> Tensor:
     """Return a mask that is True where a weight goes, of the inputs from `first` on; `scores` [groups, in, out]."""
     groups, width, out = scores.shape
-    if sparsity.group or scope == "row":
+    if sparsity.group:
         rows = scores.transpose(1, 2).reshape(-1, width)
-        k = width - sparsity.kept if sparsity.group else sparsity.count(first + width) - sparsity.count(first)
-        return lowest(rows, k).reshape(groups, out, width).transpose(1, 2)
+        return lowest(rows, width - sparsity.kept).reshape(groups, out, width).transpose(1, 2)
     each = groups * out
     k = sparsity.count(each * (first + width)) - sparsity.count(each * first)
     return lowest(scores.reshape(1, -1), k).reshape(scores.shape)

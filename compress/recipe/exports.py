@@ -49,8 +49,6 @@ class CheckpointExport(Record):
     """How quantized layers are stored; gptq holds weight-only integers of 2, 3, 4 and 8 bits, one scheme in a model."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of everything that stays float; default: what the source checkpoint has each tensor in."""
-    max_shard_gib: Annotated[float, Field(gt=0)] = 5
-    """The largest file."""
 
 
 class GgufExport(Record):
@@ -81,23 +79,22 @@ class EngineExport(GraphExport):
     allow_weight_streaming: bool = False
     """Weights may stay in main memory and be fetched while the engine runs."""
     strip_weights: bool = False
-    """The engine holds no weights; they are put back from the ONNX file when it is opened (refit)."""
-    refit: bool = False
-    """Weights can be exchanged in the engine."""
+    """The engine holds no weights; they are put back from the ONNX file when it is opened."""
     tf32: bool = True
     """Products that are float32 in the graph may run in TF32."""
 
 
 class TensorrtExport(EngineExport):
-    """An engine of TensorRT 10 or 11, for the GPU of the machine that compiles it."""
+    """An engine of TensorRT 10 or 11, for the GPU of the machine that compiles it.
+
+    What was timed is kept for the next build, beside the finished results.
+    """
 
     kind: Literal["tensorrt"] = "tensorrt"
     version_compatible: bool = False
     """Later versions of TensorRT run it, too."""
     hardware_compatibility_level: Compatibility = "none"
     """Which other GPUs run it: those from Ampere on (ampere+), or those of the same compute capability."""
-    timing_cache: bool = True
-    """Keep what was timed for the next build, beside the finished results."""
 
 
 class TensorrtRtxExport(EngineExport):

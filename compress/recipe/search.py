@@ -82,8 +82,6 @@ class Racing(Record):
     shorten: tuple[Literal["training", "evaluation", "calibration"], ...] = ("training", "evaluation")
     """What a rung before the last has less of: the training of passes that learn, and samples. Passes whose training,
     calibration and gates stay as they are, are taken up from the cache on the next rung."""
-    least_samples: Annotated[int, Field(ge=1)] = 64
-    """No set of samples is made smaller than this."""
 
     @property
     def shares(self) -> tuple[float, ...]:

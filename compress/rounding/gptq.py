@@ -97,8 +97,9 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
 class GptqRules:
     """How a weight is rounded. `signed`: scales may be negative (see `fit_grid`).
 
-    `sweeps` of coordinate descent follow the loop; None: more where bits are few. `block`: columns whose updates are
-    applied to the rest of the weight at once. `compute`: the type of the large products.
+    `sweeps` of coordinate descent follow the loop; None: 1 with 4 bits and more, 3 with fewer, where they gain most (in
+    2 bits 0.61 % of error became 0.41 %: notebooks/03_inside_gptq.ipynb). `block`: columns whose updates are applied to
+    the rest of the weight at once. `compute`: the type of the large products.
     """
 
     signed: bool = True

@@ -27,6 +27,9 @@ from runtime.errors import RuntimeFailure
 from runtime.report.report import to_dict
 from runtime.report.validate import validate
 
+LEAST_SAMPLES = 64
+"""Of a set on any rung: of fewer, an accuracy's standard error is more than 6 points, and their order tells nothing."""
+
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
     """Do what an order says and return the answer, both as JSON values. Failures are answers."""
@@ -117,25 +120,23 @@ def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mappi
     if "training" in racing.shorten:
         changes["passes"] = tuple(pass_.shorten(share) for pass_ in recipe.passes)
     names = [name for name in ("evaluation", "calibration") if name in racing.shorten]
-    changes["data"] = _reduce_sets(recipe.data, names, racing.least_samples, share, n_samples)
+    changes["data"] = _reduce_sets(recipe.data, names, share, n_samples)
     return recipe.model_copy(update=changes)
 
 
-def _reduce_sets(
-    sets: DataSpecs, names: Sequence[str], least: int, share: float, n_samples: Mapping[str, int]
-) -> DataSpecs:
+def _reduce_sets(sets: DataSpecs, names: Sequence[str], share: float, n_samples: Mapping[str, int]) -> DataSpecs:
     changed: dict[str, object] = {}
     for name in names:
         declared = getattr(sets, name)
         if isinstance(declared, DataSpec):
-            changed[name] = _reduce(declared, least, share, n_samples.get(name))
+            changed[name] = _reduce(declared, share, n_samples.get(name))
         elif declared is not None:
-            changed[name] = {key: _reduce(spec, least, share, None) for key, spec in declared.items()}
+            changed[name] = {key: _reduce(spec, share, None) for key, spec in declared.items()}
     return sets.model_copy(update=changed)
 
 
-def _reduce(spec: DataSpec, least: int, share: float, n_all: int | None) -> DataSpec:
+def _reduce(spec: DataSpec, share: float, n_all: int | None) -> DataSpec:
     n = spec.samples if spec.samples is not None else None if spec.also else n_all
     if n is not None:
-        spec = spec.model_copy(update={"samples": min(n, max(math.ceil(n * share), least))})
-    return spec.model_copy(update={"also": tuple(_reduce(part, least, share, None) for part in spec.also)})
+        spec = spec.model_copy(update={"samples": min(n, max(math.ceil(n * share), LEAST_SAMPLES))})
+    return spec.model_copy(update={"also": tuple(_reduce(part, share, None) for part in spec.also)})

@@ -91,11 +91,7 @@ def _record(
 ) -> None:
     where = block.name or "the model"
     if log.steps and not log.best_step:
-        remark(
-            config,
-            block,
-            [f"autoround: {where}: {log.steps} steps led to nothing better than the start, which is kept"],
-        )
+        remark(block, [f"autoround: {where}: {log.steps} steps led to nothing better than the start, which is kept"])
     losses = {"start_loss": log.start_loss, "end_loss": log.end_loss, "best_step": log.best_step}
     block.say(measured={block.name: losses})
     for layer, weight in weights.items():

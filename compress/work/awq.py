@@ -177,7 +177,7 @@ class _BlockScaling:
         why = {name: self.how.get(name, unread).removeprefix("not scaled: ") for name in starved}
         texts = [f"awq: {name}: {why[name]}; {verb}" for name in starved]
         facts = self.layers.facts.values()
-        remark(config, self.block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
+        remark(self.block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
         decisions = []
         for layer in facts:
             decision = config.decision(layer, target)

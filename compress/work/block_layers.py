@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -112,10 +112,8 @@ def round_tables(config: WeightPass, block: BlockWork, layers: BlockLayers, targ
             raise PassError(f"{config.kind}: {name}: {error}") from error
 
 
-def remark(config: WeightPass, block: BlockWork, texts: Sequence[str]) -> None:
-    """Add notes of level warning; with `strict` raise a PassError."""
-    if texts and config.strict:
-        raise PassError(list(texts))
+def remark(block: BlockWork, texts: Iterable[str]) -> None:
+    """Add notes of level warning."""
     block.say(notes=[Note("warning", text) for text in texts])
 
 
@@ -264,7 +262,7 @@ def leave_unscaled(
         layers.schemes.pop(name)
         sharing = [layers.facts.pop(member) for member in (name, *layers.sharers.get(name, ()))]
         block.say(decisions=[LayerDecision(layer.name, layer.type, "kept", why) for layer in sharing])
-    remark(config, block, [f"{config.kind}: {name} stays float: {why}" for name, why in lost.items()])
+    remark(block, [f"{config.kind}: {name} stays float: {why}" for name, why in lost.items()])
     return [name for name in names if name not in lost]
 
 

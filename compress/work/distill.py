@@ -34,7 +34,6 @@ from compress.work.training import (
     describe_training,
     gather_numbers,
     make_dataset,
-    no_keeper,
     objective,
     teacher_module,
     training_set,
@@ -52,10 +51,8 @@ def apply_distill(config: Distill, loaded: TorchModel, context: ModelContext) ->
     with objective(config, loaded, student, teacher, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
         fresh = config.student is not None and config.student.separate  # its zeros are no pass's, but where it begins
-        after = zero_keeper(student) if config.keep_zeros and not fresh else no_keeper
-        options = TrainOptions(
-            NAME, context.log, context.progress, context.work, after_step=after, device=context.device
-        )
+        options = TrainOptions(NAME, context.log, context.progress, context.work, device=context.device)
+        options = options if fresh else replace(options, after_step=zero_keeper(student))
         dataset_of = partial(make_dataset, trainset=trainset, loaded=loaded, loss=goal.loss)
         config, dataset, settled = settle_schedule(config, changes, pupil, dataset_of, options, context)
         log = train(pupil, dataset, config.make_schedule(trainset.n, context.seed), options)
@@ -68,8 +65,7 @@ def begin_distill(config: Distill, loaded: TorchModel, context: ModelContext) ->
     if config.student is None:
         return loaded
     sample = batches_of(config, training_set(NAME, context), loaded)(np.arange(1), None).feeds
-    seed = context.seed if config.seed is None else config.seed
-    return _student_model(config.student, loaded, sample, seed, context)
+    return _student_model(config.student, loaded, sample, context)
 
 
 def foresee_distill(config: Distill, loaded: TorchModel, facts: ModelFacts, context: ModelContext) -> TorchModel:
@@ -85,8 +81,7 @@ def _prepare_training(config: Distill, loaded: TorchModel, context: ModelContext
     trainset, teacher = training_set(NAME, context), teacher_module(NAME, context, loaded)
     if config.sequences is None:
         return trainset, teacher
-    seed = context.seed if config.seed is None else config.seed
-    how = Writing(config.sequences.prompt_tokens, config.sequences.temperature, seed)
+    how = Writing(config.sequences.prompt_tokens, config.sequences.temperature, context.seed)
     return write_sequences(teacher, trainset, how, context.work, context.progress), teacher
 
 
@@ -101,7 +96,7 @@ def _make_result(loaded: TorchModel, log: TrainLog, notes: tuple[Note, ...]) -> 
 
 
 def _student_model(
-    student: Student, loaded: TorchModel, sample: Mapping[str, Tensor], seed: int, context: ModelContext
+    student: Student, loaded: TorchModel, sample: Mapping[str, Tensor], context: ModelContext
 ) -> TorchModel:
     """Return the student as it starts: blocks of `loaded` (changed in place), or a new model. PassError.
 
@@ -111,7 +106,7 @@ def _student_model(
         return _keep_some_blocks(student, loaded, sample, context)
     if context.student is None:
         raise PassError("distill: there is nothing to make a student with: an onnx: source has no torch model")
-    made = context.student(student, seed)
+    made = context.student(student, context.seed)
     if made.input_names != loaded.input_names:
         raise PassError(
             f"distill: the student takes {', '.join(made.input_names)}, the teacher {', '.join(loaded.input_names)}; "

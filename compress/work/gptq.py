@@ -113,8 +113,6 @@ def _make_notes(config: Gptq, group: list[GraphLayer], hessian: Hessian | None, 
     remarks = [f"gptq: {name}: {trouble}; rounded to the nearest" for name in names if hessian is None]
     if hessian is not None:
         remarks = _hessian_remarks(names, hessian, config.damp_percent)
-    if remarks and config.strict:
-        raise PassError(remarks)
     return [Note("warning", text) for text in remarks]
 
 
@@ -141,7 +139,7 @@ def _make_rounding(config: Gptq, target: Target, gram: Tensor) -> Callable[[Tens
 
 
 def _gptq_rules(config: Gptq, scheme: Scheme, target: Target) -> GptqRules:
-    return GptqRules(may_be_negative(scheme, target), config.sweeps, config.block_size, config.compute)
+    return GptqRules(may_be_negative(scheme, target), block=config.block_size, compute=config.compute)
 
 
 def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
@@ -195,7 +193,7 @@ class _BlockRounding:
         """Round layers that read inputs of one Gram matrix, those of one scheme together, tall ones alone."""
         with name_errors("gptq", names):
             hessian = invert_hessian(gram, self.config.damp_percent, self.config.actorder)
-        remark(self.config, self.block, _hessian_remarks(names, hessian, self.config.damp_percent))
+        remark(self.block, _hessian_remarks(names, hessian, self.config.damp_percent))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
@@ -218,7 +216,7 @@ class _BlockRounding:
         left = leave_unscaled(config, block, self.layers, self.inputs, self.layers.of(list(self.left)))
         texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left]
         facts = self.layers.facts.values()
-        remark(config, block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
+        remark(block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
         shared = find_shared(config, block, {name: self.layers.schemes[name] for name in left})
         for name in left:
             scheme = self.layers.schemes[name]

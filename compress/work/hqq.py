@@ -30,9 +30,7 @@ def apply_hqq(config: Hqq, model: StreamedModel, context: PassContext) -> PassRe
             put_layer(block, layers, layer, weight)
         round_tables(config, block, layers, context.target)
         facts = layers.facts.values()
-        remark(
-            config, block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))]
-        )
+        remark(block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(config.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()
 

@@ -206,7 +206,7 @@ def _decide_widths(config: PruneChannels, given: Choosing) -> WidthChoice:
         return WidthChoice(
             tuple(config.widths.get(dimension.name, dimension.n_units) for dimension in given.dimensions)
         )
-    groups = _group_dimensions(config, given)
+    groups = _group_dimensions(given)
     options = _make_options(config, given, groups)
     if config.speedup is not None:
         return _choose_fast_enough(config, given, groups, options)
@@ -243,9 +243,9 @@ Groups = list[list[int]]
 """Dimensions, by number, that get one width."""
 
 
-def _group_dimensions(config: PruneChannels, given: Choosing) -> Groups:
-    """Group dimensions: each for itself; where `alike` holds, those of one kind and size together."""
-    if config.alike is False or (config.alike == "auto" and transformers_config(given.module) is None):
+def _group_dimensions(given: Choosing) -> Groups:
+    """Group dimensions: each for itself; of a transformers model, whose config.json is to say them, those alike."""
+    if transformers_config(given.module) is None:
         return [[d] for d in range(len(given.dimensions))]
     groups: dict[tuple[str, int], list[int]] = {}
     for d, dimension in enumerate(given.dimensions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -17,10 +17,10 @@ from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note, Removable
 from compress.models.load import TorchModel
-from compress.passes.depth import evenly_spaced, rename_blocks
+from compress.passes.depth import rename_blocks
 from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.prune.compensate import compensate, explain_left_alone, follow_data
-from compress.prune.depth import BlockOutputs, Skipping, angular_distances, least_error, shorten
+from compress.prune.depth import BlockOutputs, Removal, Skipping, least_error, shorten
 from compress.prune.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
@@ -35,14 +35,6 @@ UNCONFIGURED = (
 )
 
 
-@dataclass(frozen=True)
-class BlockRanking:
-    """Blocks in the order in which they go, and what is told of each: its name in the report -> number."""
-
-    order: tuple[str, ...]
-    measured: Mapping[str, dict[str, float]]
-
-
 def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelContext) -> PassResult[TorchModel]:
     """Make `loaded.module` shallower in place. PassError: nothing to remove, a speed-up out of reach."""
     module = loaded.module
@@ -54,16 +46,17 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     skipping = Skipping(module, [block.name for block in blocks], sample)
     n_before, types = _n_weights(module), _types(module)
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
-    ranking = _rank_blocks(config, skipping, batches, few, context)
+    ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
-    removed = ranking.order[:n_gone]
+    removed = ranking.names[:n_gone]
     errors, left = _fit_without(config, skipping, removed, batches, few, context)
     configured = shorten(skipping, removed, sample)
     follow_data(module, [batch.feeds for batch in batches])
     notes += [_make_note(config, errors, _n_weights(module) / n_before, len(blocks), n_gone)]
     notes += [] if configured else [Note("warning", UNCONFIGURED)]
     loaded = replace(loaded, module=module)
-    return PassResult(loaded, decisions(types, blocks, removed, left), tuple(notes), dict(ranking.measured))
+    measured = {name: {"output_error": error} for name, error in zip(ranking.names, ranking.errors, strict=False)}
+    return PassResult(loaded, decisions(types, blocks, removed, left), tuple(notes), measured)
 
 
 def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
@@ -104,43 +97,13 @@ def foresee_prune_layers(
     return loaded
 
 
-def _rank_blocks(
-    config: PruneLayers,
-    skipping: Skipping,
-    batches: Sequence[MicroBatch],
-    few: Sequence[MicroBatch],
-    context: ModelContext,
-) -> BlockRanking:
-    """Rank every block that may go, the first to go first. `few`: what they are tried on one by one."""
-    names, n = skipping.blocks, len(skipping.blocks)
+def _rank_blocks(config: PruneLayers, skipping: Skipping, few: Sequence[MicroBatch], context: ModelContext) -> Removal:
+    """Rank the blocks that may go, by trying them one by one on `few`; those of `layers` are left as they stand."""
+    n = len(skipping.blocks)
     if config.layers is not None:
-        return BlockRanking(tuple(name for k, name in enumerate(names) if k not in config.layers), {})
-    if config.choose == "uniform":
-        return BlockRanking(_order_uniformly(names) if config.speedup else _drop_evenly(names, config.n_kept(n)), {})
-    if config.choose == "angular":
-        distances = angular_distances(skipping.module, names, batches)
-        order = sorted(names, key=distances.__getitem__)
-        return BlockRanking(
-            tuple(order), {name: {"angular_distance": distance} for name, distance in distances.items()}
-        )
+        return Removal(tuple(name for k, name in enumerate(skipping.blocks) if k not in config.layers), ())
     n_gone = n - 1 if config.speedup is not None else n - config.n_kept(n)
-    removal = least_error(skipping, n_gone, few, context.progress)
-    pairs = zip(removal.names, removal.errors, strict=True)
-    return BlockRanking(removal.names, {name: {"output_error": error} for name, error in pairs})
-
-
-def _drop_evenly(names: Sequence[str], n_kept: int) -> tuple[str, ...]:
-    stay = evenly_spaced(len(names), n_kept)
-    return tuple(name for k, name in enumerate(names) if k not in stay)
-
-
-def _order_uniformly(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, the middle one first, then the middle ones of what is left."""
-    order: list[str] = []
-    for n_kept in range(len(names) - 1, 0, -1):
-        removed = _drop_evenly(names, n_kept)
-        order.append(next(name for name in removed if name not in order))
-    return tuple(order)
+    return least_error(skipping, n_gone, few, context.progress)
 
 
 def _take_rows(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
@@ -155,12 +118,12 @@ def _take_rows(batches: Sequence[MicroBatch], rows: int) -> list[MicroBatch]:
 
 
 def _count_gone(
-    config: PruneLayers, skipping: Skipping, ranking: BlockRanking, sample: Mapping[str, Tensor], context: ModelContext
+    config: PruneLayers, skipping: Skipping, ranking: Removal, sample: Mapping[str, Tensor], context: ModelContext
 ) -> tuple[int, list[Note]]:
     """Return how many of the ranking go: as few as the speed-up takes, where one is asked for, found by halving."""
     if config.speedup is None:
         n = len(skipping.blocks)
-        return (len(ranking.order) if config.layers is not None else n - config.n_kept(n)), []
+        return n - config.n_kept(n), []
     timing = context.timing
     if timing is None:
         raise PassError(f"{config.kind}: speedup needs a target that runs here; use keep or drop")
@@ -168,12 +131,12 @@ def _count_gone(
 
     def measure_speed(n_gone: int) -> float:
         smaller = copy.deepcopy(skipping.module)
-        shorten(Skipping(smaller, skipping.blocks, sample), ranking.order[:n_gone], sample)
+        shorten(Skipping(smaller, skipping.blocks, sample), ranking.names[:n_gone], sample)
         before_ms, after_ms = timing.time([whole, timing.export(smaller)])
         context.log(f"{config.kind}: {before_ms / after_ms:.2f}x without {n_gone} blocks")
         return before_ms / after_ms
 
-    n_gone, reached = _find_fewest_gone(config, len(ranking.order), measure_speed)
+    n_gone, reached = _find_fewest_gone(config, len(ranking.names), measure_speed)
     text = f"{config.kind}: {reached:.2f} times as fast as before, measured on {context.target.name}"
     return n_gone, [Note("info", text)]
 

@@ -38,7 +38,6 @@ from compress.work.training import (
     describe_training,
     gather_numbers,
     make_dataset,
-    no_keeper,
     objective,
     training_set,
     zero_keeper,
@@ -96,10 +95,11 @@ def apply_qat_int8(config: Qat, state: GraphState, context: GraphContext) -> Pas
     loaded, teacher = _feed_as_graph(loaded, feeds)
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
     config, changes = settle_changes(config, loaded, teacher, trainset, context)
-    with objective(config, loaded, student, teacher if config.teacher else None, trainset, context) as goal:
+    asked = teacher if config.needs_teacher(loaded.task) else None
+    with objective(config, loaded, student, asked, trainset, context) as goal:
         pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
         dataset_of = partial(make_dataset, trainset=trainset, loaded=loaded, loss=goal.loss)
-        options = _make_callbacks(config, pupil, simulated, context)
+        options = _make_callbacks(pupil, simulated, context)
         config, dataset, settled = settle_schedule(config, changes, pupil, dataset_of, options, context)
         log = train(pupil, dataset, config.make_schedule(trainset.n, context.seed), options)
     notes = (*goal.notes, *_note_not_simulated(config))
@@ -152,9 +152,9 @@ def _note_not_simulated(config: Qat) -> tuple[Note, ...]:
     return (Note("info", f"{NAME}: trained with products in {config.precision}; the graph's are those of integers"),)
 
 
-def _make_callbacks(config: Qat, pupil: nn.Module, simulated: SimulatedGraph, context: GraphContext) -> TrainOptions:
+def _make_callbacks(pupil: nn.Module, simulated: SimulatedGraph, context: GraphContext) -> TrainOptions:
     """Return callbacks by which ranges follow for a part of the run, then stay; zeros stay throughout."""
-    keep = zero_keeper(simulated.graph) if config.keep_zeros else no_keeper
+    keep = zero_keeper(simulated.graph)
 
     def before(step: int, done: float) -> None:
         simulated.before_step(frozen=done >= MOVING)

@@ -28,21 +28,18 @@ OUTSIDE = "/"
 
 
 def apply_rotate(config: Rotate, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Rotate a streamed model, block by block, without data. PassError if it is quantized already, or has no stream."""
+    """Rotate a streamed model, block by block, without data. PassError if it is quantized already."""
     from compress.blocks.stream import Stream
 
     if quantized := model.quantized_layers():
         raise PassError(f"rotate: {quantized[0]} is rounded already; put rotate before the pass that does it")
-    if config.residual and model.structure.residual is None:
-        why = "; ".join(model.structure.notes)
-        raise PassError(f"rotate: the residual stream cannot be rotated ({why}); set residual: false")
     modules = modules_of(model.build())
     device = torch.device(context.device)
 
     def read(name: str) -> Tensor:
         return model.store.read(name).to(device)
 
-    edits, notes = edits_of(model.structure, modules, read, config.residual, config.heads, context.seed)
+    edits, notes = edits_of(model.structure, modules, read, context.seed)
     places = _group_by_block(edits, [block.name for block in model.structure.blocks])
     stream = Stream(model, context, data=False)
     for number, block in enumerate(stream):
@@ -69,24 +66,21 @@ def _group_by_block(edits: Edits, blocks: list[str]) -> dict[str, list[str]]:
     return places
 
 
-def edits_of(
-    structure: Structure, modules: Modules, read: Read, residual: bool, heads: bool, seed: int
-) -> tuple[Edits, list[Note]]:
+def edits_of(structure: Structure, modules: Modules, read: Read, seed: int) -> tuple[Edits, list[Note]]:
     """Return parameter -> its edits, in order, and notes. The modules may lie on meta; `read` gives values."""
     edits: Edits = {}
     notes: list[Note] = []
-    if residual and structure.residual is not None:
+    if structure.residual is not None:
         turn = orthogonal(structure.residual.width, seed)
         notes += _note_not_hadamard(turn, "the residual stream")
         _fold_norms(edits, structure.residual, modules, read)
         _turn_stream(edits, structure.residual, turn, modules)
-    if heads:
-        turns = {r.head_size: orthogonal(r.head_size, seed + 1) for r in values(structure)}
-        for size, turn in turns.items():
-            notes += _note_not_hadamard(turn, f"heads of {size}")
-        for input_group in values(structure):
-            columns = _n_columns(modules[input_group.layers[0]])
-            _turn_heads(edits, input_group, turns[input_group.head_size], columns // input_group.source_repeat, modules)
+    turns = {r.head_size: orthogonal(r.head_size, seed + 1) for r in values(structure)}
+    for size, turn in turns.items():
+        notes += _note_not_hadamard(turn, f"heads of {size}")
+    for input_group in values(structure):
+        columns = _n_columns(modules[input_group.layers[0]])
+        _turn_heads(edits, input_group, turns[input_group.head_size], columns // input_group.source_repeat, modules)
     return edits, notes
 
 

@@ -110,16 +110,14 @@ def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> Pa
                 values, weighting = matrix(config, block, layer), None if seen is None else seen.of(layer)
                 if seen is not None and weighting is None:
                     why = "no finite calibration data other than zeros reaches it"
-                    remark(config, block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
+                    remark(block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error
         round_tables(config, block, layers, context.target)
         facts = layers.facts.values()
-        remark(
-            config, block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))]
-        )
+        remark(block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))])
         block.say(decisions=[*(config.decision(layer_facts, context.target) for layer_facts in facts), *layers.kept])
     return stream.result()
 

@@ -93,7 +93,7 @@ def settle_schedule(
 
 
 def _count_epochs(schedule: TrainingSchedule, steps: int, n_samples: int) -> float:
-    return steps * schedule.samples / ((1 - schedule.held_out) * n_samples)
+    return steps * schedule.batch_size / ((1 - schedule.held_out) * n_samples)
 
 
 def _settle_blending(config: Pass, epochs: float) -> tuple[Pass, Settled]:
@@ -153,7 +153,6 @@ def _shorten(schedule: TrainingSchedule, arm: Arm, steps: int) -> TrainingSchedu
         schedule,
         **asdict(arm),
         steps=steps,
-        schedule="cosine",
         warmup=round(WARMUP * steps),
         evaluate_every=steps,
         max_seconds=None,

@@ -38,6 +38,9 @@ from compress.rounding.smooth import (
 from compress.rounding.state import GraphState
 from compress.work.block_layers import block_facts, fold_into
 
+ROWS = 1024
+"""Of the calibration data, on which the search measures the error of the int8 product."""
+
 
 def apply_smoothquant(
     config: SmoothQuant, model: GraphState | StreamedModel, context: PassContext
@@ -70,7 +73,7 @@ def _smooth_graph(config: SmoothQuant, state: GraphState, context: PassContext) 
         for name, group in unseen.items()
         for layer in group
     ]
-    rows = collect_rows(model, groups, context.batches, config.rows, context.seed)
+    rows = collect_rows(model, groups, context.batches, ROWS, context.seed)
     alphas = ALPHAS if config.alpha is None else (config.alpha,)
     decisions, measured = [], {}
     for name in context.progress(list(groups), "smoothquant: searching"):
@@ -140,7 +143,7 @@ class _BlockSmoothing:
         taken, self.kept = choose_layers(block_facts(block), (), config.ignore, config.unfit)
         self.facts = {layer.name: layer for layer in taken}
         self.samples: dict[InputGroup, _Sample] = {}
-        self.n_each = max(1, config.rows // max(1, len(context.batches)))
+        self.n_each = max(1, ROWS // max(1, len(context.batches)))
 
     def run(self) -> None:
         able = [input_group for input_group in self.block.input_groups if self._find_obstacle(input_group) is None]

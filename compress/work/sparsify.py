@@ -15,17 +15,14 @@ from compress.blocks.block import BlockWork
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.tables import layer_facts
 from compress.blocks.trace import is_hf_conv1d, weight_shape
-from compress.blocks.work import layers_of
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerFacts, Note
 from compress.passes.sparsify import CONVOLUTIONS, Sparsify
-from compress.prune.masks import Scope, choose_zeros, global_counts, refit, wanda_scores
+from compress.prune.masks import choose_zeros, refit, wanda_scores
 from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_inputs
 from compress.prune.sparsegpt import sparsegpt
-from compress.prune.sparsity import Sparsity
 from compress.rounding.gptq import Hessian, invert_hessian
 from compress.rounding.gram import Gram, explain_no_gram
 from compress.work.block_layers import block_facts
@@ -37,13 +34,11 @@ T = TypeVar("T")
 
 def apply_sparsify(config: Sparsify, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Make a streamed model sparse. Raises PassError naming the layer."""
-    amounts = _compute_global_amounts(config, model) if config.scope == "global" else {}
     stream = Stream(model, context, data=config.needs_calibration)
     for block in stream:
         taken, kept = config.choose_layers(block_facts(block), model.structure)
         block.say(decisions=[*map(config.decision, taken), *kept])
-        wanted = {layer.name: amounts.get(layer.name, config.setting(layer)) for layer in taken}
-        sparsifying = _BlockSparsifying(config, block, taken, wanted)
+        sparsifying = _BlockSparsifying(config, block, taken)
         if taken and config.needs_calibration:
             visit_inputs(
                 block, [layer.name for layer in taken if layer.type in CONVOLUTIONS], sparsifying.visit, sparsifying.act
@@ -52,33 +47,12 @@ def apply_sparsify(config: Sparsify, model: StreamedModel, context: PassContext)
     return stream.result()
 
 
-def _compute_global_amounts(config: Sparsify, model: StreamedModel) -> dict[str, Sparsity]:
-    """Return what each layer without an override gets, from the weights of all."""
-    layers = [
-        layer_facts(name, layer)
-        for name, layer in layers_of(model.build()).items()
-        if not model.store.is_quantized(name)
-    ]
-    taken, _ = config.choose_layers(layers, model.structure)
-    sizes = {layer.name: layer.n_weights for layer in taken if config.override(layer) is None}
-    counts = global_counts(lambda name: model.store.read(f"{name}.weight"), sizes, config.base.share)
-    for name, count in counts.items():
-        if count == sizes[name]:
-            raise PassError(
-                f"sparsify: {name}: global scope leaves none of its weights; ignore it, or use scope: layer"
-            )
-    return {name: Sparsity(count / sizes[name]) for name, count in counts.items()}
-
-
 class _BlockSparsifying:
     """Zeros for the layers of one block: Gram matrices of what each input group's groups read, while they are
     needed."""
 
-    def __init__(
-        self, config: Sparsify, block: BlockWork, taken: Sequence[LayerFacts], amounts: dict[str, Sparsity]
-    ) -> None:
-        self.config, self.block, self.amounts = config, block, amounts
-        self.scope: Scope = "row" if config.within == "row" else "layer"
+    def __init__(self, config: Sparsify, block: BlockWork, taken: Sequence[LayerFacts]) -> None:
+        self.config, self.block = config, block
         self.facts = {layer.name: layer for layer in taken}
         self.grams: dict[InputGroup, list[Gram]] = {}
         self.left = dict.fromkeys(self.facts, "no calibration data reaches it")
@@ -130,13 +104,13 @@ class _BlockSparsifying:
         return hessians
 
     def _sparsify(self, name: str, grams: Tensor, hessians: Sequence[Hessian]) -> None:
-        weight, amount = self._matrices(name), self.amounts[name]
+        weight, amount = self._matrices(name), self.config.setting(self.facts[name])
         if hessians:
-            sparse = sparsegpt(weight, hessians, amount, self.scope, self.config.block_size)
+            sparse = sparsegpt(weight, hessians, amount, self.config.block_size)
             damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
-            sparse = refit(weight, sparse, damped, self.config.refit)
+            sparse = refit(weight, sparse, damped)
         else:
-            sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, self.scope), 0.0)
+            sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, "row"), 0.0)
         self._replace(name, sparse)
         self._measure(name, weight, sparse, grams)
 
@@ -149,7 +123,8 @@ class _BlockSparsifying:
         self.block.say(measured={name: {"output_error": error / energy, "output_error_magnitude": other / energy}})
 
     def _prune_by_magnitude(self, name: str, weight: Tensor) -> Tensor:
-        return weight.masked_fill(choose_zeros(weight.abs(), self.amounts[name], self.scope), 0.0)
+        amount = self.config.setting(self.facts[name])
+        return weight.masked_fill(choose_zeros(weight.abs(), amount, self.config.scope), 0.0)
 
     def _matrices(self, name: str) -> Tensor:
         return as_matrices(self.block.matrix(name), groups_of(self.block.layers[name]))
@@ -162,11 +137,8 @@ class _BlockSparsifying:
         self.block.say(measured={name: {"sparsity": float((matrices == 0).float().mean())}})
 
     def _remark(self, texts: Sequence[str]) -> None:
-        """Add notes of level warning; with `strict` raise a PassError."""
-        remarks = [f"sparsify: {text}" for text in texts]
-        if remarks and self.config.strict:
-            raise PassError(remarks)
-        self.block.say(notes=[Note("warning", text) for text in remarks])
+        """Add notes of level warning."""
+        self.block.say(notes=[Note("warning", f"sparsify: {text}") for text in texts])
 
     def _name_errors(self, names: Sequence[str], do: Callable[[], T]) -> T:
         """Return `do()`; its errors get the layers' names."""

@@ -101,12 +101,12 @@ class _IterativePruning:
 
     def _prune(self, number: int, share: float, rewind: Rewind | None) -> None:
         """Set the smallest of the trained weights to zero, and bring the others back."""
-        masks = smallest(self.weights, share, self.config.scope)
+        masks = smallest(self.weights, share)
         emptied = [name for name, mask in masks.items() if bool(mask.all())]
         if emptied:
             raise PassError(
                 f"{NAME}: round {number} of {self.config.rounds} leaves none of the weights of {emptied[0]}; ignore "
-                "it, take a lower sparsity, or use scope: layer"
+                "it, or take a lower sparsity"
             )
         if rewind is not None and not rewind.restore():
             raise PassError(

@@ -270,7 +270,7 @@ def _weigh_terms(terms: Terms, compared: ComparedOutputs, loaded: TorchModel) ->
         by_logits, by_output = partial(head_classes_term, *head), lambda distance: head_boxes_term(*head)
     weighted = []
     if terms.logits is not None:
-        weighted.append(Weighted(terms.logits.weight, by_logits(terms.logits.temperature, terms.logits.divergence)))
+        weighted.append(Weighted(terms.logits.weight, by_logits(terms.logits.temperature)))
     if terms.labels is not None:
         weighted.append(Weighted(terms.labels.weight, by_labels))
     if terms.output is not None:
@@ -305,10 +305,6 @@ def zero_keeper(module: nn.Module) -> Callable[[int], None]:
                 parameter.mul_(masks[number][1])
 
     return put_back
-
-
-def no_keeper(step: int) -> None:
-    """Keep no zeros: they may go."""
 
 
 def gather_numbers(kind: str, log: TrainLog) -> dict[str, dict[str, float]]:

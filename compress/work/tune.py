@@ -41,6 +41,9 @@ from compress.work.learning import (
 )
 from runtime.encode.language import IDS
 
+ROUNDING_RATE = 0.004
+"""How far one step moves a weight, in levels; a scale half as far, as a part of it, and norms and biases, as a part of
+their mean magnitude. tinystories656k in 2 bits ends at 3.582, 3.572 and 3.587 nats per token by 0.002, 0.004, 0.008."""
 END = "end to end"
 """The name under which the report has what was measured of the whole model."""
 
@@ -58,7 +61,7 @@ class Learned:
 
 
 def apply_tune(config: Tune, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Learn, then write all of it in one stream without data. PassError: no data, or `strict` and something is left."""
+    """Learn, then write all of it in one stream without data. PassError: no data."""
     if not len(context.batches):
         raise PassError("tune: there is no calibration data; give the recipe a calibration set")
     masks = context.loss_masks
@@ -79,7 +82,6 @@ def apply_tune(config: Tune, model: StreamedModel, context: PassContext) -> Pass
         current = _learn_blocks(config, rounded, chosen, context, learned, how)
     if how != "blocks":
         _learn_whole(config, rounded, current, chosen, context, learned, how)
-    _judge_strictly(config, learned)
     return _write_learned(model, rounded, start, learned, context)
 
 
@@ -184,7 +186,7 @@ def _learn_whole(
         teacher,
         _make_schedule(config, config.steps, context.seed, _remaining_seconds(config, learned, how)),
         kept_aside=kept,
-        kind=_choose_loss(config, student),
+        kind=_choose_loss(student),
         floats={layer: float_matrix(model, layer, layers[layer]).to(context.device) for layer in chosen},
         places=vectors_of(student, model),
         learn_rounding=how == "whole",
@@ -240,12 +242,6 @@ def _write_learned(
     return stream.result()
 
 
-def _judge_strictly(config: Tune, learned: Learned) -> None:
-    warnings = [note.text for note in learned.notes if note.level == "warning"]
-    if config.strict and warnings:
-        raise PassError(warnings)
-
-
 def _make_note(what: str, log: TuneLog) -> Note:
     """Return a note of what learning came to."""
     if log.steps and not log.best_step:
@@ -260,7 +256,7 @@ def _numbers(log: TuneLog) -> dict[str, float]:
 
 
 def _make_schedule(config: Tune, steps: int, seed: int, max_seconds: float | None) -> RoundingSchedule:
-    rates = (config.rounding_rate, config.rounding_rate / 2, config.rounding_rate / 2)
+    rates = (ROUNDING_RATE, ROUNDING_RATE / 2, ROUNDING_RATE / 2)
     return RoundingSchedule(steps, *rates, max_seconds=max_seconds, seed=seed)
 
 
@@ -272,10 +268,8 @@ def _remaining_seconds(config: Tune, learned: Learned, how: How) -> float | None
     return config.max_seconds / (blocks + 1)
 
 
-def _choose_loss(config: Tune, module: nn.Module) -> Loss:
+def _choose_loss(module: nn.Module) -> Loss:
     """Choose the loss: logits are compared as distributions; an output that nobody calls logits as it is."""
-    if config.loss != "auto":
-        return config.loss
     return "kl" if gives_logits(module) else "hidden"
 
 

@@ -56,7 +56,6 @@ class BuildOptions:
     version_compatible: bool = False
     hardware_compatibility_level: Compatibility = "none"
     strip_weights: bool = False
-    refit: bool = False
     allow_weight_streaming: bool = False
     tf32: bool = True
     compute_capabilities: tuple[str, ...] = ()
@@ -135,7 +134,6 @@ def make_config(trt: Any, builder: Any, options: BuildOptions) -> Any:
     for wanted, flag in (
         (options.version_compatible, "VERSION_COMPATIBLE"),
         (options.strip_weights, "STRIP_PLAN"),
-        (options.refit, "REFIT"),
         (options.allow_weight_streaming, "WEIGHT_STREAMING"),
     ):
         if wanted:

@@ -119,7 +119,7 @@ def test_numbers_that_do_not_fit(
 def test_numbers_have_no_temperature(numbers: tuple[Path, dict[str, Any]], cache: Path) -> None:
     folder, recipe = numbers
     passes = [DISTILL | {"logits": {"temperature": 4}}]
-    with pytest.raises(Exception, match="numbers have no temperature and no divergence; leave both out"):
+    with pytest.raises(Exception, match="numbers have no temperature; leave it out"):
         plan(recipe | {"passes": passes}, folder, cache)
 
 

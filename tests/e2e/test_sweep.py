@@ -76,12 +76,12 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
     passes = [{"kind": "distill", "epochs": 4, "max_seconds": 60}, {"kind": "qat", "steps": 90}, {"kind": "int8"}]
     data = {name: {"source": "npz:train.npz"} for name in ("calibration", "train", "evaluation")}
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", changed(image_recipe(tmp_path), passes=passes, data=data)))
-    racing = Racing(least_samples=10)
-    less = reduce_recipe(recipe, racing, 1 / 3, {"evaluation": 96, "calibration": 64})
+    racing = Racing()
+    less = reduce_recipe(recipe, racing, 1 / 3, {"evaluation": 300, "calibration": 64})
     first, second, third = (pass_.model_dump() for pass_ in less.passes)
     assert (first["epochs"], first["max_seconds"], second["steps"]) == (pytest.approx(4 / 3), 20, 30)
     assert third == recipe.passes[2].model_dump()
-    assert less.data.declared["evaluation"].samples == 32
+    assert less.data.declared["evaluation"].samples == 100
     assert less.data.declared["calibration"].samples is None  # not asked for
     assert reduce_recipe(recipe, racing, 1.0, {}) == recipe
 
@@ -89,7 +89,7 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
 @pytest.mark.slow
 def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     """The command ends by SIGKILL, and its processes with it."""
-    racing = {"rungs": 2, "factor": 2, "shorten": ["evaluation"], "least_samples": 24}
+    racing = {"rungs": 2, "factor": 2, "shorten": ["evaluation"]}
     searched(tmp_path, CALIBRATIONS, trials=2, racing=racing)
     command = ["sweep", "recipe.yaml", "--out", "study", "--cache", "cache", "--jobs", "2"]
     started = subprocess.Popen(

@@ -141,7 +141,7 @@ def broken_off(*at: int) -> Progress:
     return progress
 
 
-SHARED = replace(SCHEDULE, accumulate=2, batch_size=6, optimizer="sgd", learning_rate=0.1)
+SHARED = replace(SCHEDULE, batch_size=12, optimizer="sgd", learning_rate=0.1)
 
 
 def train_and_save(out: Path, steps: int, changes: dict[str, Any]) -> list[str]:

@@ -28,10 +28,10 @@ def make_batch(n: int, labels: Tensor | None = None, mask: Tensor | None = None)
 
 def test_divergence_of_pixels() -> None:
     student, teacher = draw(0, 2, 5, 3, 4), draw(1, 2, 5, 3, 4)
-    found = pixel_logits_term(2.0, "forward")(make_batch(2), Seen({"a": student}), Seen({"a": teacher}))
+    found = pixel_logits_term(2.0)(make_batch(2), Seen({"a": student}), Seen({"a": teacher}))
     wanted = kl_div((student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="none").sum(1).mean((1, 2)) * 4
     assert torch.allclose(found, wanted, atol=1e-6)
-    assert pixel_logits_term(1.0, "forward")(make_batch(2), Seen({"a": student}), Seen({"a": student})).abs().max() == 0
+    assert pixel_logits_term(1.0)(make_batch(2), Seen({"a": student}), Seen({"a": student})).abs().max() == 0
 
 
 def test_classes_of_pixels_that_have_one() -> None:
@@ -50,20 +50,18 @@ def test_one_channel_of_pixels_is_learned() -> None:
     found = pixel_labels_term(make_batch(2, labels), Seen({"a": student}), Seen({}))
     wanted = binary_cross_entropy_with_logits(student[:, 0], labels.float(), reduction="none").mean((1, 2))
     assert torch.allclose(found, wanted)
-    term = pixel_logits_term(1.0, "forward")
+    term = pixel_logits_term(1.0)
     assert (term(make_batch(2), Seen({"a": student}), Seen({"a": -student})) > 0.1).all()
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse"])
-def test_spans_go_without_padding(kind: str) -> None:
+def test_spans_go_without_padding() -> None:
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     student, teacher = ({"start": draw(s, 2, 5), "end": draw(s + 1, 2, 5)} for s in (5, 7))
-    found = span_logits_term(1.0, kind)(make_batch(2, mask=mask), Seen(student), Seen(teacher))  # type: ignore[arg-type]
+    found = span_logits_term(1.0)(make_batch(2, mask=mask), Seen(student), Seen(teacher))
     for row, n in enumerate((5, 3)):
         total = 0.0
         for name in ("start", "end"):
             a, b = student[name][row, :n], teacher[name][row, :n]
-            a, b = (a, b) if kind == "forward" else (b, a)
             total += float(kl_div(a.log_softmax(0), b.softmax(0), reduction="sum")) / 2
         assert found[row] == pytest.approx(total, abs=1e-5)
     labels = torch.tensor([[1, 2], [-100, -100]])

@@ -75,7 +75,7 @@ def test_losses_are_of_the_marked_tokens_alone(
     ids = batch.feeds["input_ids"]
     for term, expected in (
         (next_token_term, by_hand(samples, 1)),
-        (next_token_logits_term(1.0, "forward"), by_hand(samples, 1, 2)),
+        (next_token_logits_term(1.0), by_hand(samples, 1, 2)),
     ):
         loss = total_loss([Weighted(1.0, term)], batch, next_tokens(ids, 1), next_tokens(ids, 2))
         assert float(loss) == pytest.approx(expected, rel=1e-5)

@@ -61,7 +61,6 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     inside = "W8A8 trains the exported graph, which has no modules inside; leave it out"
     refused: list[tuple[tuple[Pass, ...], str]] = [
         ((config(hidden=HiddenTerm()),), f"qat: hidden: {inside}"),
-        ((config(dropout=True),), f"qat: dropout: {inside}"),
         ((config(), Distill()), "passes.1: distill rewrites the whole torch model and must come before qat"),
         ((Int8(), config()), "in 8 bits already, and qat rounds by itself"),
         ((config(), Int8()), "int8: no convolution or matrix product is left to quantize"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compress.blocks.experts import unstack_experts
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError, SourceError
+from compress.export import checkpoint
 from compress.export.checkpoint import write_checkpoint
 from compress.export.compressed_tensors import patterns
 from compress.recipe.exports import CheckpointExport
@@ -225,13 +226,15 @@ def test_what_stays_float_takes_the_wanted_type_or_the_sources(tmp_path: Path) -
     assert any("scales are rounded as they are stored, by up to 0.0" in note.text for note in notes)
 
 
-def test_shards_hold_the_same_as_one_file_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_shards_hold_the_same_as_one_file_and_the_same_bytes_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = decoder()
     model = streamed(module, dict.fromkeys(linears(module), scheme("W4A16")), tmp_path)
     whole = write(tmp_path, model)
-    small = CheckpointExport(max_shard_gib=30_000 / 2**30)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 30_000)
     for name in ("a", "b"):
-        write_checkpoint(tmp_path / name, model, small, "")
+        write_checkpoint(tmp_path / name, model, CheckpointExport(), "")
     shards = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
     assert len(shards) > 2 and not list((tmp_path / "a").glob("*.partial"))
     for name in shards:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layer_strategies import convolutions
 from torch import Tensor, nn
 
-from compress.prune.masks import choose_zeros, global_counts, lowest, refit, wanda_scores
+from compress.prune.masks import choose_zeros, lowest, refit, wanda_scores
 from compress.prune.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
 from compress.prune.sparsegpt import sparsegpt
 from compress.prune.sparsity import Sparsity
@@ -99,40 +99,23 @@ def test_wanda_weighs_with_the_norm_of_each_input() -> None:
     torch.testing.assert_close(wanda_scores(weight, gram), expected)
 
 
-@given(st.sampled_from(["normal", "ties", "zeros"]), st.floats(0.001, 0.999), SEEDS)
-def test_global_counts_are_those_of_all_weights_sorted(kind: str, share: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    weights = {name: torch.from_numpy(rng.normal(size=n).astype(np.float32) * s) for name, n, s in zip(
-        "abc", rng.integers(1, 300, 3), (1.0, 0.01, 30.0), strict=True)}  # fmt: skip
-    if kind == "ties":
-        weights = {name: (one * 2).round() / 8 for name, one in weights.items()}
-    if kind == "zeros":
-        weights["b"] *= 0
-    places = sorted((abs(value), order, i, name) for order, (name, one) in enumerate(weights.items())
-                    for i, value in enumerate(one.tolist()))  # fmt: skip
-    k = round(share * len(places))
-    expected = {name: sum(place[3] == name for place in places[:k]) for name in weights}
-    sizes = {name: one.numel() for name, one in weights.items()}
-    assert global_counts(weights.__getitem__, sizes, share) == expected
-
-
 # --- SparseGPT --------------------------------------------------------------------------------------------------------
 
 
-@given(sparsities(), SCOPES, SEEDS)
-def test_with_independent_inputs_it_is_magnitude(sparsity: Sparsity, scope: Any, seed: int) -> None:
+@given(sparsities(), SEEDS)
+def test_with_independent_inputs_it_is_magnitude(sparsity: Sparsity, seed: int) -> None:
     n = (sparsity.group or 6) * (1 + seed % 5)
     weight = weight_of(2, 5, n, seed)
-    found = sparsegpt(weight, [inverted(torch.eye(n))] * 2, sparsity, scope)
-    assert torch.equal(found, zeroed(weight, weight.abs(), sparsity, scope))
+    found = sparsegpt(weight, [inverted(torch.eye(n))] * 2, sparsity)
+    assert torch.equal(found, zeroed(weight, weight.abs(), sparsity))
 
 
 @settings(max_examples=10)
-@given(st.sampled_from(AMOUNTS[:4]), SCOPES, st.sampled_from([16, 20, 24, 128]), st.integers(0, 9))
-def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope: str, block: int, seed: int) -> None:
+@given(st.sampled_from(AMOUNTS[:4]), st.sampled_from([16, 20, 24, 128]), st.integers(0, 9))
+def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, block: int, seed: int) -> None:
     """The reference holds the inverse Hessian itself and takes each column out of it (equations 3 and 4)."""
     weight, gram = weight_of(seed=seed), correlated(seed=seed)
-    found = sparsegpt(weight, [inverted(gram)], sparsity, scope, block)[0].double()  # type: ignore[arg-type]
+    found = sparsegpt(weight, [inverted(gram)], sparsity, block)[0].double()
     left = weight[0].double()
     inverse = torch.linalg.inv(gram.double() + 0.01 * gram.double().diagonal().mean() * torch.eye(N))
     size, chosen = sparsity.group or block, 0
@@ -144,13 +127,11 @@ def test_it_is_optimal_brain_surgery_column_by_column(sparsity: Sparsity, scope:
             pivots.append(ahead[column, column].clone())
             ahead = ahead - torch.outer(ahead[:, column], ahead[column]) / ahead[column, column]
         scores = left[:, start : start + width].square() / torch.stack(pivots)
-        per_row = sparsity.group or scope == "row"
-        total = start + width if per_row else len(left) * (start + width)
-        k = width - sparsity.kept if sparsity.group else round(sparsity.share * total) - chosen
+        k = width - sparsity.kept if sparsity.group else round(sparsity.share * len(left) * (start + width)) - chosen
         chosen += k
-        parts = scores if per_row else scores.T.reshape(1, -1)
+        parts = scores if sparsity.group else scores.T.reshape(1, -1)
         removed = torch.zeros_like(parts, dtype=torch.bool).scatter_(1, parts.argsort(1)[:, :k], True)
-        removed = removed if per_row else removed.reshape(width, -1).T
+        removed = removed if sparsity.group else removed.reshape(width, -1).T
         for column in range(start, start + width):
             change = torch.where(removed[:, column - start], left[:, column], 0.0) / inverse[column, column]
             left = left - torch.outer(change, inverse[column])
@@ -169,8 +150,8 @@ def test_each_method_loses_less_than_the_one_before(sparsity: Sparsity) -> None:
         hessian = inverted(gram[0])
         magnitude = zeroed(weight, weight.abs(), sparsity, "row")
         wanda = zeroed(weight, wanda_scores(weight, gram), sparsity, "row")
-        published = sparsegpt(weight, [hessian], sparsity, "row")
-        refitted = refit(weight, published, gram + hessian.added.diag(), 10)
+        published = sparsegpt(weight, [hessian], sparsity)
+        refitted = refit(weight, published, gram + hessian.added.diag())
         errors += [error(weight, one, gram) for one in (refitted, published, wanda, magnitude)]
     assert (np.diff(errors) > 0).all() and errors[2] < 0.9 * errors[3] and errors[0] < 0.95 * errors[1]
 
@@ -184,7 +165,7 @@ def test_the_share_of_zeros_is_the_one_asked_for(
     n = (sparsity.group or 6) * (1 + seed % 5)
     weight = weight_of(groups, rows, n, seed)
     hessians = [inverted(correlated(n, seed=group)) for group in range(groups)]
-    found = sparsegpt(weight, hessians, sparsity, "layer", block)
+    found = sparsegpt(weight, hessians, sparsity, block)
     assert int((found == 0).sum()) == round(sparsity.share * weight.numel())
     if sparsity.group:
         assert ((found != 0).reshape(-1, sparsity.group).sum(1) == sparsity.kept).all()
@@ -194,10 +175,10 @@ def test_inputs_that_never_spoke_go_first() -> None:
     """Even where the others are so small that the 1 that damping puts there would make them look dear."""
     gram = 1e-6 * torch.eye(N)
     gram[5, 5] = 0
-    found = sparsegpt(weight_of().sign() + weight_of().clamp(-1, 1), [inverted(gram)], Sparsity(1 / N), "row")
+    found = sparsegpt(weight_of().sign() + weight_of().clamp(-1, 1), [inverted(gram)], Sparsity(1 / N))
     assert (found[0] == 0).nonzero()[:, 1].tolist() == [5] * 12
-    silent = sparsegpt(weight_of(), [inverted(torch.zeros(N, N))], Sparsity(0.5), "row")
-    assert torch.equal(silent, zeroed(weight_of(), weight_of().abs(), Sparsity(0.5), "row"))
+    silent = sparsegpt(weight_of(), [inverted(torch.zeros(N, N))], Sparsity(0.5))
+    assert torch.equal(silent, zeroed(weight_of(), weight_of().abs(), Sparsity(0.5)))
 
 
 # --- refitting --------------------------------------------------------------------------------------------------------
@@ -221,7 +202,7 @@ def test_refitting_ends_in_least_squares_and_never_rises() -> None:
 def test_refitting_changes_nothing_with_independent_inputs() -> None:
     weight = weight_of()
     start = zeroed(weight, weight.abs(), PAIR)
-    assert torch.equal(refit(weight, start, torch.eye(N)[None], 10), start)
+    assert torch.equal(refit(weight, start, torch.eye(N)[None]), start)
 
 
 # --- a layer as matrices ----------------------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ def test_refusals() -> None:
     with pytest.raises(PassError, match="group_size 7 does not divide"):
         apply_autoround(AutoRound(kind="autoround", group_size=7), model, context(texts(2)))
     rtn = apply_pass(Rtn(kind="rtn", bits=8, group_size=16), model, context()).model
-    wild = AutoRound(kind="autoround", start="given", rate=0.5, steps=2, strict=True)
-    with pytest.raises(PassError, match="led to nothing better than the start, which is kept"):
-        apply_autoround(wild, rtn, context(texts(4)))
+    wild = AutoRound(kind="autoround", start="given", rate=0.5, steps=2)
+    notes = apply_autoround(wild, rtn, context(texts(4))).notes
+    assert all(note.text.endswith("led to nothing better than the start, which is kept") for note in notes) and notes
 
 
 def test_the_plan() -> None:

@@ -14,7 +14,6 @@ from graphs import context, facts_of, written
 from torch import Tensor
 
 from compress.context import PassResult
-from compress.errors import PassError
 from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -228,14 +227,12 @@ def test_the_pass_is_closer_than_rtn_and_says_by_how_much() -> None:
     assert all(m["output_error"] <= m["output_error_rtn"] for m in result.measured.values())
 
 
-def test_a_channel_that_never_speaks_is_named_and_strict_refuses_it() -> None:
+def test_a_channel_that_never_speaks_is_named() -> None:
     feeds = graphs.vectors()
     for batch in feeds:
         batch["x"][:, 3] = 0
     notes = apply_pass(Gptq(), GraphState(graphs.one_layer()), context(feeds)).notes
     assert [note.text for note in notes] == ["gptq: fc: 1 of 64 inputs were zero on all calibration data"]
-    with pytest.raises(PassError, match="gptq: fc: 1 of 64 inputs were zero"):
-        apply_pass(Gptq(strict=True), GraphState(graphs.one_layer()), context(feeds))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -247,8 +244,6 @@ def test_a_value_that_is_not_finite_costs_its_layer_and_is_named(value: float) -
     assert [note.text for note in result.notes] == [text]
     nearest = apply_pass(Rtn(), GraphState(graphs.one_layer()), context(feeds)).model.weights["fc"]
     np.testing.assert_array_equal(result.model.weights["fc"].values, nearest.values)
-    with pytest.raises(PassError, match=text):
-        apply_pass(Gptq(strict=True), GraphState(graphs.one_layer()), context(feeds))
 
 
 def test_a_group_that_does_not_divide_is_refused_by_the_plan() -> None:
@@ -330,5 +325,3 @@ def test_a_layer_that_no_row_reaches_is_rounded_to_the_nearest_and_named() -> No
     weight = with_idle().get_submodule(name).weight.detach()
     expected = round_to_grid(weight, WeightScheme(4, 16))
     np.testing.assert_array_equal(result.model.store.quantized(name).values, expected.values)
-    with pytest.raises(PassError, match=rf"gptq: {name}: no calibration data reaches it"):
-        on_blocks(with_idle(), strict=True)

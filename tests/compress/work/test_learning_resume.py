@@ -26,7 +26,7 @@ from compress.store import training_state
 from compress.work import apply_pass
 
 STEPS, MIDDLE = 6, 3
-WHOLE = Tune(steps=STEPS, blockwise=False, rounding_rate=0.05)
+WHOLE = Tune(steps=STEPS, blockwise=False)
 BLOCKS = Tune(steps=STEPS, block_steps=STEPS, blockwise=True)
 ROUNDED = AutoRound(steps=STEPS, scheme="W2A16", group_size=16)
 CONFIG: dict[str, Pass] = {"whole": WHOLE, "blocks": BLOCKS, "autoround": ROUNDED}

@@ -34,7 +34,7 @@ from compress.models.load import TorchModel
 from compress.models.open_streamed import open_streamed_module
 from compress.passes.gptq import Gptq
 from compress.passes.qat import Qat
-from compress.passes.training import LabelsTerm, LogitsTerm
+from compress.passes.training import LabelsTerm
 from compress.passes.tune import Tune
 from compress.rounding.fake import ScaledWeight
 from compress.rounding.grid import round_to_grid
@@ -71,7 +71,6 @@ def small(**more: Any) -> Qat:
         "steps": 12,
         "batch_size": 8,
         "held_out": 0.25,
-        "rounding_rate": 0.01,
     }
     return Qat(**{**common, **more})
 
@@ -164,7 +163,7 @@ def _is_taken(name: str, part: nn.Module) -> bool:
 def test_the_loss_held_out_is_that_of_the_model_that_is_left() -> None:
     """Simulated and stored are one: to the last bit, so is the loss, where attention is computed alike."""
     loaded, trainset = model(), token_set(32)
-    config = small(teacher=False, held_out=0.25)
+    config = small(labels=LabelsTerm(), held_out=0.25)
     result = qat(loaded, config, trainset)
     rows = loop.split_rows(trainset.n, 0.25, 0)[1]
     batch = batches_of(config, trainset, loaded)(rows, None)
@@ -193,7 +192,7 @@ def config_of(loaded: TorchModel) -> Any:
 
 
 def test_without_a_teacher_labels_are_learned() -> None:
-    result = apply_pass(small(teacher=False, steps=20), model(), options(token_set(32), None))
+    result = apply_pass(small(labels=LabelsTerm(), steps=20), model(), options(token_set(32), None))
     assert result.measured["qat"]["loss_after"] < result.measured["qat"]["loss_before"]
 
 
@@ -308,7 +307,7 @@ def test_a_stream_takes_the_integers_up(trained: TorchModel) -> None:
 def test_passes_over_blocks_go_on_from_the_integers(trained: TorchModel) -> None:
     """Tuning that changes nothing hands them on as they are, and nothing is left for gptq."""
     before = taken_up(trained)
-    after = apply_pass(Tune(steps=1, rounding_rate=0.0), before, context(texts())).model
+    after = apply_pass(Tune(steps=0), before, context(texts())).model
     for name, one in trained.rounded.items():
         _same(after.store.quantized(name), one.weight)
     left = apply_pass(Gptq(group_size=32), before, context(texts())).model
@@ -381,14 +380,12 @@ def test_what_is_wrong_is_said_by_the_plan() -> None:
         "qat: weights alone are learned as positions between levels, by adamw and without weight_decay; leave both out",
     )
     assert problems(Qat(scheme="W8A8", group_size=32))[0] == "qat: W8A8 has no group_size; leave it out"
-    assert problems(Qat(group_size=8, teacher=False, ignore=()), task="feature-extraction") == (
+    alone = Qat(group_size=8, labels=LabelsTerm(), ignore=())
+    assert problems(alone, task="feature-extraction") == (
         "qat: an embedding has neither logits nor classes; use output and hidden",
-        "qat: teacher: false: an embedding has no labels to learn from; leave teacher out",
     )
-    with pytest.raises(ValueError, match="teacher: false leaves only labels to learn from; leave logits out"):
-        Qat(teacher=False, logits=LogitsTerm())
-    assert Qat(teacher=False).train_problems("image-classification", 40, False)[0].startswith("qat: labels: the train")
-    assert Qat(teacher=False).train_problems("text-generation", 40, False) == []
+    assert alone.train_problems("image-classification", 40, False)[0].startswith("qat: labels: the train")
+    assert alone.train_problems("text-generation", 40, False) == []
 
 
 def test_the_plan_says_what_becomes_of_the_layers() -> None:
@@ -399,9 +396,9 @@ def test_the_plan_says_what_becomes_of_the_layers() -> None:
     assert plan.facts.layers[0].bits == 4 + 32 / 8, "groups of 8 are stored in 4 bits"
     assert plan.facts.layers[2].bits == 32
     assert set(plan.schemes) == {"body.0.fc", "body.1.fc"}
-    assert plan.notes[0].text == "qat: learns by forward KL of the logits at temperature 1"
-    alone = Qat(group_size=8, teacher=False, labels=LabelsTerm(weight=2.0), ignore=("head",)).check(LM, TARGET)
-    assert alone.notes[0].text == "qat: learns by the next tokens, without a teacher"
+    assert plan.notes[0].text == "qat: learns by KL of the logits at temperature 1"
+    alone = Qat(group_size=8, labels=LabelsTerm(weight=2.0), ignore=("head",)).check(LM, TARGET)
+    assert alone.notes[0].text == "qat: learns by the next tokens"
 
 
 def test_what_is_wrong_at_run_time() -> None:
@@ -412,7 +409,7 @@ def test_what_is_wrong_at_run_time() -> None:
     broken = model()
     broken.module.wrapped.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan  # type: ignore[union-attr]
     with pytest.raises(PassError, match=r"qat: model\.layers\.1\.mlp\.up_proj: the weight holds NaN or Inf"):
-        apply_pass(small(teacher=False), broken, options(token_set(), None))
+        apply_pass(small(labels=LabelsTerm()), broken, options(token_set(), None))
     other = text_model(llama(vocab_size=80))
     with pytest.raises(PassError, match=r"qat: the student gives .*64\], the teacher .*80\]"):
         apply_pass(small(), model(), options(token_set(), lambda: other))

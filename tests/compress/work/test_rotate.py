@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,21 +64,29 @@ def test_rotations_are_the_same_for_the_same_seed() -> None:
     assert paley(10) is None
 
 
-def turn(module: nn.Module, structure: Structure, config: Rotate) -> tuple[nn.Module, list[str]]:
+def turn(module: nn.Module, structure: Structure) -> tuple[nn.Module, list[str]]:
     """(a module with the turned weights, what was noted) of a module whose weights lie in memory."""
     inputs = {name: name for name in ("input_ids", "attention_mask", "pixel_values")}
     template, store = copy_without_weights(module), memory_store(module)
     model = StreamedModel(lambda: copy_without_weights(template), store, structure, inputs, type(module).__name__)
-    result = apply_pass(config, model, context())
+    result = apply_pass(Rotate(), model, context())
     return result.model.materialise(), [note.text for note in result.notes]
 
 
-def rotated(name: str, **config: bool) -> tuple[nn.Module, nn.Module, Structure]:
+def without_heads(found: Structure) -> Structure:
+    """The structure with nothing of heads that could be turned."""
+    blocks = [replace(b, input_groups=tuple(g for g in b.input_groups if g.how != "value")) for b in found.blocks]
+    return replace(found, blocks=tuple(blocks))
+
+
+def rotated(
+    name: str, change: Callable[[Structure], Structure] = lambda s: s
+) -> tuple[nn.Module, nn.Module, Structure]:
     """(as it was, turned, its structure); both checked to give the same."""
     module = architectures.build(name).float()  # as files give weights to a stream
     unstack_experts(module)
-    structure = find_structure(module, architectures.feeds(name))
-    turned, notes = turn(module, structure, Rotate(**{"residual": structure.residual is not None, **config}))
+    structure = change(find_structure(module, architectures.feeds(name)))
+    turned, notes = turn(module, structure)
     assert notes == []
     before, after = architectures.run(module, name), architectures.run(turned, name)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)  # norms compute in float32
@@ -104,14 +113,14 @@ def test_heads_turn_where_the_stream_cannot(name: str) -> None:
 
 
 def test_only_the_stream_or_only_the_heads() -> None:
-    module, turned, _ = rotated("llama", heads=False)
+    module, turned, _ = rotated("llama", without_heads)
     value = "model.layers.0.self_attn.v_proj.weight"
     q = orthogonal(32, context().seed)
     scale = module.get_parameter("model.layers.0.input_layernorm.weight")
     torch.testing.assert_close(turned.get_parameter(value), module.get_parameter(value) * scale @ q.matrix().float())
     table = "model.embed_tokens.weight"
     torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table) @ q.matrix().float())
-    module, turned, _ = rotated("llama", residual=False)
+    module, turned, _ = rotated("llama", lambda found: replace(found, residual=None))
     torch.testing.assert_close(turned.get_parameter(table), module.get_parameter(table))
     r = orthogonal(8, context().seed + 1).matrix().float()
     torch.testing.assert_close(turned.get_parameter(value), torch.block_diag(r, r).t() @ module.get_parameter(value))
@@ -130,7 +139,7 @@ def test_outliers_of_the_stream_are_spread() -> None:
     module = architectures.build("llama")
     table = module.get_parameter("model.embed_tokens.weight")
     table[:, 3] *= 50
-    turned, _ = turn(module, find_structure(module, architectures.feeds("llama")), Rotate())
+    turned, _ = turn(module, find_structure(module, architectures.feeds("llama")))
     new = turned.get_parameter("model.embed_tokens.weight")
     assert new.abs().max() / new.std() < 0.5 * table.abs().max() / table.std()
 
@@ -155,7 +164,7 @@ def test_widths_without_a_hadamard_matrix_are_told() -> None:
     structure = find_structure(module, architectures.feeds("llama"))
     assert structure.residual is not None
     empty = replace(structure.residual, width=6, embeddings=(), writers=(), readers=(), norms=())
-    _, notes = turn(module, replace(structure, residual=empty), Rotate(heads=False))
+    _, notes = turn(module, without_heads(replace(structure, residual=empty)))
     assert notes == [
         "rotate: no Hadamard matrix of size 6 is at hand; the rotation of the residual stream has a random factor"
     ]
@@ -203,22 +212,25 @@ def test_the_plan_says_that_a_tied_head_gets_its_own_weight() -> None:
         "head": "what it reads of the stream",
     }
     assert Rotate().check(facts(structure(), tied=False), CPU).notes == ()
-    assert Rotate(residual=False).check(before, CPU).facts is before
+    plan = Rotate().check(facts(replace(structure(), residual=None, notes=("because",))), CPU)
+    assert plan.facts.n_bytes == before.n_bytes
+    assert [note.text for note in plan.notes] == ["rotate: the residual stream cannot be rotated (because)"]
+    (note,) = Rotate().check(facts(without_heads(structure()), tied=False), CPU).notes
+    assert note.level == "warning" and "heads cannot be rotated: no layer reads attention's weighted sums" in note.text
 
 
 @pytest.mark.parametrize(
-    ("found", "config", "bits", "problem"),
+    ("found", "bits", "problem"),
     [
-        (None, {}, 32, "works on torch models; an ONNX file has no blocks to rotate"),
-        ("plain", {"residual": False, "heads": False}, 32, "residual and heads are both false"),
-        ("none", {}, 32, "the residual stream cannot be rotated (because); set residual: false"),
-        ("none", {"residual": False}, 32, "weighted sums of another layer's values; set heads: false"),
-        ("plain", {}, 4, "o is rounded already; put rotate before the pass that does it"),
+        (None, 32, "works on torch models; an ONNX file has no blocks to rotate"),
+        ("none", 32, "the residual stream cannot be rotated (because)"),
+        ("none", 32, "heads cannot be rotated"),
+        ("plain", 4, "o is rounded already; put rotate before the pass that does it"),
     ],
 )
-def test_what_cannot_be_turned_is_refused(found: str | None, config: dict[str, bool], bits: int, problem: str) -> None:
+def test_what_cannot_be_turned_is_refused(found: str | None, bits: int, problem: str) -> None:
     structures = {"plain": structure(), "none": Structure((BlockFacts("b", ()),), notes=("because",)), None: None}
-    plan = Rotate(**config).check(facts(structures[found], bits=bits), CPU)
+    plan = Rotate().check(facts(structures[found], bits=bits), CPU)
     assert any(problem in text for text in plan.problems), plan.problems
 
 
@@ -236,10 +248,3 @@ def test_zeros_are_not_filled_unseen() -> None:
     result = apply_pass(Rotate(), streamed(module), context())
     warned = [note.text for note in result.notes if note.level == "warning"]
     assert warned == ["rotate: model.layers.0.mlp.up_proj.weight came with zeros, which are filled now"]
-
-
-def test_without_a_plain_stream_apply_refuses() -> None:
-    model = streamed(llama())
-    bare = replace(model, structure=replace(model.structure, residual=None, notes=("because",)))
-    with pytest.raises(PassError, match=r"cannot be rotated \(because\); set residual: false"):
-        apply_pass(Rotate(), bare, context())

@@ -35,6 +35,7 @@ from compress.rounding.learned_batches import (
 )
 from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
 from compress.rounding.tune import student_of, tune_module, vectors
+from compress.work import tune as tuning
 from compress.work.learning import float_module, samples
 from compress.work.tune import END, apply_tune
 
@@ -290,9 +291,10 @@ def test_vectors_that_modules_share_are_learned_once() -> None:
     assert learn(student, [], [], replace(QUICK, steps=0)).steps == 0
 
 
-def test_the_pass_tunes_what_is_there() -> None:
+def test_the_pass_tunes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ROUNDING_RATE", 0.02)  # for few steps
     before = in_two_bits(streamed(llama()))
-    result = apply_tune(Tune(kind="tune", steps=20, rounding_rate=0.02, loss="kl"), before, context(texts(16)))
+    result = apply_tune(Tune(kind="tune", steps=20), before, context(texts(16)))
     after = result.model
     numbers = result.measured[END]
     assert numbers["end_loss"] < 0.8 * numbers["start_loss"]
@@ -323,18 +325,9 @@ def test_other_architectures(net: Any) -> None:
     assert set(result.model.quantized_layers()) == set(before.quantized_layers())
 
 
-def test_logits_are_compared_as_distributions_without_being_asked_to() -> None:
-    before = in_two_bits(streamed(llama(layers=2)))
-    losses = [
-        apply_tune(Tune(kind="tune", steps=1, loss=loss), before, context(texts(8))).measured[END]["start_loss"]
-        for loss in ("auto", "kl", "hidden")
-    ]
-    assert losses[0] == losses[1] != losses[2]
-
-
 def test_block_by_block_and_then_the_scales() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
-    config = Tune(kind="tune", steps=12, block_steps=12, blockwise=True, loss="kl")
+    config = Tune(kind="tune", steps=12, block_steps=12, blockwise=True)
     result = apply_tune(config, before, context(texts(8)))
     for name in ("model.layers.0", "model.layers.1", END):
         assert result.measured[name]["end_loss"] < result.measured[name]["start_loss"]
@@ -354,9 +347,7 @@ def test_memory_decides(host: Host) -> None:
 
 
 def test_nothing_rounded_yet_is_rounded_by_gptq() -> None:
-    result = apply_tune(
-        Tune(kind="tune", steps=4, bits=3, group_size=16, loss="kl"), streamed(llama(layers=2)), context(texts(8))
-    )
+    result = apply_tune(Tune(kind="tune", steps=4, bits=3, group_size=16), streamed(llama(layers=2)), context(texts(8)))
     assert {scheme.name for scheme in result.model.schemes.values()} == {"W3A16"}
     assert "lm_head" not in result.model.quantized_layers() and len(result.model.quantized_layers()) == 14
     assert any("gptq did it first" in note.text for note in result.notes)
@@ -380,10 +371,13 @@ def test_refusals() -> None:
     before = in_two_bits(streamed(llama(layers=2)))
     with pytest.raises(PassError, match="tune: there is no calibration data; give the recipe a calibration set"):
         apply_tune(Tune(kind="tune"), before, context())
-    wild = Tune(kind="tune", strict=True, steps=3, rounding_rate=10.0)
+
+
+def test_what_only_makes_it_worse_is_not_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ROUNDING_RATE", 10.0)
     eight = in_two_bits(streamed(llama(layers=2)), PRESETS["W8A16"].with_group(16))
-    with pytest.raises(PassError, match="led to nothing better than the start, which is kept"):
-        apply_tune(wild, eight, context(texts(8)))
+    notes = apply_tune(Tune(kind="tune", steps=3), eight, context(texts(8))).notes
+    assert any("led to nothing better than the start, which is kept" in note.text for note in notes)
 
 
 def up(block: int) -> str:
@@ -418,7 +412,7 @@ def tune_both_ways() -> dict[bool, list[float]]:
     before = in_two_bits(streamed(llama(layers=2)))
     found = {}
     for blockwise in (False, True):
-        config = Tune(kind="tune", steps=5, block_steps=4, batch_size=3, blockwise=blockwise, loss="kl", held_out=0.3)
+        config = Tune(kind="tune", steps=5, block_steps=4, batch_size=3, blockwise=blockwise, held_out=0.3)
         result = apply_tune(config, before, context(texts(7)))
         digest = sum(float(result.model.store.read(name).double().abs().sum()) for name in result.model.store.names())
         assert len(set(gather_from_processes(digest))) == 1
@@ -430,7 +424,7 @@ def tune_both_ways() -> dict[bool, list[float]]:
 def test_two_processes_end_with_the_same_and_as_one_does() -> None:
     found, _ = run_in_two_processes(tune_both_ways)
     before = in_two_bits(streamed(llama(layers=2)))
-    config = Tune(kind="tune", steps=5, batch_size=3, blockwise=False, loss="kl", held_out=0.3)
+    config = Tune(kind="tune", steps=5, batch_size=3, blockwise=False, held_out=0.3)
     alone = apply_tune(config, before, context(texts(7))).measured[END]
     assert found[False][0] == pytest.approx(alone["start_loss"], rel=1e-3)
     assert found[False][1] == pytest.approx(alone["end_loss"], rel=0.02)
@@ -523,10 +517,5 @@ class Renamed(nn.Module):
 
 
 def test_a_share_of_the_texts_needs_tokens() -> None:
-    target = TARGETS["onnxruntime-cpu"]
-    for config, task, said in (
-        (Tune(text_share=0.1), "text-classification", "writes no text"),
-        (Tune(text_share=0.1, loss="hidden"), "text-generation", "hidden states say no token"),
-    ):
-        plan = config.check(replace(facts(5.0), task=task), target)
-        assert said in plan.problems[0]
+    classifier = replace(facts(5.0), task="text-classification")
+    assert "writes no text" in Tune(text_share=0.1).check(classifier, TARGETS["onnxruntime-cpu"]).problems[0]

@@ -17,7 +17,6 @@ ALL = api.BuildOptions(
     version_compatible=True,
     hardware_compatibility_level="ampere+",
     strip_weights=True,
-    refit=True,
     allow_weight_streaming=True,
     tf32=False,
 )
@@ -46,7 +45,7 @@ def test_every_name_that_is_called_exists_in_every_version(path: Path) -> None:
     options = replace(ALL, compute_capabilities=("8.6", "8.9") if "rtx" in path.stem else ())
     calls = build(library, options)
     flags = {args[0].name for name, args in calls if name == "IBuilderConfig.set_flag"}
-    assert flags == {"VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT", "WEIGHT_STREAMING"}
+    assert flags == {"VERSION_COMPATIBLE", "STRIP_PLAN", "WEIGHT_STREAMING"}
     strongly = 1 << int(library.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     assert ("Builder.create_network", (strongly,)) in calls
     assert ("IOptimizationProfile.set_shape", ("x", *SHAPES["x"])) in calls
