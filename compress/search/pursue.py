@@ -40,6 +40,7 @@ from compress.search.chains import (
     find_numbers,
     ground_of,
     list_formats,
+    list_gone,
     probes,
     take_blocks,
     train,
@@ -130,7 +131,8 @@ class GoalEvidence:
         if not file.exists():
             return cls()
         data = json.loads(file.read_text())
-        return cls(**{**data, "yields": Yields(**data["yields"])})
+        yields = data["yields"]
+        return cls(**{**data, "yields": Yields(**{**yields, "gone": tuple(yields["gone"])})})
 
 
 def pursue(
@@ -502,9 +504,11 @@ class Pursuit:
         base, left = self.read_needs(self.known.base), self.read_needs(name)
         if (self.ahead.asks_size and not left.size) or (self.ahead.asks_speed and not left.speed):
             return  # it could not be measured
-        macs, weights = count_left(self.ground.facts, structure.keep)
+        gone = max(self.known.yields.gone, list_gone(self.report_of(name)["layers"]), key=len)
+        self.known.yields = replace(self.known.yields, gone=gone)
+        macs, weights = count_left(self.ground.facts, structure.keep, gone)
         by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
-        yields, found = self.known.yields, dict[str, float]()
+        yields, found = self.known.yields, dict[str, Any]()
         if self.ahead.asks_size and structure.keep is not None:
             smaller = math.log(base.size / left.size * count_cut(self.ground.facts, self.report_of(name)["layers"]))
             found["weights_by_blocks"] = smaller / math.log(1 / weights)

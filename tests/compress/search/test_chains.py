@@ -22,6 +22,7 @@ from compress.search.chains import (
     find_smallest,
     ground_of,
     list_formats,
+    list_gone,
     take_blocks,
     train,
     train_rounded,
@@ -81,6 +82,24 @@ def test_blocks_go_where_channels_are_at_their_end() -> None:
     assert PrunedStructure(6, 0.8, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
     assert not PrunedStructure(6, 0.7, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
     assert not PrunedStructure(7, 0.8, 1.2).asks_less(PrunedStructure(6, 0.8, 1.5))
+
+
+def test_blocks_that_went_once_go_first_again() -> None:
+    rows = [
+        {"layer": f"blocks.{n}", "type": "block", "action": "pruned", "output_error": 1.0 - n / 10} for n in (5, 6, 7)
+    ]
+    rows += [
+        {"layer": "blocks.0", "type": "block", "action": "kept"},
+        {"layer": "up", "type": "Conv2d", "action": "pruned"},
+    ]
+    assert (gone := list_gone(rows)) == ("blocks.7", "blocks.6", "blocks.5")
+    facts = ground().facts
+    wide = tuple(
+        replace(layer, shape=(4 * WIDTH, WIDTH, 3, 3)) if ".7." in layer.name else layer for layer in facts.layers
+    )
+    facts = replace(facts, layers=wide)
+    assert count_left(facts, 7, gone)[1] == pytest.approx(7 / 11)
+    assert count_left(facts, 5, gone)[1] == pytest.approx(5 / 11) == count_left(facts, 5, gone[:1])[1]
 
 
 def test_structures_mix_blocks_and_channels_and_where_no_block_can_go_it_is_channels() -> None:
