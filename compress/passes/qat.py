@@ -6,7 +6,7 @@ Weights alone (W2A16 ... W8A16, in groups) or weights and activations (W8A8): on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from compress.passes.int8 import Int8
 from compress.passes.training import LearningPass, Terms
 from compress.passes.weight_only import WeightPass
 from compress.specs import LayerPattern, find_changes
-
-if TYPE_CHECKING:
-    pass
 
 LAYER_NUMBERS = ("group_size", "overrides", "indivisible")
 """Keys that weights alone have, and int8 has not."""
