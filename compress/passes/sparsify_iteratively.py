@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,9 +16,6 @@ from compress.passes.choosing import choose_layers, pattern_problems, refuse_rou
 from compress.passes.sparsify import CONVOLUTIONS, PRODUCTS, find_tied_problems, gain
 from compress.passes.training import LearningPass
 from compress.specs import LayerPattern
-
-if TYPE_CHECKING:
-    pass
 
 
 class SparsifyIteratively(LearningPass):

@@ -151,14 +151,14 @@ class Yields:
     """By which power of a share, as the plan counts it, what is measured falls: 1 where it falls as the share does.
 
     `time_by_blocks`: of the multiply-accumulates, where whole blocks go; `time_by_channels`: of the time that their
-    pass measures; `weights_by_blocks`: of the weights. `gone`: blocks in the order in which they go, as far as a
+    pass measures; `weights_by_blocks`: of the weights. `removed`: blocks in the order in which they go, as far as a
     structure that was tried has shown it: of nine, the five that a network could spare held two thirds of its weights.
     """
 
     time_by_blocks: float = 1.0
     time_by_channels: float = 1.0
     weights_by_blocks: float = 1.0
-    gone: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
 
 
 def design(
@@ -205,19 +205,19 @@ def _choose_blocks(facts: ModelFacts, needs: Needs, depth: float, yields: Yields
 
 def _foresee_gains(facts: ModelFacts, keep: int | None, yields: Yields) -> tuple[float, float]:
     """Return how many times faster and smaller a model is foreseen to be with so many blocks."""
-    macs, weights = count_left(facts, keep, yields.gone)
+    macs, weights = count_left(facts, keep, yields.removed)
     return macs**-yields.time_by_blocks, weights**-yields.weights_by_blocks
 
 
-def count_left(facts: ModelFacts, keep: int | None, gone: Sequence[str] = ()) -> tuple[float, float]:
+def count_left(facts: ModelFacts, keep: int | None, removed: Sequence[str] = ()) -> tuple[float, float]:
     """Return the shares of multiply-accumulates and weights that are left with so many blocks.
 
-    `gone`: those that go first, in their order; those that stay of the others are evenly spaced.
+    `removed`: those that go first, in their order; those that stay of the others are evenly spaced.
     """
     blocks = facts.removable or ()
     if keep is None:
         return 1.0, 1.0
-    first = gone[: len(blocks) - keep]
+    first = removed[: len(blocks) - keep]
     rest = [block.name for block in blocks if block.name not in first]
     stay = evenly_spaced(len(rest), keep)
     after = without_blocks(facts, [*first, *(name for n, name in enumerate(rest) if n not in stay)])
@@ -236,10 +236,10 @@ def count_cut(facts: ModelFacts, rows: Sequence[Mapping[str, Any]]) -> float:
     return _count_weights(shrunk(whole, groups, widths)) / _count_weights(whole)
 
 
-def list_gone(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def list_removed(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the blocks that went, the first one first, of the rows of a report: each adds to the outputs' error."""
-    gone = [row for row in rows if row["type"] == "block" and row["action"] == "pruned"]
-    return tuple(row["layer"] for row in sorted(gone, key=lambda row: row.get("output_error", 0.0)))
+    removed = [row for row in rows if row["type"] == "block" and row["action"] == "pruned"]
+    return tuple(row["layer"] for row in sorted(removed, key=lambda row: row.get("output_error", 0.0)))
 
 
 def _count_weights(facts: ModelFacts) -> float:

@@ -40,7 +40,7 @@ from compress.search.chains import (
     find_numbers,
     ground_of,
     list_formats,
-    list_gone,
+    list_removed,
     probes,
     take_blocks,
     train,
@@ -132,7 +132,7 @@ class GoalEvidence:
             return cls()
         data = json.loads(file.read_text())
         yields = data["yields"]
-        return cls(**{**data, "yields": Yields(**{**yields, "gone": tuple(yields["gone"])})})
+        return cls(**{**data, "yields": Yields(**{**yields, "removed": tuple(yields["removed"])})})
 
 
 def pursue(
@@ -504,9 +504,9 @@ class Pursuit:
         base, left = self.read_needs(self.known.base), self.read_needs(name)
         if (self.ahead.asks_size and not left.size) or (self.ahead.asks_speed and not left.speed):
             return  # it could not be measured
-        gone = max(self.known.yields.gone, list_gone(self.report_of(name)["layers"]), key=len)
-        self.known.yields = replace(self.known.yields, gone=gone)
-        macs, weights = count_left(self.ground.facts, structure.keep, gone)
+        removed = max(self.known.yields.removed, list_removed(self.report_of(name)["layers"]), key=len)
+        self.known.yields = replace(self.known.yields, removed=removed)
+        macs, weights = count_left(self.ground.facts, structure.keep, removed)
         by_blocks, by_channels = math.log(1 / macs), math.log(structure.speedup or 1)
         yields, found = self.known.yields, dict[str, Any]()
         if self.ahead.asks_size and structure.keep is not None:

@@ -22,7 +22,7 @@ from compress.search.chains import (
     find_smallest,
     ground_of,
     list_formats,
-    list_gone,
+    list_removed,
     take_blocks,
     train,
     train_rounded,
@@ -92,7 +92,7 @@ def test_blocks_that_went_once_go_first_again() -> None:
         {"layer": "blocks.0", "type": "block", "action": "kept"},
         {"layer": "up", "type": "Conv2d", "action": "pruned"},
     ]
-    assert (gone := list_gone(rows)) == ("blocks.7", "blocks.6", "blocks.5")
+    assert (gone := list_removed(rows)) == ("blocks.7", "blocks.6", "blocks.5")
     facts = ground().facts
     wide = tuple(
         replace(layer, shape=(4 * WIDTH, WIDTH, 3, 3)) if ".7." in layer.name else layer for layer in facts.layers
