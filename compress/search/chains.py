@@ -229,7 +229,7 @@ def count_cut(facts: ModelFacts, rows: Sequence[Mapping[str, Any]]) -> float:
 
     `rows`: the layers of a report, which say which blocks went and how many units of each dimension stayed.
     """
-    removed = [row["layer"] for row in rows if row["type"] == "block" and row["action"] == "pruned"]
+    removed = list_removed(rows)
     whole = without_blocks(facts, removed) if removed else facts
     widths = {row["layer"]: int(row["width"]) for row in rows if "width" in row}
     groups = [group for group in whole.prunable or () if group.name in widths]
