@@ -29,7 +29,8 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 
 def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """Return what a graph reads: what the float graph does, but for a decoder, which may keep fewer keys and values."""
-    return float_inputs if cache_of(model) is None else input_specs(model)
+    keeps = any(is_cache(value.name or "") for value in model.graph.outputs)
+    return input_specs(model) if keeps else float_inputs
 
 
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
