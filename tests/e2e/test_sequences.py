@@ -166,7 +166,7 @@ def test_a_pruned_speech_model_writes_what_transformers_writes(cache: Path, tmp_
     [
         ({"data": {"evaluation": {"source": "jsonl:bare.jsonl"}}}, "no column for label"),
         ({"data": {"evaluation": {"source": "jsonl:numbers.jsonl"}}}, "expected a reference text, found int"),
-        ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "text2text-generation keeps no keys and values in 8 bits"),
+        ({"passes": [{"kind": "kv_cache", "scheme": "int8"}]}, "text2text-generation keeps no keys and values"),
         ({"passes": [{"kind": "autoround", "scheme": "W8A16"}]}, "learns one chain of blocks, and this model has two"),
         ({"export": [{"kind": "checkpoint"}]}, "is written as onnx, not as checkpoint"),
         ({"preprocess": {"kind": "seq2seq", "target": {"language": "de"}}}, "knows no languages"),
