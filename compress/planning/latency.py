@@ -195,7 +195,8 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
 def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyForecast:
     """Time a decoder's twins, and what another runtime does with the float one.
 
-    A large one is foretold from two of fewer blocks: each further block takes what those between the two take.
+    A large one is foretold from two of fewer blocks: each further block takes what those between the two take. No other
+    runtime gets it: with OpenVINO's copies of the tables the plan of Qwen2.5-Coder 0.5B held 14.6 GiB, not 4.6.
     """
     recipe, structure, backend = inputs.recipe, inputs.facts.structure, timer.clock.backend
     blocks: tuple[int, ...] = ()
@@ -205,7 +206,7 @@ def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyFore
         blocks, n_blocks = SHALLOW, len(structure.blocks)
         sources = [source for n in SHALLOW if (source := make_shallow(inputs.source, n_blocks, n)) is not None]
         n_tokens = min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS)
-    elsewhere, graphs = _list_elsewhere(backend), list[ir.Model]()
+    elsewhere, graphs = {} if blocks else _list_elsewhere(backend), list[ir.Model]()
     parts: tuple[str, ...] = ()
     in_float: tuple[str, ...] = ()
     for source in sources:

@@ -132,7 +132,7 @@ class GoalEvidence:
             return cls()
         data = json.loads(file.read_text())
         yields = data["yields"]
-        return cls(**{**data, "yields": Yields(**{**yields, "removed": tuple(yields["removed"])})})
+        return cls(**{**data, "yields": Yields(**{**yields, "removed": tuple(yields.get("removed", ()))})})
 
 
 def pursue(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
 from compress.graph.specs import n_cached_layers
 from compress.planning import latency
+from compress.planning.measured_speed import FLOAT_ELSEWHERE, LatencyForecast
 from compress.planning.plan import plan_html
 
 N_BLOCKS = 8
@@ -21,10 +23,10 @@ N_BLOCKS = 8
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A recipe of a decoder that counts as large, where a block takes 1 ms, rounded 0.25, in OpenVINO 0.5."""
+    """A recipe of a decoder that counts as large, where a block takes 1 ms, a rounded one 0.25 ms, the head 10 ms."""
 
     def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any) -> tuple[list[float], list[float]]:
-        ms = [1.0, 0.25, 0.5] * len(latency.SHALLOW)
+        ms = [1.0, 0.25] * len(latency.SHALLOW)
         costs = [n_cached_layers(graph) * each for graph, each in zip(graphs, ms, strict=True)]
         return [20 + 5 * cost for cost in costs], [10 + cost for cost in costs]
 
@@ -32,7 +34,6 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("compress.planning.latency.LARGEST_BYTES", "compress.planning.in_files.WHOLE_BYTES"):
         monkeypatch.setattr(name, 0)
     monkeypatch.setattr(latency, "time_decoders", time_decoders)
-    monkeypatch.setattr(latency, "computes_bfloat16", lambda device: False)
     language_folder(tmp_path / "lm", num_hidden_layers=N_BLOCKS)
     passes = [{"kind": "rtn", "scheme": "W4A16", "group_size": 32}]
     return language_recipe(tmp_path, passes, validate={"gates": [], "benchmark": QUICK_DECODING})
@@ -43,7 +44,6 @@ def test_each_further_block_takes_what_those_between_took(large: dict[str, Any],
     assert made.latency is not None and made.latency.blocks == latency.SHALLOW
     assert (made.latency.float_ms, made.latency.compressed_ms) == (10 + N_BLOCKS, 10 + 0.25 * N_BLOCKS)
     assert made.latency.first_ms == (20 + 5 * N_BLOCKS, 20 + 5 * 0.25 * N_BLOCKS)
-    assert any("float32 is 1.29x as fast as here: beside that this recipe is 1.17x" in note.text for note in made.notes)
     text = plan_html(made)
     assert "measured on models of this shape with 2 and 6 blocks" in text and "the first token about 60 ms" in text
     assert plan(large, tmp_path, tmp_path / "cache").latency == made.latency, "it is not kept"
@@ -60,3 +60,11 @@ def test_what_has_no_twin_is_said(
     language_folder(tmp_path / "lm", num_hidden_layers=n_blocks)
     made = plan(large, tmp_path, tmp_path / "cache")
     assert made.latency is None and any(said in note.text for note in made.notes)
+
+
+def test_what_is_left_beside_the_float_model_in_another_runtime_is_said() -> None:
+    others = {f"{FLOAT_ELSEWHERE}bf16": 50.0}
+    forecast = LatencyForecast("tpot", "onnxruntime-cpu", 100.0, 25.0, others=others)
+    assert "bf16 is 2.00x as fast as here: beside that this recipe is 2.00x" in forecast.describe_unrounded()
+    assert not replace(forecast, others={f"{FLOAT_ELSEWHERE}bf16": 95.0}).describe_unrounded(), "no faster"
+    assert not replace(forecast, compressed_ms=60.0).describe_unrounded(), "faster than the recipe: said otherwise"
