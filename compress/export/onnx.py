@@ -253,12 +253,13 @@ def needs_tensorrt(model: ir.Model) -> bool:
     return float4 or TENSORRT in model.opset_imports
 
 
-def write_graph(model: ir.Model, path: Path) -> None:
+def write_graph(model: ir.Model, path: Path, apart: bool = False) -> None:
     """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data.
 
-    So are those that stay in files: they are copied one after the other, and never held together.
+    So are those that stay in files: they are copied one after the other, and never held together. `apart`: any are
+    beside it, which ONNX Runtime maps.
     """
-    apart = holds_stored(model) or weight_bytes(model) > IN_MEMORY
+    apart = apart or holds_stored(model) or weight_bytes(model) > IN_MEMORY
     ir.save(model, path, external_data=f"{path.name}.data" if apart else None)
 
 

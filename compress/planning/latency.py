@@ -9,7 +9,7 @@ timed, too. What was measured is kept for the machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,9 +67,9 @@ BUDGET_S = 6.0
 REQUESTS = 12
 SHALLOW = (2, 6)
 """Blocks of the decoders from which a large one is foretold."""
-SHALLOW_COPIES = 2.5
+SHALLOW_COPIES = 4.5
 """Float copies of all weights of those decoders that timing them holds: in torch, the graph, a session. With
-Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that had timed them held 4.6 GiB, the libraries among them."""
+Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that times them takes 7.0 GiB at its peak, the libraries among them."""
 SHALLOW_TOKENS = 16
 """Tokens of an answer of theirs."""
 WEIGHT_GROUP = 32
@@ -196,7 +196,7 @@ def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyFore
     """Time a decoder's twins, and what another runtime does with the float one.
 
     A large one is foretold from two of fewer blocks: each further block takes what those between the two take. No other
-    runtime gets it: with OpenVINO's copies of the tables the plan of Qwen2.5-Coder 0.5B held 14.6 GiB, not 4.6.
+    runtime gets it: OpenVINO's copies of the tables took 3.3 GiB more at the peak of Qwen2.5-Coder 0.5B's plan.
     """
     recipe, structure, backend = inputs.recipe, inputs.facts.structure, timer.clock.backend
     blocks: tuple[int, ...] = ()
@@ -206,22 +206,35 @@ def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyFore
         blocks, n_blocks = SHALLOW, len(structure.blocks)
         sources = [source for n in SHALLOW if (source := make_shallow(inputs.source, n_blocks, n)) is not None]
         n_tokens = min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS)
-    elsewhere, graphs = {} if blocks else _list_elsewhere(backend), list[ir.Model]()
-    parts: tuple[str, ...] = ()
-    in_float: tuple[str, ...] = ()
-    for source in sources:
-        before, after, parts = make_twins(replace(inputs, source=source), timer, log)
-        in_float = () if blocks else _list_in_float(recipe, inputs.facts, after)
-        graphs += [timer.write(before), timer.write(after), *(float_graph(before.model) for _ in elsewhere)]
+    elsewhere = {} if blocks else _list_elsewhere(backend)
+    found: dict[str, tuple[str, ...]] = {}
+
+    def make_graphs() -> Iterator[ir.Model]:  # one after the other: their tables are most of the memory
+        for source in sources:
+            before, after, found["parts"] = make_twins(replace(inputs, source=source), timer, log)
+            found["in_float"] = () if blocks else _list_in_float(recipe, inputs.facts, after)
+            yield timer.write(before)
+            yield timer.write(after)
+            yield from (float_graph(before.model) for _ in elsewhere)
+
     backends = [backend, backend, *elsewhere.values()]
-    times = time_decoders(recipe, graphs, inputs, n_tokens, backends * len(sources))
+    times = time_decoders(recipe, make_graphs(), inputs, n_tokens, backends * len(sources))
     first, token = (
         [round(_extend(ms[number :: len(backends)], n_blocks), 4) for number in range(len(backends))] for ms in times
     )
     others = dict(zip(elsewhere, token[2:], strict=True))
     held = peak_memory_bytes() if not blocks else 0
     return LatencyForecast(
-        "tpot", backend, token[0], token[1], parts, in_float, others, held, first_ms=tuple(first[:2]), blocks=blocks
+        "tpot",
+        backend,
+        token[0],
+        token[1],
+        found["parts"],
+        found["in_float"],
+        others=others,
+        held_bytes=held,
+        first_ms=tuple(first[:2]),
+        blocks=blocks,
     )
 
 
@@ -360,7 +373,7 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
         name: with_row_groups(
             layers[name],
             round_to_nearest(
-                layers[name].matrix().astype(np.float32),
+                layers[name].matrix().astype(np.float32, copy=False),
                 w.weights.bits,
                 w.weights.group_size,
                 w.weights.symmetric,
@@ -374,25 +387,26 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
 
 def time_decoders(
     recipe: Recipe,
-    graphs: Sequence[ir.Model],
+    graphs: Iterable[ir.Model],
     inputs: Inputs,
     new_tokens: int | None = None,
     backends: Sequence[str] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Return milliseconds of the first token and of a further one, of each decoder.
+    """Return milliseconds of the first token and of a further one, of each decoder, written as it is taken.
 
     `new_tokens`: of an answer; None: as many as the recipe times. `backends`: of each; None: the recipe's.
     """
     speed, rng = recipe.validate_.benchmark, np.random.default_rng(recipe.seed)
     vocab_size = inputs.facts.outputs[0].shape[-1]
     assert isinstance(vocab_size, int)
-    backends = backends or [choose_backend(recipe)[0]] * len(graphs)
+    main = choose_backend(recipe)[0]
     with temporary_folder() as folder, ExitStack() as held:
         decoders = []
-        for number, (graph, backend) in enumerate(zip(graphs, backends, strict=True)):
+        for number, graph in enumerate(graphs):
+            backend = backends[number] if backends else main
             path = folder / str(number) / "model.onnx"
             path.parent.mkdir()
-            write_graph(graph, path)
+            write_graph(graph, path, apart=True)
             session = find_backend(backend).open(path, speed.threads, {})
             held.callback(session.close)
             decoders.append(Decoder(session, cache_of(graph)))

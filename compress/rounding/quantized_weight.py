@@ -110,6 +110,9 @@ def round_to_nearest(weight: np.ndarray, bits: int, group_size: int = -1, symmet
     Raises ValueError when `group_size` does not divide the inputs, or a weight is not finite.
     """
     rows = weight.shape[0]
+    if rows > ROWS:
+        parts = np.split(weight, range(ROWS, rows, ROWS))
+        return join_rows([round_to_nearest(part, bits, group_size, symmetric) for part in parts])
     n_inputs = weight.size // rows
     size = n_inputs if group_size == -1 else group_size
     if size < 1 or n_inputs % size:
