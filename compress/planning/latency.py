@@ -69,7 +69,7 @@ SHALLOW = (2, 6)
 """Blocks of the decoders from which a large one is foretold."""
 SHALLOW_COPIES = 4.5
 """Float copies of all weights of those decoders that timing them holds: in torch, the graph, a session. With
-Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that times them takes 7.0 GiB at its peak, the libraries among them."""
+Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that times them takes 7.0 GiB at its peak, libraries among them."""
 SHALLOW_TOKENS = 16
 """Tokens of an answer of theirs."""
 WEIGHT_GROUP = 32
