@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import select
 import socket
 import struct
@@ -24,6 +25,18 @@ from runtime.serving.server import HttpServer
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 INFER = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the server logs; where another test has given the root logger a stream, none of it comes to stderr."""
+    handler = logging.Handler()
+    messages: list[str] = []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
 
 
 @contextmanager
@@ -306,9 +319,7 @@ def test_who_has_closed_its_half_is_answered(image_bundle: Path, held: Any) -> N
             assert read_all(connection) == b""  # the rest cannot come
 
 
-def test_who_reset_the_connection_is_not_computed_for(
-    image_bundle: Path, held: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_reset_the_connection_is_not_computed_for(image_bundle: Path, held: Any, logged: list[str]) -> None:
     """Who only closes it cannot be told from who waits for the answer with its half closed."""
     began, go_on, calls = held
     reset = struct.pack("ii", 1, 0)
@@ -323,7 +334,7 @@ def test_who_reset_the_connection_is_not_computed_for(
         assert read_answer(first)[0] == 200
         with connected(server, whole(pixels())) as last:
             assert read_answer(last)[0] == 200
-    assert len(calls) == 2 and capfd.readouterr().err == ""
+    assert len(calls) == 2 and logged == []
 
 
 def test_the_end_waits_for_what_is_under_way(image_bundle: Path, held: Any) -> None:
@@ -360,7 +371,7 @@ def test_a_model_that_does_not_answer_in_time(image_bundle: Path, held: Any) -> 
             assert read_answer(connection)[0] == 200
 
 
-def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, logged: list[str]) -> None:
     began, go_on, calls = held
     with (
         running(image_bundle, ends=False, drain_timeout=0.1) as server,
@@ -375,7 +386,7 @@ def test_the_end_does_not_wait_for_ever(image_bundle: Path, held: Any, capfd: py
         # the thread that computes ends after the server has told that it could not wait
         threading.Timer(1.0, go_on.set).start()
     assert len(calls) == 1
-    assert capfd.readouterr().err.count("timeout graceful shutdown exceeded") == 1
+    assert ["timeout graceful shutdown exceeded" in message for message in logged] == [True]
 
 
 def test_a_port_that_is_taken(image_bundle: Path) -> None:
