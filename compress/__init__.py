@@ -1,8 +1,13 @@
 """Make a trained model smaller and faster, and know that it is: recipe, plan, passes, bundle, verdict.
 
+    result = compress.quantize(net, "INT8", calibration_dataset=loader)   # a model and data that a program holds
+    result = compress.prune(net, speedup=1.5, train_dataset=loader)
+    result = compress.auto(net, "size >= 4x, top1 drop <= 0.01", train_dataset=loader)
+    compress.bench(net, calibration_dataset=loader)   # every format on every backend of this machine
+
     recipe = compress.load_recipe("recipe.yaml", ["passes.0.bits=8"])
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
-    report = compress.apply(recipe, "bundle")   # a runtime.report.report.Report; the bundle is the folder
+    result = compress.apply(recipe, "bundle")   # a Result: `.verdict`, `.report`, `.bundle`, `.save(folder)`
     study = compress.sweep(recipe, "study")     # of a recipe with `search:`; draws its front in a notebook
     compress.blame("bundle")                    # the layers that carry its loss
 
@@ -27,20 +32,32 @@ from typing import TYPE_CHECKING, Any
 from compress.version import BUILD_SIDE, __version__
 
 if TYPE_CHECKING:
+    from compress.api.jobs import apply, auto, bench, plan, prune, quantize, sweep
+    from compress.api.result import Result
     from compress.commands.blame import blame_bundle as blame
-    from compress.execution.run import apply_recipe as apply
-    from compress.planning.make_plan import make_plan as plan
     from compress.recipe.load import load_recipe, recipe_to_yaml
-    from compress.search.sweep import sweep
 
-__all__ = ["__version__", "apply", "blame", "load_recipe", "plan", "recipe_to_yaml", "sweep"]
+__all__ = [
+    "Result",
+    "__version__",
+    "apply",
+    "auto",
+    "bench",
+    "blame",
+    "load_recipe",
+    "plan",
+    "prune",
+    "quantize",
+    "recipe_to_yaml",
+    "sweep",
+]
 
+_JOBS = ("apply", "auto", "bench", "plan", "prune", "quantize", "sweep")
 _HOMES = {
+    **{name: ("compress.api.jobs", name) for name in _JOBS},
+    "Result": ("compress.api.result", "Result"),
     "load_recipe": ("compress.recipe.load", "load_recipe"),
     "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),
-    "plan": ("compress.planning.make_plan", "make_plan"),
-    "apply": ("compress.execution.run", "apply_recipe"),
-    "sweep": ("compress.search.sweep", "sweep"),
     "blame": ("compress.commands.blame", "blame_bundle"),
 }
 

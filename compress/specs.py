@@ -75,6 +75,8 @@ MODEL_SOURCES = (
     *("hf:<hub id>", "dir:<folder>", "gguf:<file>"),
     *("python:<module or file.py>:<factory>", "onnx:<file>"),
 )
+HELD = "live:<name>"
+"""The source of a model that was given as an object: nobody writes it by hand."""
 OF_FOLDERS = ("hf:", "dir:", "gguf:")
 """Sources with files that say how a model's inputs are made."""
 DATA_SOURCES = (
@@ -118,8 +120,10 @@ Preprocess = Annotated[
 class ModelSpec(Record):
     """Where the trained model comes from."""
 
-    source: Annotated[str, _source(MODEL_SOURCES), NAMES_PLACE]
-    """hf:<hub id>, dir:<Hugging Face folder>, gguf:<file>, python:<module or file.py>:<factory>, onnx:<file>."""
+    source: Annotated[str, _source((*MODEL_SOURCES, HELD)), NAMES_PLACE]
+    """hf:<hub id>, dir:<Hugging Face folder>, gguf:<file>, python:<module or file.py>:<factory>, onnx:<file>.
+
+    live:<name> is written for a model that was given as an object."""
     task: TaskName
     """What the model does: which inputs it takes, which metrics fit."""
     weights: Annotated[str | None, NAMES_PLACE] = None
@@ -158,6 +162,11 @@ class ModelSpec(Record):
         if len(set(self.state.values())) < len(self.state):
             raise ValueError("state: two outputs go into one input; give each its own")
         return self
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the model is an object of this process, which no other has."""
+        return self.source.startswith("live:")
 
     @property
     def decoder_only(self) -> bool:

@@ -48,7 +48,7 @@ from compress.recipe.templates import format_draft, write_new
 from compress.search.study import BUNDLES, REPORTS, Study, name_trial, open_study
 from compress.search.sweep import OutOfTime, Prior, Sweep, finish_study
 from compress.search.trials import GoalValue, Run, Trial, same_point
-from compress.search.workers import LocalProcesses, TrialAnswer, TrialOrder
+from compress.search.workers import TrialAnswer, TrialOrder, start_workers
 from compress.store.cache import default_root
 from compress.tasks import TORCH_TASKS
 from compress.version import __version__
@@ -418,9 +418,9 @@ def bench_model(said: NewAnswers, out: Path, budget_s: float | None, cache: Path
     space = open_formats(said, draft, synthetic)
     if _read_question(out) != space.table.question:
         shutil.rmtree(out / STUDY, ignore_errors=True)
-    end = begun + budget_s
+    end, spec = begun + budget_s, draft.make_recipe(Path()).model
     with open_study(BenchStudy, out / STUDY, space) as study:
-        with LocalProcesses(1, out / "bench.log", WORK) as workers:
+        with start_workers(spec, 1, None, out / "bench.log", WORK) as workers:
             bench = Bench(study, workers, cache or default_root(), end - LEFT_FOR_MEASURING * budget_s, 0, Prior(), log)
             finish_study(study, bench.run)
         bench.time_finals(end - time.monotonic())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.errors import RecipeError
 from compress.formats.targets import TARGETS
@@ -16,6 +16,7 @@ from compress.store.output import name_output
 from compress.tasks import TORCH_TASKS
 
 if TYPE_CHECKING:
+    from compress.data.find_sets import DataGiven
     from compress.planning.draft import Draft
 
 Ask = Callable[[str, str], str]
@@ -24,18 +25,22 @@ Ask = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class NewAnswers:
-    """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said."""
+    """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said.
+
+    Sets, and `preprocess`, may be mappings, as in a recipe. `name`: of the recipe, where the model's source has none.
+    """
 
     model: str | None = None
     weights: str | None = None
     task: str | None = None
-    preprocess: str | None = None
-    data: str | None = None
-    calibration: str | None = None
-    train: str | None = None
-    evaluation: str | None = None
+    preprocess: str | Mapping[str, Any] | None = None
+    data: DataGiven | None = None
+    calibration: DataGiven | None = None
+    train: DataGiven | None = None
+    evaluation: DataGiven | None = None
     target: str | None = None
     goal: str | None = None
+    name: str | None = None
 
 
 def write_recipe(out: Path, said: NewAnswers, source: str | None = None, ask: Ask | None = None) -> list[str]:
@@ -108,12 +113,13 @@ def make_draft(said: NewAnswers, root: Path) -> Draft:
         said.model,
         task=said.task,
         weights=said.weights,
-        preprocess=None if said.preprocess is None else parse_mapping(said.preprocess, "--preprocess"),
+        preprocess=parse_mapping(shaped, "--preprocess") if isinstance(shaped := said.preprocess, str) else shaped,
         data=said.data,
         calibration=said.calibration,
         train=said.train,
         evaluation=said.evaluation,
         target=said.target or next(iter(TARGETS)),
+        name=said.name,
         root=root,
     )
     return replace(draft, recipe=draft.recipe | {"goal": goal}) if goal else draft

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from compress.commands.new import NewAnswers, make_draft
 from compress.execution.run import apply_recipe
 from compress.formats.targets import TARGETS
+from compress.planning.draft import Draft
 from compress.planning.synthetic import add_synthetic_set
-from compress.planning.usual import choose_gates, choose_passes, describe_passes, drop_unused_sets, find_scheme
+from compress.planning.usual import (
+    PassMapping,
+    choose_gates,
+    choose_passes,
+    describe_passes,
+    drop_unused_sets,
+    find_scheme,
+)
 from compress.recipe.load import load_recipe
 from compress.recipe.templates import format_draft, write_new
 from runtime.errors import UsageError
@@ -20,34 +30,63 @@ WRITTEN = "Written by `compress quantize`"
 
 
 def quantize_model(
-    said: NewAnswers, scheme: str, out: Path, cache: Path | None = None, quiet: bool = False
+    said: NewAnswers,
+    scheme: str,
+    out: Path,
+    cache: Path | None = None,
+    quiet: bool = False,
+    ignore: Sequence[str] = (),
 ) -> Report | None:
     """Write the bundle of a model in a scheme to `out` and its recipe to `<out>.yaml`; return the report of judging it.
 
     The gates are those of the task's quality, or nearness to the float model without labels. Without data there are
-    none, and only passes that need none: it is judged on random samples, which is said. None in a further process
-    of one launch. Errors as `draft_recipe`, `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file
-    of another's.
+    none, and only passes that need none: it is judged on random samples, which is said. `ignore`: layers that stay as
+    they are, by name, type or `re:` pattern. None in a further process of one launch. Errors as `draft_recipe`,
+    `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file of another's.
     """
     target = said.target or next(iter(TARGETS))
     name = find_scheme(scheme, target)
-    file = out.with_name(out.name + ".yaml")
-    _refuse_foreign(file)
-    draft = make_draft(said, out.parent)
-    synthetic = draft.inputs is None
-    if synthetic:
-        draft = add_synthetic_set(draft, out.with_name(f"{out.name}.synthetic"), out.parent)
+    _refuse_foreign(_name_recipe_file(out))
+    draft, synthetic = draft_for(said, out)
     assert draft.inputs is not None
-    chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"])
+    chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"], ignore)
     told = [f"{name} by {describe_passes(chain.passes)}", *chain.notes]
     told += ["judged on synthetic inputs: its size and times count, its quality does not"] if synthetic else []
     gates = [] if synthetic else choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
-    recipe = drop_unused_sets({**draft.recipe, "name": f"{draft.recipe['name']}-{name.lower()}"}, chain.passes)
-    head = [f"{WRITTEN}: {'; '.join(told)}."]
+    return apply_passes(draft, chain.passes, gates, f"{draft.recipe['name']}-{name.lower()}", told, out, cache, quiet)
+
+
+def draft_for(said: NewAnswers, out: Path) -> tuple[Draft, bool]:
+    """Return the draft of a recipe for the bundle `out`, with data, and whether that is drawn at random."""
+    draft = make_draft(said, out.parent)
+    if draft.inputs is not None:
+        return draft, False
+    return add_synthetic_set(draft, out.with_name(f"{out.name}.synthetic"), out.parent), True
+
+
+def apply_passes(
+    draft: Draft,
+    passes: Sequence[PassMapping],
+    gates: Sequence[Mapping[str, Any]],
+    name: str,
+    told: Sequence[str],
+    out: Path,
+    cache: Path | None,
+    quiet: bool,
+) -> Report | None:
+    """Write the drafted recipe with these passes to `<out>.yaml`, and its bundle to `out`; as `quantize_model`."""
+    file = _name_recipe_file(out)
+    _refuse_foreign(file)
+    recipe = drop_unused_sets({**draft.recipe, "name": name}, passes)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_new(file, format_draft(recipe, draft.reasons, chain.passes, gates, head=head), replace=True)
+    text = format_draft(recipe, draft.reasons, passes, gates, head=[f"{WRITTEN}: {'; '.join(told)}."])
+    write_new(file, text, replace=True)
     print(f"{'; '.join(told)}; recipe: {file}", file=sys.stderr)
     return apply_recipe(load_recipe(file), out, cache, quiet)
+
+
+def _name_recipe_file(out: Path) -> Path:
+    return out.with_name(out.name + ".yaml")
 
 
 def _refuse_foreign(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""python: sources: a module from a user's factory function."""
+"""python: and live: sources: a module from a user's factory function, or a copy of the one that was given."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from compress.blocks.parametrized import fold_computed, list_computed
 from compress.errors import SourceError
+from compress.models.live import copy_held
 from compress.models.pruned import fit_record
 from compress.models.source import Source, factory_file
 from compress.models.weights import read_shapes
@@ -37,10 +38,21 @@ USER_ERRORS = (
 def build(source: Source) -> nn.Module:
     """Call the factory with the recipe's `args`, and make what it gives as small as a pruned model's record says.
 
+    Of a live: source, a copy of the module that is held takes the factory's place.
+
     Weights that it computes from other parameters are parameters themselves where the weight files have them so; the
     others wait for what they are computed from (`fold_computed`). SourceError if it cannot be found, called, or gives
     no module.
     """
+    module = copy_held(source.live) if source.live is not None else _call_factory(source)
+    module.eval()
+    if source.weights and list_computed(module):
+        fold_computed(module, {name for path in source.weights for name in read_shapes(path)}.__contains__)
+    fit_record(module, source.shapes)
+    return module
+
+
+def _call_factory(source: Source) -> nn.Module:
     code = source.code
     assert code is not None
     factory = load_factory(code, source.root)
@@ -56,10 +68,6 @@ def build(source: Source) -> nn.Module:
         raise SourceError(f"{source.name}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise SourceError(f"{source.name}: the factory gave {type(module).__name__}, not a torch.nn.Module")
-    module.eval()
-    if source.weights and list_computed(module):
-        fold_computed(module, {name for path in source.weights for name in read_shapes(path)}.__contains__)
-    fit_record(module, source.shapes)
     return module
 
 

@@ -51,6 +51,8 @@ def module_on_meta(source: Source) -> tuple[nn.Module, list[str]]:
 
 
 def _build_from_factory(source: Source) -> tuple[nn.Module, list[str]]:
+    if source.live is not None:
+        return factory.build(source).to("meta"), []
     try:
         with torch.device("meta"):
             return factory.build(source), []

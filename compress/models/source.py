@@ -7,13 +7,14 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from compress.errors import SourceError
+from compress.models import live
 from compress.models.gguf_source import unpack
 from compress.models.onnx_check import check_onnx, forget_shapes
 from compress.specs import ModelSpec
@@ -40,8 +41,9 @@ class Source:
     """A located model: what the recipe says of it (`spec`), with paths relative to `root`, and its files.
 
     `folder`: where its config and tokenizer files lie, if it has any. `weights`: its weight files.
-    `code`: (module or file.py, factory) of a python: source. `shapes`: how sizes differ from those that it, or
-    config.json, builds (of a pruned model, beside its weights). `onnx`: the graph of an onnx: source.
+    `code`: (module or file.py, factory) of a python: source. `live`: the name of a module that this process holds.
+    `shapes`: how sizes differ from those that it, or config.json, builds (of a pruned model, beside its weights).
+    `onnx`: the graph of an onnx: source.
     `config`: what is to be otherwise in config.json, of a model that is to be built and not read.
     """
 
@@ -51,6 +53,7 @@ class Source:
     folder: Path | None
     weights: tuple[Path, ...]
     code: tuple[str, str] | None = None
+    live: str | None = None
     onnx: Path | None = None
     shapes: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +82,8 @@ def locate(spec: ModelSpec, root: Path) -> Source:
         return _locate_huggingface(spec, root, unpack(resolve_path(root, rest)))
     if kind == "onnx":
         return _locate_onnx(spec, root, resolve_path(root, rest))
+    if kind == "live":
+        return _locate_live(spec, rest, root)
     return _locate_python(spec, rest, root)
 
 
@@ -94,8 +99,8 @@ def model_digest(source: Source, digest_of: DigestOf = sha256_of) -> str:
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for path in _list_deciding_files(source):
         sha.update(f"\n{path.name} {digest_of(path) if path in weights else sha256_of(path)}".encode())
-    if source.code is not None:
-        sha.update(f"\n{source.code[1]}".encode())
+    if source.code is not None or source.live is not None:
+        sha.update(f"\n{source.live or (source.code and source.code[1])}".encode())
     return sha.hexdigest()
 
 
@@ -311,6 +316,20 @@ def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
     module, _, factory = rest.rpartition(":")
     if not module or not factory.isidentifier():
         raise SourceError(f"{spec.source}: write python:package.module:factory or python:path/to/file.py:factory")
+    return replace(_locate_weights(spec, root), code=(module, factory))
+
+
+def _locate_live(spec: ModelSpec, name: str, root: Path) -> Source:
+    if not live.is_held(name):
+        raise SourceError(
+            f"{spec.source}: this model was given as an object, which another process does not have; give it again, as "
+            "in compress.apply(recipe, model=model), or write source: python:FILE.py:FACTORY beside the same weights"
+        )
+    return replace(_locate_weights(spec, root), live=name)
+
+
+def _locate_weights(spec: ModelSpec, root: Path) -> Source:
+    """Return the source of a model whose code is Python's, with its weights alone."""
     weights: tuple[Path, ...] = ()
     if spec.weights is not None:
         path = _find_weights(spec.weights, root)
@@ -325,7 +344,7 @@ def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:
     shapes = weights[0].with_name(SHAPES) if weights else None
     if shapes is not None and not shapes.is_file():
         shapes = None
-    return Source(spec, root, "python", folder, weights, code=(module, factory), shapes=shapes)
+    return Source(spec, root, "python", folder, weights, shapes=shapes)
 
 
 def _find_weights(text: str, root: Path) -> Path:

@@ -28,7 +28,7 @@ from compress.recipe.exports import CHECKPOINT_TARGET
 from compress.recipe.places import RecipeFindings
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml_source import IN_PYTHON, make_node
-from compress.specs import MODEL_SOURCES, ModelSpec
+from compress.specs import HELD, MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
 from compress.tasks import TORCH_TASKS, TorchTask
 from compress.tasks.generic import GENERIC
@@ -122,7 +122,7 @@ def draft_recipe(
 
 def find_model_source(text: str, root: Path) -> str:
     """Return the source of a path, hub id or module:factory, its kind before it. SourceError."""
-    kinds = [example.partition(":")[0] for example in MODEL_SOURCES]
+    kinds = [example.partition(":")[0] for example in (*MODEL_SOURCES, HELD)]
     if re.match(rf"({'|'.join(kinds)}):.", text):
         return text
     try:
@@ -153,6 +153,8 @@ def name_recipe(source: str) -> str:
     kind, _, rest = source.partition(":")
     if kind == "hf":
         names = [rest.rpartition("/")[2]]
+    elif kind == "live":
+        names = [rest.rpartition("-")[0].lower()]
     elif kind == "python":
         module, _, factory = rest.rpartition(":")
         file = Path(module if module.endswith(".py") else module.replace(".", "/")).resolve()
@@ -273,8 +275,10 @@ def _takes_any_outputs(task: TorchTask) -> bool:
 
 def _has_samples(task: str, spec: Mapping[str, Any], root: Path) -> bool:
     try:
-        typed = check_set(spec, "--data")
-        return bool(resolve_roles(typed, open_source(typed, root, task), task, ()))
+        table = open_source(check_set(spec, "--data"), root, task)
+        named = _name_columns(spec, table, task)
+        labelled = "label" in named.get("columns", ())  # else a column of any name would be any task's
+        return bool(resolve_roles(check_set(named if labelled else spec, "--data"), table, task, ()))
     except SourceError:
         return False
 

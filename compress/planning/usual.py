@@ -72,16 +72,20 @@ def usual_scheme(target: str, task: str) -> str:
     return "W4A16" if find_task(task).generates or TARGETS[target].reads != "onnx" else "INT8"
 
 
-def choose_passes(scheme: str, target: str, facts: ModelFacts, has_data: bool) -> UsualPasses:
+def choose_passes(
+    scheme: str, target: str, facts: ModelFacts, has_data: bool, ignore: Sequence[str] = ()
+) -> UsualPasses:
     """Return the usual chain of a scheme (`find_scheme`): the first that the model and the target take.
 
     Integers of weights: `gptq` with calibration data; without it `hqq` up to 4 bits, else `rtn`. Weights and inputs in
     eight bits: on graphs `int8`, behind `smoothquant` where a model is matrix products alone, in checkpoints
-    `smoothquant` and `gptq`. Floats: `autocast`, `fp8`, or `gptq`, else `rtn`. PlanError says why nothing fits.
+    `smoothquant` and `gptq`. Floats: `autocast`, `fp8`, or `gptq`, else `rtn`. `ignore`: layers that stay as they are.
+    PlanError says why nothing fits.
     """
     problems: list[str] = []
     wanting: list[str] = []
-    for candidate in _list_chains(scheme, TARGETS[target], facts):
+    for chain in _list_chains(scheme, TARGETS[target], facts):
+        candidate = _leave_out(chain, ignore)
         needing = [parse_pass(p).kind for p in candidate.passes if parse_pass(p).needs_calibration]
         if needing and not has_data:
             wanting.append(f"{scheme} by {needing[0]} is measured on samples: give --data")
@@ -89,10 +93,16 @@ def choose_passes(scheme: str, target: str, facts: ModelFacts, has_data: bool) -
         found = find_pass_problems(candidate.passes, facts, TARGETS[target])
         if not found:
             without = f"no --data, so that {describe_passes(candidate.passes)} rounds by the weights alone"
-            chain = _take_offers(candidate, facts, TARGETS[target])
-            return replace(chain, notes=(*chain.notes, *((without,) if wanting else ())))
+            taken = _take_offers(candidate, facts, TARGETS[target])
+            return replace(taken, notes=(*taken.notes, *((without,) if wanting else ())))
         problems += found
     raise PlanError(list(dict.fromkeys(problems or wanting))[:1])
+
+
+def _leave_out(chain: UsualPasses, ignore: Sequence[str]) -> UsualPasses:
+    """Return the chain with layers that none of its passes touches."""
+    left = {"ignore": list(ignore)} if ignore else {}
+    return replace(chain, passes=tuple(v | (left if hasattr(parse_pass(v), "ignore") else {}) for v in chain.passes))
 
 
 def _take_offers(chain: UsualPasses, facts: ModelFacts, target: Target) -> UsualPasses:

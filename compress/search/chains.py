@@ -261,14 +261,14 @@ def find_smallest(ground: Ground) -> Passes:
     return found
 
 
-def train(ground: Ground, seconds: float) -> dict[str, Any]:
+def train(task: str, seconds: float) -> dict[str, Any]:
     """Return the pass that teaches a smaller model what the float model gives, in so many seconds.
 
     All else it finds by itself.
     """
     return {
         "kind": "distill",
-        **(LOGITS if find_torch_task(ground.facts.task).loss == "classes" else {}),
+        **(LOGITS if find_torch_task(task).loss == "classes" else {}),
         "epochs": MOST_EPOCHS,
         "learning_rate": "auto",
         "optimizer": "auto",

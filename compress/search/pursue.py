@@ -161,7 +161,10 @@ def pursue(
     first = _make_space(bare, recipe.goal_gates, formats)
     start = first.recipe_at(first.start())
     make_plan(start, cache, twins=False, log=choose_log(quiet=True))  # what is wrong is said at once
-    with open_study(Study, Path(out), first, recipe) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+    with (
+        open_study(Study, Path(out), first, recipe) as study,
+        start_workers(recipe.model, jobs, ray, study.folder / LOG) as workers,
+    ):
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, ahead)
         finish_study(study, work.run)
@@ -312,7 +315,7 @@ class Pursuit:
         """Return why nothing can be trained; "" where it can."""
         if not self.ground.has_train:
             return "the formats alone do not reach the goal, and without data.train nothing can be trained"
-        misfit = self.ground.explain_misfit([train(self.ground, 1.0)])
+        misfit = self.ground.explain_misfit([train(self.ground.facts.task, 1.0)])
         return f"the formats alone do not reach the goal, and {misfit}" if misfit else ""
 
     def read_needs(self, name: str) -> Needs:
@@ -497,7 +500,7 @@ class Pursuit:
         return PrunedStructure(**self.known.structures[name])
 
     def chain_of(self, structure: PrunedStructure, seconds: float) -> Passes:
-        return [*structure.passes(), train(self.ground, seconds), *self.formats[self.known.base]]
+        return [*structure.passes(), train(self.ground.facts.task, seconds), *self.formats[self.known.base]]
 
     def learn_yields(self, name: str, structure: PrunedStructure) -> None:
         """Note how time and weights followed what was cut of this structure."""

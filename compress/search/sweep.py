@@ -315,7 +315,10 @@ def sweep(
     deadline = None if budget_s is None else time.monotonic() + budget_s
     space = open_space(recipe)
     most = space.search.trials if trials is None else trials
-    with open_study(Study, Path(out), space) as study, start_workers(jobs, ray, study.folder / LOG) as workers:
+    with (
+        open_study(Study, Path(out), space) as study,
+        start_workers(recipe.model, jobs, ray, study.folder / LOG) as workers,
+    ):
         work = Sweep(study, workers, cache, deadline, most, prior, choose_log(quiet))
         finish_study(study, work.run)
     return study

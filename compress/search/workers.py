@@ -25,8 +25,9 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from compress.recipe.schema import Recipe
+from compress.specs import ModelSpec
 from runtime.bundle.records import from_json, to_json
-from runtime.errors import MissingDependency, RuntimeFailure
+from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.interrupts import Terminated, end_orderly
 from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
 
@@ -129,7 +130,9 @@ class InThisProcess:
     """Does one after another right here; a deadline is seen only between two of them."""
 
     n = 1
-    work = USUAL_WORK
+
+    def __init__(self, work: str = USUAL_WORK) -> None:
+        self.work = work
 
     def build(self, orders: Sequence[TrialOrder], deadline: float | None) -> list[TrialAnswer | None]:
         return [self.judge(order, deadline) for order in orders]
@@ -316,13 +319,21 @@ def build_remotely(order: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 @contextmanager
-def start_workers(jobs: int, ray: str | None, log: Path) -> Iterator[Workers]:
-    """Yield who does the trials: this process (jobs 0), `jobs` processes, or a Ray cluster with `jobs` at once."""
+def start_workers(model: ModelSpec, jobs: int, ray: str | None, log: Path, work: str = USUAL_WORK) -> Iterator[Workers]:
+    """Yield who does the trials: this process (jobs 0), `jobs` processes, or a Ray cluster with `jobs` at once.
+
+    A model that this process alone has is tried here. UsageError where others were asked for.
+    """
+    if model.is_held and (ray is not None or jobs > 1):
+        raise UsageError(
+            f"{model.source}: was given as an object, which other processes do not have: build one trial at a time, or "
+            "give a factory that they can import, python:FILE.py:FACTORY"
+        )
     if ray is not None:
         with RayCluster(ray, jobs or None, log) as cluster:
             yield cluster
-    elif jobs == 0:
-        yield InThisProcess()
+    elif jobs == 0 or model.is_held:
+        yield InThisProcess(work)
     else:
-        with LocalProcesses(jobs, log) as processes:
+        with LocalProcesses(jobs, log, work) as processes:
             yield processes

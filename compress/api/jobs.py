@@ -1,0 +1,298 @@
+"""What a program asks for: a model in a scheme, a smaller one, one that reaches a goal, what is fastest here.
+
+Each writes what it was given into files, drafts the recipe that a person would have written, and runs it: the recipe
+lies beside the bundle, and gives it again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, Unpack, get_type_hints
+
+from compress.api.datasets import Reads, write_set
+from compress.api.models import write_model
+from compress.api.result import Result
+from compress.commands.auto import reach_goal
+from compress.commands.bench import bench_model
+from compress.commands.bench_rows import BenchTable
+from compress.commands.new import NewAnswers
+from compress.commands.quantize import apply_passes, draft_for, quantize_model
+from compress.data.find_sets import DataGiven
+from compress.errors import PlanError, RecipeError
+from compress.execution.run import apply_recipe
+from compress.formats.targets import TARGETS
+from compress.planning.draft import find_model_source, name_recipe
+from compress.planning.make_plan import make_plan
+from compress.planning.plan import Plan
+from compress.planning.usual import PassMapping, choose_gates, describe_passes, find_pass_problems
+from compress.recipe.load import load_recipe
+from compress.recipe.schema import Recipe
+from compress.search.chains import train
+from compress.search.pursue import pursue
+from compress.search.study import Study
+from compress.search.sweep import sweep as search
+from compress.store.output import name_output
+from runtime.report.report import Report
+from runtime.words import did_you_mean
+
+HELD = ".live"
+"""Behind a bundle's name: the folder of what was given as objects."""
+RecipeGiven = Recipe | Mapping[str, Any] | str | Path
+
+
+class Given(TypedDict, total=False):
+    """What a job is given beside the model, and what the command's flags say: of every job the same."""
+
+    calibration_dataset: Any
+    train_dataset: Any
+    eval_dataset: Any
+    num_calibration_samples: int
+    transform_fn: Callable[[Any], Any] | None
+    processing_class: Any
+    task: str | None
+    preprocess: Mapping[str, Any] | None
+    target: str | None
+    output_dir: Path | str | None
+    cache: Path | None
+    quiet: bool
+
+
+DEFAULTS: Given = {"num_calibration_samples": 512, "quiet": False}
+"""None for all others."""
+Job = TypeVar("Job", bound=Callable[..., Any])
+
+
+def _show_given(job: Job) -> Job:
+    """Return the job with a signature that names what is given, as notebooks show it and `help` prints it."""
+    signature = inspect.signature(job)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=hint)
+        for name, hint in get_type_hints(Given).items()
+    ]
+    job.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    return job
+
+
+@_show_given
+def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **given: Unpack[Given]) -> Result:
+    """Bring a model to a scheme by the passes that usually do, and judge it beside the model as it came.
+
+        result = compress.quantize(net, "INT8", calibration_dataset=loader, eval_dataset=test_loader)
+        result.verdict, result.bundle.predict(images)
+
+    `model`: a `torch.nn.Module`, a transformers model (with its tokenizer or processor as `processing_class`), an
+    `onnx.ModelProto`, a path or a hub id; what is given stays as it is. `ignore`: layers that stay, by name, type or
+    `re:` pattern. Of what every job is given:
+
+    `calibration_dataset`, `train_dataset`, `eval_dataset`: a DataLoader, a data set, arrays by name, a list, a function
+    that yields samples, a path or a hub id. What is not given is a part of another that shares no sample with it.
+    `num_calibration_samples`: so many are read, 512. `transform_fn`: makes (inputs, label) of an item, where that
+    cannot be told. `task`, `preprocess`, `target`: as a recipe has them, where they cannot be found. `output_dir`: of the
+    bundle, bundles/<name> as the command's; its recipe lies beside it, and what was given as objects in `<name>.live`.
+
+    Raises what `compress quantize` ends with: RecipeError, SourceError, PlanError; PlaceError for `output_dir`.
+    """
+    said, out = _write_given(model, given, f"-{scheme.lower()}")
+    cache, quiet = given.get("cache"), given.get("quiet", False)
+    return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore), out)
+
+
+@_show_given
+def prune(
+    model: Any,
+    speedup: float | None = None,
+    *,
+    max_params: float | None = None,
+    max_seconds: float = 1800.0,
+    ignore: Sequence[str] = (),
+    **given: Unpack[Given],
+) -> Result:
+    """Remove what matters least until a model is so many times faster, or so much smaller, and judge what is left.
+
+        result = compress.prune(net, speedup=1.5, train_dataset=loader, eval_dataset=test_loader)
+        smaller = result.torch()
+
+    `speedup`: measured on the target. `max_params`: the share of the weights that may be left. With a `train_dataset`
+    what is left learns from it, for at most `max_seconds`, to give what the whole model gave; without one its layers
+    are fitted to calibration samples alone. All else, and errors, as of `quantize`.
+    """
+    if (speedup is None) == (max_params is None):
+        raise RecipeError("prune: say how much goes: speedup=1.5, or max_params=0.5")
+    said, out = _write_given(model, given, "-pruned")
+    draft, synthetic = draft_for(said, out)
+    if synthetic:
+        raise RecipeError("prune: what matters least is measured on samples: give calibration_dataset or train_dataset")
+    assert draft.inputs is not None
+    budget = {"speedup": speedup} if max_params is None else {"max_params": max_params}
+    passes: list[PassMapping] = [{"kind": "prune_channels", **budget, **({"ignore": list(ignore)} if ignore else {})}]
+    passes += [train(draft.task, max_seconds)] if "train" in draft.recipe["data"] and said.train is not None else []
+    if problems := find_pass_problems(passes, draft.inputs.facts, TARGETS[str(draft.recipe["target"])]):
+        raise PlanError(problems)
+    gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
+    name, told = f"{draft.recipe['name']}-pruned", [describe_passes(passes)]
+    cache, quiet = given.get("cache"), given.get("quiet", False)
+    return _make_result(apply_passes(draft, passes, gates, name, told, out, cache, quiet), out)
+
+
+@_show_given
+def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given: Unpack[Given]) -> Result:
+    """Find the passes with which a model reaches a goal, and give the best bundle that was found.
+
+        result = compress.auto(net, "size >= 4x, top1 drop <= 0.01", train_dataset=loader, eval_dataset=test_loader)
+        result.verdict, result.study
+
+    `goal`: as `compress auto` reads it. `budget_seconds`: when to end; default: an hour. All else as of `quantize`.
+    """
+    said, out = _write_given(model, given, "-auto")
+    cache, quiet = given.get("cache"), given.get("quiet", False)
+    study = reach_goal(replace(said, goal=goal), out, budget_seconds, cache, quiet)
+    if study.nearest is None or study.bundle is None:
+        raise PlanError(f"{study.folder}: nothing was built: {study.ended}")
+    return Result(study.read_report(study.nearest), study.bundle, study)
+
+
+@_show_given
+def bench(model: Any, *, budget_seconds: float | None = None, **given: Unpack[Given]) -> BenchTable:
+    """Measure every format on every backend that this machine has, in one table, and write the best one's recipe.
+
+    `budget_seconds`: when to end; default: five minutes. All else as of `quantize`.
+    """
+    said, out = _write_given(model, given, "-bench")
+    log = _log_nothing if given.get("quiet") else _log_line
+    return bench_model(said, out, budget_seconds, given.get("cache"), log)
+
+
+def plan(recipe: RecipeGiven, *, model: Any = None, processing_class: Any = None, cache: Path | None = None) -> Plan:
+    """Say what a recipe would do, layer by layer, and whether it can work. `model`: takes the place of the recipe's."""
+    typed = _read_recipe(recipe)
+    return make_plan(_put_model(typed, model, processing_class, name_output(typed.name)), cache)
+
+
+def apply(
+    recipe: RecipeGiven,
+    out: Path | str | None = None,
+    cache: Path | None = None,
+    quiet: bool = False,
+    verify: bool = False,
+    *,
+    model: Any = None,
+    processing_class: Any = None,
+) -> Result:
+    """Do what a recipe says, judge the bundle and write it to `out` (default: bundles/<name>).
+
+        result = compress.apply("recipe.yaml", model=net)
+
+    `recipe`: a file, a `Recipe`, or a mapping as the file has it. `model`: as for `quantize`; it takes the place of the
+    recipe's. `verify`: digests of weight files are read again. Raises CompressError and runtime failures.
+    """
+    typed = _read_recipe(recipe)
+    folder = Path(out) if out is not None else name_output(typed.name)
+    typed = _put_model(typed, model, processing_class, folder)
+    return _make_result(apply_recipe(typed, folder, cache, quiet, verify), folder)
+
+
+def sweep(
+    recipe: RecipeGiven, out: Path | str | None = None, cache: Path | None = None, *, model: Any = None, **options: Any
+) -> Study:
+    """Try the points of a recipe's `search:`, or pursue its `goal`; `options` as of `compress.search.sweep.sweep`.
+
+    `model`: as for `apply`.
+    """
+    typed = _read_recipe(recipe)
+    folder = Path(out) if out is not None else name_output(typed.name)
+    typed = _put_model(typed, model, options.pop("processing_class", None), folder)
+    return (pursue if typed.goal else search)(typed, folder, cache, **options)
+
+
+def _read_recipe(recipe: RecipeGiven) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        from compress.planning.draft import make_recipe
+
+        return make_recipe(recipe, Path())
+    return load_recipe(Path(recipe))
+
+
+def _put_model(recipe: Recipe, model: Any, processing_class: Any, out: Path) -> Recipe:
+    """Return the recipe with another model in the place of its own."""
+    if model is None:
+        return recipe
+    given = write_model(model, _name_folder(out), processing_class)
+    source = find_model_source(given.source, Path())
+    changes: dict[str, Any] = {"source": source, "weights": given.weights, "args": {}, "revision": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+
+
+def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Path]:
+    """Write model and data as far as they are objects; return what a command's flags would say, and the bundle."""
+    known = Given.__annotations__
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"there is no argument '{unknown[0]}'{did_you_mean(unknown[0], list(known))}")
+    name, output_dir = _name_model(model), given.get("output_dir")
+    out = Path(output_dir) if output_dir is not None else name_output(name + ending)
+    folder = _name_folder(out)
+    written = write_model(model, folder, given.get("processing_class"))
+    sets: dict[str, Any] = _write_sets(given, folder, written.reads)
+    said = NewAnswers(
+        model=written.source,
+        weights=written.weights,
+        task=given.get("task"),
+        preprocess=given.get("preprocess"),
+        target=given.get("target"),
+        name=name,
+        **sets,
+    )
+    return said, out
+
+
+def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven]:
+    """Write the sets that are objects; return them by the flags that they stand for."""
+    n = given.get("num_calibration_samples", DEFAULTS["num_calibration_samples"])
+    alone = all(given.get(name) is None for name in ("train_dataset", "eval_dataset"))
+    wanted: list[tuple[str, str, Any, int | None]] = [
+        # alone it is divided, into samples to calibrate and others to judge on
+        ("data" if alone else "calibration", "calibration_dataset", given.get("calibration_dataset"), n * (1 + alone)),
+        ("train", "train_dataset", given.get("train_dataset"), None),
+        ("evaluation", "eval_dataset", given.get("eval_dataset"), None),
+    ]
+    transform_fn = given.get("transform_fn")
+    return {
+        flag: write_set(dataset, folder / flag, argument, reads, transform_fn, most)
+        for flag, argument, dataset, most in wanted
+        if dataset is not None
+    }
+
+
+def _name_folder(out: Path) -> Path:
+    return out.with_name(out.name + HELD).absolute()
+
+
+def _name_model(model: Any) -> str:
+    """Return what a recipe of the model is called."""
+    if isinstance(model, str | Path):
+        return name_recipe(find_model_source(str(model), Path()))
+    named = getattr(getattr(model, "config", None), "_name_or_path", "") or getattr(
+        getattr(model, "graph", None), "name", ""
+    )
+    text = str(named).rpartition("/")[2] or type(model).__name__.lower()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
+
+
+def _make_result(report: Report | None, out: Path) -> Result:
+    assert report is not None, "only a further process of a launch has no report, and none of these starts one"
+    return Result(report, out)
+
+
+def _log_nothing(text: str) -> None:
+    pass
+
+
+def _log_line(text: str) -> None:
+    print(text, file=sys.stderr)

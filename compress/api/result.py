@@ -1,0 +1,53 @@
+"""What a job leaves: its verdict, the bundle that it is of, and the compressed model itself."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.store.output import publish, reserve_output, resolve_output
+
+if TYPE_CHECKING:
+    from compress.search.study import Study
+    from runtime import Bundle
+    from runtime.report.report import Report
+
+
+class Result:
+    """A judged bundle. What a `Report` has, a result has, too: `verdict`, `gates`, `candidate`, `metrics`, ...
+
+    `report`: the judgement. `folder`: where the bundle lies. `study`: the trials, of a job that searched. It draws
+    itself in a notebook.
+    """
+
+    def __init__(self, report: Report, folder: Path, study: Study | None = None) -> None:
+        self.report, self.folder, self.study = report, folder, study
+
+    def __repr__(self) -> str:
+        return f"<Result {self.folder}: {self.report!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.report, name)
+
+    def _repr_html_(self) -> str:
+        return (self.study if self.study is not None else self.report)._repr_html_()
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """Return the bundle, opened: `bundle.predict(...)`, `bundle.generate(...)`."""
+        import runtime
+
+        return runtime.open_bundle(self.folder)
+
+    def save(self, folder: Path | str) -> Path:
+        """Copy the bundle to `folder`, in the place of one that is there; return it. PlaceError for anything else."""
+        folder = resolve_output(Path(folder))
+        if folder != self.folder.resolve():
+            with reserve_output(folder) as staging:
+                shutil.copytree(self.folder, staging, dirs_exist_ok=True)
+                publish(staging, folder)
+        return folder
