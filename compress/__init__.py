@@ -7,7 +7,7 @@
 
     recipe = compress.load_recipe("recipe.yaml", ["passes.0.bits=8"])
     compress.plan(recipe)                       # a Plan; draws itself in a notebook
-    result = compress.apply(recipe, "bundle")   # a Result: `.verdict`, `.report`, `.bundle`, `.save(folder)`
+    result = compress.apply(recipe, "bundle")   # a Result: `.verdict`, `.report`, `.bundle`, `.torch()`, `.save()`
     study = compress.sweep(recipe, "study")     # of a recipe with `search:`; draws its front in a notebook
     compress.blame("bundle")                    # the layers that carry its loss
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from compress.api.jobs import apply, auto, bench, plan, prune, quantize, sweep
     from compress.api.result import Result
     from compress.commands.blame import blame_bundle as blame
+    from compress.export.torch_module import load_torch
     from compress.recipe.load import load_recipe, recipe_to_yaml
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "bench",
     "blame",
     "load_recipe",
+    "load_torch",
     "plan",
     "prune",
     "quantize",
@@ -56,6 +58,7 @@ _JOBS = ("apply", "auto", "bench", "plan", "prune", "quantize", "sweep")
 _HOMES = {
     **{name: ("compress.api.jobs", name) for name in _JOBS},
     "Result": ("compress.api.result", "Result"),
+    "load_torch": ("compress.export.torch_module", "load_torch"),
     "load_recipe": ("compress.recipe.load", "load_recipe"),
     "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),
     "blame": ("compress.commands.blame", "blame_bundle"),

@@ -158,7 +158,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Prunable:
-    """A coupled dimension (see `compress.prune.coupling`): `n_units` units, each removable with all that carries it.
+    """A coupled dimension (see `compress.pruning.coupling`): `n_units` units, each removable with all that carries it.
 
     `writers` and `readers`: layer -> how many of its outputs, or inputs, one unit is.
     """

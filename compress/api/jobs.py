@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, get_type_hints
 
+from torch import nn
+
 from compress.api.datasets import Reads, write_set
 from compress.api.models import write_model
 from compress.api.result import Result
@@ -25,18 +27,21 @@ from compress.commands.quantize import apply_passes, draft_for, quantize_model
 from compress.data.find_sets import DataGiven
 from compress.errors import PlanError, RecipeError
 from compress.execution.run import apply_recipe
-from compress.formats.targets import TARGETS
+from compress.models.load import build_as_given
+from compress.models.source import locate
 from compress.planning.draft import find_model_source, name_recipe
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
-from compress.planning.usual import PassMapping, choose_gates, describe_passes, find_pass_problems
+from compress.planning.usual import PassMapping, choose_gates, describe_passes
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
 from compress.search.chains import train
 from compress.search.pursue import pursue
 from compress.search.study import Study
 from compress.search.sweep import sweep as search
+from compress.specs import ModelSpec
 from compress.store.output import name_output
+from compress.tasks.generic import GENERIC
 from runtime.report.report import Report
 from runtime.words import did_you_mean
 
@@ -93,14 +98,14 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
     `calibration_dataset`, `train_dataset`, `eval_dataset`: a DataLoader, a data set, arrays by name, a list, a function
     that yields samples, a path or a hub id. What is not given is a part of another that shares no sample with it.
     `num_calibration_samples`: so many are read, 512. `transform_fn`: makes (inputs, label) of an item, where that
-    cannot be told. `task`, `preprocess`, `target`: as a recipe has them, where they cannot be found. `output_dir`: of the
-    bundle, bundles/<name> as the command's; its recipe lies beside it, and what was given as objects in `<name>.live`.
+    cannot be told. `task`, `preprocess`, `target`: as a recipe has them, where they cannot be found. `output_dir`: of
+    the bundle, bundles/<name> as the command's; beside it its recipe, and what was an object, in `<name>.live`.
 
     Raises what `compress quantize` ends with: RecipeError, SourceError, PlanError; PlaceError for `output_dir`.
     """
     said, out = _write_given(model, given, f"-{scheme.lower()}")
     cache, quiet = given.get("cache"), given.get("quiet", False)
-    return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore), out)
+    return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore, keep_module=True), out, _spec_of(said))
 
 
 @_show_given
@@ -124,20 +129,18 @@ def prune(
     """
     if (speedup is None) == (max_params is None):
         raise RecipeError("prune: say how much goes: speedup=1.5, or max_params=0.5")
+    _require_data(given, "what matters least is measured on samples")
     said, out = _write_given(model, given, "-pruned")
-    draft, synthetic = draft_for(said, out)
-    if synthetic:
-        raise RecipeError("prune: what matters least is measured on samples: give calibration_dataset or train_dataset")
+    draft, _ = draft_for(said, out)
     assert draft.inputs is not None
     budget = {"speedup": speedup} if max_params is None else {"max_params": max_params}
     passes: list[PassMapping] = [{"kind": "prune_channels", **budget, **({"ignore": list(ignore)} if ignore else {})}]
-    passes += [train(draft.task, max_seconds)] if "train" in draft.recipe["data"] and said.train is not None else []
-    if problems := find_pass_problems(passes, draft.inputs.facts, TARGETS[str(draft.recipe["target"])]):
-        raise PlanError(problems)
+    passes += [train(draft.task, max_seconds)] if given.get("train_dataset") is not None else []
     gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
     name, told = f"{draft.recipe['name']}-pruned", [describe_passes(passes)]
     cache, quiet = given.get("cache"), given.get("quiet", False)
-    return _make_result(apply_passes(draft, passes, gates, name, told, out, cache, quiet), out)
+    report = apply_passes(draft, passes, gates, name, told, out, cache, quiet, keep_module=True)
+    return _make_result(report, out, _spec_of(said))
 
 
 @_show_given
@@ -149,12 +152,13 @@ def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given:
 
     `goal`: as `compress auto` reads it. `budget_seconds`: when to end; default: an hour. All else as of `quantize`.
     """
+    _require_data(given, "a goal is judged on samples")
     said, out = _write_given(model, given, "-auto")
     cache, quiet = given.get("cache"), given.get("quiet", False)
-    study = reach_goal(replace(said, goal=goal), out, budget_seconds, cache, quiet)
+    study = reach_goal(replace(said, goal=goal), out, budget_seconds, cache, quiet, keep_module=True)
     if study.nearest is None or study.bundle is None:
         raise PlanError(f"{study.folder}: nothing was built: {study.ended}")
-    return Result(study.read_report(study.nearest), study.bundle, study)
+    return Result(study.read_report(study.nearest), study.bundle, study, _make_builder(_spec_of(said), Path()))
 
 
 @_show_given
@@ -194,7 +198,7 @@ def apply(
     typed = _read_recipe(recipe)
     folder = Path(out) if out is not None else name_output(typed.name)
     typed = _put_model(typed, model, processing_class, folder)
-    return _make_result(apply_recipe(typed, folder, cache, quiet, verify), folder)
+    return _make_result(apply_recipe(typed, folder, cache, quiet, verify), folder, typed.model, typed.root)
 
 
 def sweep(
@@ -252,21 +256,26 @@ def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Pat
     return said, out
 
 
+def _require_data(given: Given, why: str) -> None:
+    if all(given.get(name) is None for name in ("calibration_dataset", "train_dataset", "eval_dataset")):
+        raise RecipeError(f"{why}: give data, as train_dataset and eval_dataset, or as calibration_dataset alone")
+
+
 def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven]:
     """Write the sets that are objects; return them by the flags that they stand for."""
     n = given.get("num_calibration_samples", DEFAULTS["num_calibration_samples"])
-    alone = all(given.get(name) is None for name in ("train_dataset", "eval_dataset"))
-    wanted: list[tuple[str, str, Any, int | None]] = [
-        # alone it is divided, into samples to calibrate and others to judge on
-        ("data" if alone else "calibration", "calibration_dataset", given.get("calibration_dataset"), n * (1 + alone)),
-        ("train", "train_dataset", given.get("train_dataset"), None),
-        ("evaluation", "eval_dataset", given.get("eval_dataset"), None),
-    ]
+    sets = {name: given.get(f"{name}_dataset") for name in ("calibration", "train", "eval")}
+    there = [name for name, dataset in sets.items() if dataset is not None]
+    # divided: into samples to judge on, and others to learn from or to calibrate with
+    divided = there[-1] if there and ("eval" not in there or len(there) == 1) else None
+    flags = {"calibration": "calibration", "train": "train", "eval": "evaluation"} | (
+        {divided: "data"} if divided else {}
+    )
+    most = {"calibration": 2 * n if divided == "calibration" else n}
     transform_fn = given.get("transform_fn")
     return {
-        flag: write_set(dataset, folder / flag, argument, reads, transform_fn, most)
-        for flag, argument, dataset, most in wanted
-        if dataset is not None
+        flags[name]: write_set(sets[name], folder / flags[name], f"{name}_dataset", reads, transform_fn, most.get(name))
+        for name in there
     }
 
 
@@ -285,9 +294,20 @@ def _name_model(model: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
-def _make_result(report: Report | None, out: Path) -> Result:
+def _make_result(report: Report | None, out: Path, spec: ModelSpec, root: Path = Path()) -> Result:
     assert report is not None, "only a further process of a launch has no report, and none of these starts one"
-    return Result(report, out)
+    return Result(report, out, build=_make_builder(spec, root))
+
+
+def _spec_of(said: NewAnswers) -> ModelSpec:
+    """Return where the model that is asked about comes from."""
+    assert said.model is not None
+    return ModelSpec(source=find_model_source(said.model, Path()), weights=said.weights, task=GENERIC.name)
+
+
+def _make_builder(spec: ModelSpec, root: Path) -> Callable[[], nn.Module]:
+    """Return what builds the model as it came, in whose place a compressed one is loaded."""
+    return lambda: build_as_given(locate(spec, root))
 
 
 def _log_nothing(text: str) -> None:

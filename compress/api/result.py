@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.store.output import publish, reserve_output, resolve_output
+from runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from compress.search.study import Study
     from runtime import Bundle
     from runtime.report.report import Report
@@ -22,8 +26,14 @@ class Result:
     itself in a notebook.
     """
 
-    def __init__(self, report: Report, folder: Path, study: Study | None = None) -> None:
-        self.report, self.folder, self.study = report, folder, study
+    def __init__(
+        self,
+        report: Report,
+        folder: Path,
+        study: Study | None = None,
+        build: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        self.report, self.folder, self.study, self._build = report, folder, study, build
 
     def __repr__(self) -> str:
         return f"<Result {self.folder}: {self.report!r}>"
@@ -42,6 +52,20 @@ class Result:
         import runtime
 
         return runtime.open_bundle(self.folder)
+
+    def torch(self) -> nn.Module:
+        """Return the compressed torch module, in eval mode on the CPU: to train on, or to export elsewhere.
+
+        It holds what passes over the torch model left: pruned, distilled, its weights rounded. What rounds the ONNX
+        graph alone, as int8 does, is in the bundle's graph. UsageError where the bundle keeps no module.
+        """
+        from compress.export.torch_module import load_torch
+
+        if self._build is None:
+            raise UsageError(
+                f"{self.folder}: how its model is built is not known; use compress.load_torch(folder, factory)"
+            )
+        return load_torch(self.folder, self._build)
 
     def save(self, folder: Path | str) -> Path:
         """Copy the bundle to `folder`, in the place of one that is there; return it. PlaceError for anything else."""

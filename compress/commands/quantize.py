@@ -19,6 +19,7 @@ from compress.planning.usual import (
     describe_passes,
     drop_unused_sets,
     find_scheme,
+    parse_pass,
 )
 from compress.recipe.load import load_recipe
 from compress.recipe.templates import format_draft, write_new
@@ -36,13 +37,15 @@ def quantize_model(
     cache: Path | None = None,
     quiet: bool = False,
     ignore: Sequence[str] = (),
+    keep_module: bool = False,
 ) -> Report | None:
     """Write the bundle of a model in a scheme to `out` and its recipe to `<out>.yaml`; return the report of judging it.
 
     The gates are those of the task's quality, or nearness to the float model without labels. Without data there are
     none, and only passes that need none: it is judged on random samples, which is said. `ignore`: layers that stay as
-    they are, by name, type or `re:` pattern. None in a further process of one launch. Errors as `draft_recipe`,
-    `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file of another's.
+    they are, by name, type or `re:` pattern. `keep_module`: as for `apply_passes`. None in a further process of one
+    launch. Errors as `draft_recipe`, `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file of
+    another's.
     """
     target = said.target or next(iter(TARGETS))
     name = find_scheme(scheme, target)
@@ -53,7 +56,8 @@ def quantize_model(
     told = [f"{name} by {describe_passes(chain.passes)}", *chain.notes]
     told += ["judged on synthetic inputs: its size and times count, its quality does not"] if synthetic else []
     gates = [] if synthetic else choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
-    return apply_passes(draft, chain.passes, gates, f"{draft.recipe['name']}-{name.lower()}", told, out, cache, quiet)
+    name = f"{draft.recipe['name']}-{name.lower()}"
+    return apply_passes(draft, chain.passes, gates, name, told, out, cache, quiet, keep_module)
 
 
 def draft_for(said: NewAnswers, out: Path) -> tuple[Draft, bool]:
@@ -73,11 +77,19 @@ def apply_passes(
     out: Path,
     cache: Path | None,
     quiet: bool,
+    keep_module: bool = False,
 ) -> Report | None:
-    """Write the drafted recipe with these passes to `<out>.yaml`, and its bundle to `out`; as `quantize_model`."""
+    """Write the drafted recipe with these passes to `<out>.yaml`, and its bundle to `out`; as `quantize_model`.
+
+    `keep_module`: the bundle keeps the torch module, where a pass changes it.
+    """
     file = _name_recipe_file(out)
     _refuse_foreign(file)
+    assert draft.inputs is not None
     recipe = drop_unused_sets({**draft.recipe, "name": name}, passes)
+    facts = draft.inputs.facts
+    if keep_module and facts.source == "torch" and any(parse_pass(p).stage_on(facts) != "graph" for p in passes):
+        recipe["keep_module"] = True
     out.parent.mkdir(parents=True, exist_ok=True)
     text = format_draft(recipe, draft.reasons, passes, gates, head=[f"{WRITTEN}: {'; '.join(told)}."])
     write_new(file, text, replace=True)

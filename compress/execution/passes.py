@@ -78,12 +78,14 @@ class Passed:
 
     `state`: the graph and the decisions about it; None where no ONNX file is written. `source` and `streamed`: the
     torch model before and after the passes over blocks; None where there is neither such a pass nor a checkpoint.
+    `module`: what the passes over the whole torch module left; None where there is no such pass.
     """
 
     results: tuple[PassResult[object], ...]
     state: GraphState | None
     source: StreamedModel | None
     streamed: StreamedModel | None
+    module: TorchModel | None = None
 
 
 AfterPass = Callable[[int, PassResult[object], Callable[[], GraphState]], None]
@@ -117,7 +119,7 @@ def run_passes(
     results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
         run.run_log.log(note.text)
-    return Passed(results, state, source, streamed)
+    return Passed(results, state, source, streamed, loaded)
 
 
 def block_passes_alone(run: RunContext) -> None:
@@ -476,6 +478,16 @@ def _run_graph_passes(
 
 def _return_state(state: GraphState) -> GraphState:
     return state
+
+
+def build_kept(run: RunContext, passed: Passed) -> TorchModel | None:
+    """Return the torch module that a bundle is to keep; None where the recipe does not ask for it."""
+    if not run.plan.recipe.keep_module:
+        return None
+    if passed.streamed is not None:
+        built = _build_module(run, passed.streamed)
+        return replace(built, shapes=passed.streamed.shapes)
+    return passed.module or _load_torch(run)
 
 
 def _build_module(run: RunContext, streamed: StreamedModel) -> TorchModel:

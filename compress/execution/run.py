@@ -25,7 +25,16 @@ from compress.execution.cached import FloatModel, keep_both, run_baseline
 from compress.execution.lock import describe_host, make_lock
 from compress.execution.measurements import PassMeasurements, list_costs
 from compress.execution.own_metrics import LoadedMetric, check_sliced, load_own_metrics
-from compress.execution.passes import Passed, RunContext, block_passes_alone, export, load, not_kept, run_passes
+from compress.execution.passes import (
+    Passed,
+    RunContext,
+    block_passes_alone,
+    build_kept,
+    export,
+    load,
+    not_kept,
+    run_passes,
+)
 from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, FrozenOutputs, Graphs, assemble, note_rows, write_models
 from compress.export.checkpoint_rules import scoring_gaps
@@ -363,6 +372,7 @@ def _collect_contents(
         class_names=exported.class_names if exported else (),
         generation=generation_of(inputs),
         cache=run.cache.root,
+        module=build_kept(run, passed),
         load_back=_prepare_load_back(run) if passed.streamed is not None else None,
         detections=inputs.facts.detections,
         source_bytes=None if exported and with_float else _source_bytes(plan),

@@ -23,12 +23,14 @@ from compress.export.gguf import FILE, write_gguf
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.export.openvino import reads_texts, write_ir, write_tokenizer
+from compress.export.torch_module import write_module
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
+from compress.models.load import TorchModel
 from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
 from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
@@ -114,6 +116,8 @@ class Contents:
     """None: no ONNX file is written."""
     streamed: StreamedModel | None = None
     """What checkpoints are written from."""
+    module: TorchModel | None = None
+    """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
     cache: Path | None = None
@@ -147,6 +151,8 @@ def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note
     """
     recipe = contents.recipe
     artifacts, orders, notes = _write_artifacts(staging, contents)
+    if contents.module is not None:
+        write_module(staging, contents.module)
     return Manifest(
         name=recipe.name,
         task=recipe.model.task,

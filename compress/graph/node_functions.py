@@ -123,7 +123,7 @@ def follow_input(
 
     `shape`, `out`: of the input and of what comes out; `written`: the sizes as given, with 0 and -1. Axes are taken
     together where their products agree. Of several literals that an axis is split into, the longest that is not the
-    last follows: heads, and not what is in a head (as pruning takes units, `compress.prune.labels.unit_axis`).
+    last follows: heads, and not what is in a head (as pruning takes units, `compress.pruning.labels.unit_axis`).
     """
     rules, i, j = [], 0, 0
     while i < len(shape) and j < len(out):

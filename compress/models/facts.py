@@ -31,8 +31,8 @@ from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source
-from compress.prune.coupling import find_coupling
-from compress.prune.dimensions import Coupling
+from compress.pruning.coupling import find_coupling
+from compress.pruning.dimensions import Coupling
 from compress.specs import ModelSpec
 from compress.structure.alike import cut_chain
 from compress.structure.find import N_TOKENS, find_structure, one_block

@@ -47,6 +47,13 @@ def hold(module: nn.Module) -> str:
     return name
 
 
+def digest_code(module: nn.Module) -> str:
+    """Return the sha256 (hex) of the code of a module's classes, each once."""
+    kinds = {type(part) for part in module.modules()}
+    texts = sorted(f"{kind.__qualname__} {_read_text(kind)}" for kind in kinds if not _is_torchs(kind))
+    return hashlib.sha256("\0".join(texts).encode(errors="backslashreplace")).hexdigest()
+
+
 def is_held(name: str) -> bool:
     """Return whether this process holds a module of that name."""
     return name in _HELD
@@ -60,11 +67,12 @@ def copy_held(name: str) -> nn.Module:
 def _describe(module: nn.Module) -> Iterator[str]:
     import torch
 
+    usual = vars(torch.nn.Module())
     yield torch.__version__
     for name, part in module.named_modules():
         stored = part.state_dict()
         yield f"{name}: {_describe_code(type(part))}"
-        own = {key: value for key, value in vars(part).items() if key not in vars(torch.nn.Module())}
+        own = {key: value for key, value in vars(part).items() if key not in usual}
         yield from (f"{key} = {_describe_value(value)}" for key, value in sorted(own.items()))
         yield from (f"{key}: {_describe_code(hook)}" for key, hook in enumerate(part._forward_pre_hooks.values()))
         yield from (f"{key}: {_describe_code(hook)}" for key, hook in enumerate(part._forward_hooks.values()))
@@ -77,13 +85,22 @@ def _describe_code(code: Any) -> str:
     """Return a class's or a function's name, with its text where it is not of an installed torch."""
     kind = code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
     home = f"{kind.__module__}.{kind.__qualname__}"
-    if home.startswith("torch."):
+    if _is_torchs(kind) or inspect.isbuiltin(kind):
         return home
-    try:
-        text = inspect.getsource(kind)
-    except (OSError, TypeError):  # written at a prompt that keeps no text
-        text = f"no text {next(_UNNAMED)}"
+    text = _read_text(kind) or f"no text {next(_UNNAMED)}"
     return f"{home} {text} {'' if code is kind else _describe_value(code)}"
+
+
+def _is_torchs(kind: Any) -> bool:
+    return str(kind.__module__).partition(".")[0] == "torch"
+
+
+def _read_text(kind: Any) -> str:
+    """Return the text of a class or a function; "" of one that was written where no text is kept."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def _describe_value(value: Any, depth: int = 0) -> str:
@@ -102,7 +119,7 @@ def _describe_value(value: Any, depth: int = 0) -> str:
         return f"{type(value).__name__} {[_describe_value(item, depth + 1) for item in value]}"
     if isinstance(value, set | frozenset):
         return f"set {sorted(_describe_value(item, depth + 1) for item in value)}"
-    if inspect.isclass(value) or inspect.isfunction(value):
+    if inspect.isclass(value) or inspect.isroutine(value):
         return _describe_code(value)
     if isinstance(value, torch.nn.Module):
         return f"module {_describe_code(type(value))}"  # a part that stands among the modules, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from compress.blocks.parametrized import fold_computed
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
 from compress.blocks.trace import run
+from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp
 from compress.models import factory, huggingface
@@ -115,6 +116,21 @@ def build_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
             module = factory.build(source)
         fold_computed(module)
     return _describe_model(source, module.float().eval().requires_grad_(False), feeds_shapes)
+
+
+def build_as_given(source: Source) -> nn.Module:
+    """Return the user's own module of a torch source, in eval mode, with whatever weights its code gives it.
+
+    SourceError: it cannot be built, or is an ONNX file, which no class stands behind.
+    """
+    if source.onnx is not None:
+        raise SourceError(f"{source.name}: is an ONNX file, and no torch class stands behind it")
+    if source.kind == "huggingface":
+        wrapped = huggingface.build_untrained(source).wrapped
+        assert isinstance(wrapped, nn.Module)
+        return wrapped
+    with torch.random.fork_rng(devices=[]):
+        return factory.build(replace(source, weights=(), shapes=None))
 
 
 def _describe_model(source: Source, module: nn.Module, feeds_shapes: SampleShapes) -> TorchModel:

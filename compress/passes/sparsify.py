@@ -13,7 +13,7 @@ from compress.formats.targets import Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
 from compress.passes.weight_only import find_uncalled
-from compress.prune.sparsity import Sparsity
+from compress.pruning.sparsity import Sparsity
 from compress.specs import LayerPattern, Record
 
 HALF = Sparsity(0.5)

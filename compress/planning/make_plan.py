@@ -47,10 +47,10 @@ from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import collect_problems, engine_notes, order_problems, quantized_problems
-from compress.prune.configuration import fit_config
-from compress.prune.coupling import find_coupling
-from compress.prune.shrink import remove_all
-from compress.prune.surgery import remove
+from compress.pruning.configuration import fit_config
+from compress.pruning.coupling import find_coupling
+from compress.pruning.shrink import remove_all
+from compress.pruning.surgery import remove
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe

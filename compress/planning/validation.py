@@ -233,6 +233,8 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         problems.append(f"export: nothing is written for the recipe's own target {recipe.target}; add {missing}")
     if not recipe.has_onnx and not recipe.generates:
         problems.append(f"export: a {recipe.model.task} model is judged as an ONNX graph; add {{kind: onnx}}")
+    if recipe.keep_module and facts.source == "onnx":
+        problems.append("keep_module: an onnx: source has no class that could be loaded again; leave it out")
     files = find_torch_task(recipe.model.task).files
     fits = f"a model of task {recipe.model.task} is written as {', '.join(files)}"
     problems += [

@@ -165,6 +165,9 @@ class Recipe(Record):
     """What is made of the outputs before they are answers; judged, and applied wherever the bundle runs."""
     export: Annotated[tuple[AnyExport, ...], Field(min_length=1)] = (OnnxExport(),)
     """The files that are written."""
+    keep_module: bool = False
+    """The bundle also keeps the torch module that the passes left, in module/: `compress.load_torch` gives it back, to
+    train on or to export elsewhere. Passes over the ONNX graph are not in it."""
     validate_: Annotated[Judgement, Field(alias="validate")] = Judgement()
     """What decides whether the result is good enough."""
     limits: Limits = Limits()

@@ -13,7 +13,7 @@ from compress.facts import FLOAT_BYTES
 from compress.formats.schemes import Scheme
 from compress.models.load import TorchModel
 from compress.passes.distill_student import Student
-from compress.prune.latency import keep_form
+from compress.pruning.latency import keep_form
 from compress.rounding.latency import StateTimer
 from compress.rounding.state import GraphState
 from compress.timing.clock import Clock

@@ -22,7 +22,7 @@ from compress.models.load import TorchModel
 from compress.passes.depth import depth_problem
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
-from compress.prune.depth import Skipping, shorten
+from compress.pruning.depth import Skipping, shorten
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches
 from compress.work.prune_layers import UNCONFIGURED, removable_blocks

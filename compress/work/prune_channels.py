@@ -22,24 +22,24 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.prune_channels import TRIES, PruneChannels, count_kept_units
-from compress.prune.budget import Limit, Options, choose_widths, list_widths
-from compress.prune.compensate import follow_data
-from compress.prune.configuration import fit_config
-from compress.prune.costs import AxisSize, Cost, macs_cost, parameters_cost
-from compress.prune.coupling import find_coupling
-from compress.prune.curves import find_curves
-from compress.prune.dimensions import Coupling, Dimension
-from compress.prune.importance import draw_label_loss, random_projection_loss
-from compress.prune.latency import (
+from compress.pruning.budget import Limit, Options, choose_widths, list_widths
+from compress.pruning.compensate import follow_data
+from compress.pruning.configuration import fit_config
+from compress.pruning.costs import AxisSize, Cost, macs_cost, parameters_cost
+from compress.pruning.coupling import find_coupling
+from compress.pruning.curves import find_curves
+from compress.pruning.dimensions import Coupling, Dimension
+from compress.pruning.importance import draw_label_loss, random_projection_loss
+from compress.pruning.latency import (
     find_wanted_layers,
     keep_form,
     latency_cost,
     measure,
     measure_scale,
 )
-from compress.prune.obs import Elimination
-from compress.prune.shrink import ShrinkResult, remove_all, renumber_dimension, shrink
-from compress.prune.surgery import differs_from_masked, remove
+from compress.pruning.obs import Elimination
+from compress.pruning.shrink import ShrinkResult, remove_all, renumber_dimension, shrink
+from compress.pruning.surgery import differs_from_masked, remove
 from compress.tasks import find_torch_task
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches

@@ -19,9 +19,9 @@ from compress.facts import LayerDecision, ModelFacts, Note, Removable
 from compress.models.load import TorchModel
 from compress.passes.depth import rename_blocks
 from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
-from compress.prune.compensate import compensate, explain_left_alone, follow_data
-from compress.prune.depth import BlockOutputs, Removal, Skipping, least_error, shorten
-from compress.prune.points import find_points
+from compress.pruning.compensate import compensate, explain_left_alone, follow_data
+from compress.pruning.depth import BlockOutputs, Removal, Skipping, least_error, shorten
+from compress.pruning.points import find_points
 from compress.structure.find import find_structure
 from compress.structure.removable import find_removable
 from compress.work.contexts import ModelContext

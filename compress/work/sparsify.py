@@ -20,9 +20,9 @@ from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerFacts, Note
 from compress.passes.sparsify import CONVOLUTIONS, Sparsify
-from compress.prune.masks import choose_zeros, refit, wanda_scores
-from compress.prune.matrix import as_matrices, as_weight, groups_of, visit_inputs
-from compress.prune.sparsegpt import sparsegpt
+from compress.pruning.masks import choose_zeros, refit, wanda_scores
+from compress.pruning.matrix import as_matrices, as_weight, groups_of, visit_inputs
+from compress.pruning.sparsegpt import sparsegpt
 from compress.rounding.gptq import Hessian, invert_hessian
 from compress.rounding.gram import Gram, explain_no_gram
 from compress.work.block_layers import block_facts

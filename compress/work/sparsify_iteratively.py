@@ -21,7 +21,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, LayerFacts, Note
 from compress.models.load import TorchModel
 from compress.passes.sparsify_iteratively import SparsifyIteratively
-from compress.prune.masks import round_shares, set_to_zero, smallest
+from compress.pruning.masks import round_shares, set_to_zero, smallest
 from compress.work.contexts import ModelContext
 from compress.work.training import (
     describe_training,

@@ -10,6 +10,7 @@ evaluation/            the frozen samples (samples.npz, samples.jsonl) and basel
 report.json .md .xml   what validation measured, report.samples.npz, report.steps.json and compress.log: in no manifest,
                        because they are written afterwards; any other name that the manifest does not list is not the
                        bundle's
+module/                the torch module's tensors and sizes, where the recipe keeps them: for the build side alone
 remedies.json          what the build would do against each cause of slowness, for the judge to show
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
                        because it is of one machine
@@ -127,7 +128,7 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 REMEDIES_FILE = "remedies.json"
-FOLDERS = ("model/", "baseline/", "evaluation/")
+FOLDERS = ("model/", "baseline/", "evaluation/", "module/")
 """What every bundle may have; others are those of its artifacts."""
 WRITTEN_AFTERWARDS = re.compile(
     r"report\.(?:json|md|xml|html|earlier\.html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"

@@ -29,9 +29,9 @@ from compress.models.load import load_model
 from compress.models.open_streamed import open_streamed_module
 from compress.models.source import Source, locate
 from compress.planning.make_plan import explain_unsaid_sizes
-from compress.prune.configuration import fit_config
-from compress.prune.coupling import find_coupling
-from compress.prune.surgery import remove
+from compress.pruning.configuration import fit_config
+from compress.pruning.coupling import find_coupling
+from compress.pruning.surgery import remove
 from compress.recipe.exports import CheckpointExport
 from compress.specs import ModelSpec
 

@@ -23,8 +23,8 @@ from compress.graph.layers import find_layers
 from compress.graph.node_functions import Followed, follow_input
 from compress.graph.rebuild import RebuildError, Rebuilt, rebuild
 from compress.graph.run import Feeds, open_session
-from compress.prune.coupling import find_coupling
-from compress.prune.surgery import differs_from_masked
+from compress.pruning.coupling import find_coupling
+from compress.pruning.surgery import differs_from_masked
 
 RANDOM = np.random.default_rng(0)
 

@@ -22,9 +22,9 @@ from compress.models.facts import model_facts
 from compress.models.load import TorchModel, load_model
 from compress.models.open_streamed import open_streamed_model, open_streamed_module
 from compress.models.source import locate, model_digest
-from compress.prune.configuration import fit_config
-from compress.prune.coupling import find_coupling
-from compress.prune.surgery import remove
+from compress.pruning.configuration import fit_config
+from compress.pruning.coupling import find_coupling
+from compress.pruning.surgery import remove
 from compress.recipe.exports import CheckpointExport
 from compress.specs import ModelSpec
 

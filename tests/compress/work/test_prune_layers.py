@@ -38,7 +38,7 @@ from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
 from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
-from compress.prune.depth import BlockOutputs, Skipping, least_error, shorten
+from compress.pruning.depth import BlockOutputs, Skipping, least_error, shorten
 from compress.recipe.load import Recipe
 from compress.store.cache import ResultCache
 from compress.store.run_log import RunLog

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from compress.models.load import TorchModel
 from compress.passes import PruneChannels
-from compress.prune.compensate import MAX_OUTPUTS, compensate, explain_left_alone
-from compress.prune.points import find_points
+from compress.pruning.compensate import MAX_OUTPUTS, compensate, explain_left_alone
+from compress.pruning.points import find_points
 from compress.work import apply_pass
 from runtime.bundle.tensors import TensorSpec
 

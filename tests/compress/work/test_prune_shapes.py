@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from compress.blocks.sizes import shapes_of
 from compress.models.load import TorchModel
 from compress.passes import PruneChannels
-from compress.prune.configuration import fit_config
-from compress.prune.costs import macs_cost
-from compress.prune.coupling import find_coupling
-from compress.prune.importance import draw_label_loss, gradient_scores
-from compress.prune.statistics import MAX_FEATURES
-from compress.prune.surgery import differs_from_masked, remove
+from compress.pruning.configuration import fit_config
+from compress.pruning.costs import macs_cost
+from compress.pruning.coupling import find_coupling
+from compress.pruning.importance import draw_label_loss, gradient_scores
+from compress.pruning.statistics import MAX_FEATURES
+from compress.pruning.surgery import differs_from_masked, remove
 from compress.work import apply_pass
 from compress.work.prune_batches import rows_within
 from runtime.bundle.tensors import TensorSpec

@@ -30,7 +30,7 @@ from compress.models.load import TorchModel
 from compress.passes import SparsifyIteratively
 from compress.passes.base import DataSize
 from compress.passes.training import LabelsTerm, LogitsTerm
-from compress.prune.masks import round_shares, set_to_zero, smallest
+from compress.pruning.masks import round_shares, set_to_zero, smallest
 from compress.store.training_state import module_state
 from compress.work import apply_pass
 from compress.work.contexts import ModelContext

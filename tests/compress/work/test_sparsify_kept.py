@@ -13,8 +13,8 @@ from torch import Tensor
 from compress.formats.schemes import WeightScheme
 from compress.passes import AutoRound, Gptq, Tune
 from compress.passes.sparsify import Sparsify
-from compress.prune.masks import choose_zeros
-from compress.prune.sparsity import Sparsity
+from compress.pruning.masks import choose_zeros
+from compress.pruning.sparsity import Sparsity
 from compress.rounding.fake import FakeWeight, LearnedWeight, ShiftedWeight
 from compress.rounding.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, invert_hessian, round_columns
 from compress.rounding.grid import fit_grid, round_to_grid

@@ -25,8 +25,8 @@ from compress.formats.targets import TARGETS
 from compress.models.open_streamed import open_streamed_module
 from compress.passes import Awq, Hqq, Rtn
 from compress.passes.sparsify import Sparsify
-from compress.prune.masks import choose_zeros
-from compress.prune.sparsity import Sparsity
+from compress.pruning.masks import choose_zeros
+from compress.pruning.sparsity import Sparsity
 from compress.structure.find import find_structure
 from compress.work import apply_pass
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from compress.blocks.trace import in_axis
 from compress.errors import PassError
-from compress.prune.dimensions import Dimension
-from compress.prune.importance import (
+from compress.pruning.dimensions import Dimension
+from compress.pruning.importance import (
     Comparison,
     Loss,
     activation_norm,
@@ -26,10 +26,10 @@ from compress.prune.importance import (
     random_scores,
     rank_units,
 )
-from compress.prune.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
-from compress.prune.obs import Elimination, ReadingLayer, compensate_weight, eliminate
-from compress.prune.points import Point, PointModules, find_points, place_of
-from compress.prune.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
+from compress.pruning.layers import features_of, layers_of, n_groups, read_weight, weight_names, write_weight
+from compress.pruning.obs import Elimination, ReadingLayer, compensate_weight, eliminate
+from compress.pruning.points import Point, PointModules, find_points, place_of
+from compress.pruning.statistics import GRAM_BYTES, Batch, Sums, gather_inputs, gram_bytes
 from compress.rounding.outputs import list_outputs, square_distance
 from runtime.progress import Progress, no_progress
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from compress.errors import PassError
 from compress.graph.fast_forms import pad_input_channels
-from compress.prune.budget import Limit, Options, choose_widths, list_widths
-from compress.prune.costs import AxisSize, Cost, Term, macs_cost, parameters_cost
-from compress.prune.coupling import find_coupling
-from compress.prune.latency import (
+from compress.pruning.budget import Limit, Options, choose_widths, list_widths
+from compress.pruning.costs import AxisSize, Cost, Term, macs_cost, parameters_cost
+from compress.pruning.coupling import find_coupling
+from compress.pruning.latency import (
     LatencyTable,
     LayerShape,
     chain,
@@ -29,7 +29,7 @@ from compress.prune.latency import (
     measure,
     measure_scale,
 )
-from compress.prune.surgery import remove
+from compress.pruning.surgery import remove
 from compress.rounding.latency import round_all_roughly
 from compress.rounding.qdq import write_state
 from compress.timing.clock import Clock
@@ -107,7 +107,7 @@ def test_of_many_widths_those_near_the_choice_are_exchanged(monkeypatch: pytest.
     options = [Options(np.arange(1, 65), np.cumsum(rng.random(64))[::-1].copy()) for _ in range(4)]
     cost = Cost("units", (64,) * 4, tuple(Term((AxisSize(64, {d: 1}),), lambda sizes: sizes[0]) for d in range(4)))
     whole = damage_of(options, choose_widths(options, [Limit(cost, 130)]))
-    monkeypatch.setattr("compress.prune.budget.MOST_WIDTHS", 64)
+    monkeypatch.setattr("compress.pruning.budget.MOST_WIDTHS", 64)
     near = choose_widths(options, [Limit(cost, 130)])
     assert damage_of(options, near) == pytest.approx(whole, rel=0.02)
 
@@ -198,7 +198,7 @@ class Stopped(Clock):
 
 @pytest.mark.slow
 def test_a_table_is_measured_interpolated_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compress.prune.latency.BUDGET_S", 0.0)
+    monkeypatch.setattr("compress.pruning.latency.BUDGET_S", 0.0)
     module = Net()
     dimensions = find_coupling(module, SAMPLE).dimensions
     wanted = find_wanted_layers(module, dimensions, [[8], [12]], SAMPLE)

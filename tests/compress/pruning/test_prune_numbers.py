@@ -15,11 +15,11 @@ from layer_strategies import convolutions
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune import importance, statistics
-from compress.prune.compensate import RIDGE, distance, fit, solve
-from compress.prune.coupling import find_coupling
-from compress.prune.dimensions import Dimension
-from compress.prune.layers import (
+from compress.pruning import importance, statistics
+from compress.pruning.compensate import RIDGE, distance, fit, solve
+from compress.pruning.coupling import find_coupling
+from compress.pruning.dimensions import Dimension
+from compress.pruning.layers import (
     apply_layer,
     features_of,
     in_groups,
@@ -28,8 +28,8 @@ from compress.prune.layers import (
     read_weight,
     write_weight,
 )
-from compress.prune.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
-from compress.prune.statistics import MAX_FEATURES, Sums, gather_inputs
+from compress.pruning.obs import DAMPING, ReadingLayer, compensate_weight, eliminate
+from compress.pruning.statistics import MAX_FEATURES, Sums, gather_inputs
 
 
 def correlated(rows: int, features: int, seed: int = 0) -> Tensor:

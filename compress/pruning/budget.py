@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from compress.errors import PassError
-from compress.prune.costs import Cost, Term
+from compress.pruning.costs import Cost, Term
 
 BISECTIONS = 50
 EXCHANGES = 400

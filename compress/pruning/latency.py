@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.trace import TRANSPOSED, in_axis, remove_hooks_on_exit
-from compress.prune.costs import AxisSize, Cost, Term, sizes_of
-from compress.prune.dimensions import Dimension
-from compress.prune.layers import channel_axis, layers_of, n_groups, weight_names
+from compress.pruning.costs import AxisSize, Cost, Term, sizes_of
+from compress.pruning.dimensions import Dimension
+from compress.pruning.layers import channel_axis, layers_of, n_groups, weight_names
 from compress.timing.clock import Clock
 from runtime.clock.graphs import Attribute, Node, write_model
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import PassError
-from compress.prune import curves as curves_room
-from compress.prune.compensate import compensate
-from compress.prune.coupling import find_coupling
-from compress.prune.curves import calibrate_curve, find_curves, measure_damage, readers_of
-from compress.prune.dimensions import Dimension
-from compress.prune.importance import draw_label_loss
-from compress.prune.obs import Elimination
-from compress.prune.points import find_points
-from compress.prune.shrink import find_kept_outputs, output_error, remove_all, renumber_dimension, shrink
-from compress.prune.statistics import gather_inputs
-from compress.prune.surgery import remove
+from compress.pruning import curves as curves_room
+from compress.pruning.compensate import compensate
+from compress.pruning.coupling import find_coupling
+from compress.pruning.curves import calibrate_curve, find_curves, measure_damage, readers_of
+from compress.pruning.dimensions import Dimension
+from compress.pruning.importance import draw_label_loss
+from compress.pruning.obs import Elimination
+from compress.pruning.points import find_points
+from compress.pruning.shrink import find_kept_outputs, output_error, remove_all, renumber_dimension, shrink
+from compress.pruning.statistics import gather_inputs
+from compress.pruning.surgery import remove
 from compress.zoo.cifar_resnet import CifarResNet
 
 
@@ -127,7 +127,7 @@ def test_targets_below_zero_are_free_where_a_relu_follows(monkeypatch: pytest.Mo
         kept = [np.arange(one.n_units // 2) for one in dimensions]
         remove_all(student, dimensions, kept, remove)
         kept_outputs = find_kept_outputs(module, dimensions, kept)
-        monkeypatch.setattr("compress.prune.compensate.RECTIFIED_STEPS", steps)
+        monkeypatch.setattr("compress.pruning.compensate.RECTIFIED_STEPS", steps)
         compensate(student, module, batches, kept_outputs)
         errors[steps] = output_error(student, module, batches)
     assert errors[3] < errors[0]

@@ -2,7 +2,7 @@
 
 The lowest of each row, of a layer, or of each M inputs become zero, at once or in rounds. Magnitude: |w| (Han et al.
 2015, arXiv:1506.02626). Wanda: |w| times the norm of the input that it multiplies (Sun et al. 2023, arXiv:2306.11695,
-equation 1). Weights are [groups, out, in], as `compress.prune.matrix` gives them.
+equation 1). Weights are [groups, out, in], as `compress.pruning.matrix` gives them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.prune.sparsity import Sparsity
+from compress.pruning.sparsity import Sparsity
 
 Scope = Literal["row", "layer"]
 """Within what the share is taken: of each output's weights, or of all."""

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.blocks.lockstep import layer_input
 from compress.blocks.materialise import plain
-from compress.prune.points import Point
-from compress.prune.statistics import Batch
+from compress.pruning.points import Point
+from compress.pruning.statistics import Batch
 
 Stop = tuple[Point, ...]
 """Points at one place of the forward."""

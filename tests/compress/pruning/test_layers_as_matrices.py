@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.passes.prune_channels import Importance, PruneChannels, shrunk
-from compress.prune.coupling import find_coupling
-from compress.prune.curves import find_curves
-from compress.prune.importance import random_projection_loss
-from compress.prune.layers import (
+from compress.pruning.coupling import find_coupling
+from compress.pruning.curves import find_curves
+from compress.pruning.importance import random_projection_loss
+from compress.pruning.layers import (
     apply_layer,
     features_of,
     input_rows,
@@ -24,8 +24,8 @@ from compress.prune.layers import (
     read_weight,
     write_weight,
 )
-from compress.prune.shrink import shrink
-from compress.prune.surgery import differs_from_masked, remove
+from compress.pruning.shrink import shrink
+from compress.pruning.surgery import differs_from_masked, remove
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(6, 5), (2, 4, 6)),

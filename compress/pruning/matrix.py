@@ -20,7 +20,7 @@ from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.sharing import gather_from_processes
 from compress.blocks.trace import CONVOLUTIONS
 from compress.facts import InputGroup
-from compress.prune.layers import windows
+from compress.pruning.layers import windows
 
 CHUNK = 1 << 24
 """Numbers of patches that are held at once."""

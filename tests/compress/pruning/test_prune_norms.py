@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.prune.compensate import follow_data
+from compress.pruning.compensate import follow_data
 
 
 def stale() -> tuple[nn.Module, list[dict[str, Tensor]]]:

@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from compress.blocks.materialise import plain
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
-from compress.prune.dimensions import Dimension
-from compress.prune.obs import Elimination, ReadingLayer
-from compress.prune.statistics import Batch
+from compress.pruning.dimensions import Dimension
+from compress.pruning.obs import Elimination, ReadingLayer
+from compress.pruning.statistics import Batch
 from compress.rounding.outputs import list_outputs, measure_units, model_output
 
 Loss = Callable[[nn.Module, Batch], Tensor]

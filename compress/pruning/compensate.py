@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer, remove_hooks_on_exit
 from compress.errors import PassError
-from compress.prune.layers import (
+from compress.pruning.layers import (
     COMPUTED,
     apply_layer,
     in_groups,
@@ -34,10 +34,10 @@ from compress.prune.layers import (
     read_weight,
     write_weight,
 )
-from compress.prune.obs import factor_of
-from compress.prune.points import Point, PointModules, find_points, place_of
-from compress.prune.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
-from compress.prune.sweep import Forward, stopping, stops_of
+from compress.pruning.obs import factor_of
+from compress.pruning.points import Point, PointModules, find_points, place_of
+from compress.pruning.statistics import MAX_FEATURES, Batch, Sums, check_width, choose_rows, rows_per_batch
+from compress.pruning.sweep import Forward, stopping, stops_of
 from runtime.progress import Progress, no_progress
 
 HELD_OUT = 4

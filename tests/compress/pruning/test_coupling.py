@@ -34,9 +34,9 @@ from transformers import (
 
 from compress.blocks.sizes import fit, shapes_of
 from compress.errors import PassError
-from compress.prune.coupling import coupling_of, find_coupling
-from compress.prune.dimensions import Coupling, Dimension
-from compress.prune.surgery import differs_from_masked, remove
+from compress.pruning.coupling import coupling_of, find_coupling
+from compress.pruning.dimensions import Coupling, Dimension
+from compress.pruning.surgery import differs_from_masked, remove
 from compress.structure.dataflow import record
 from compress.zoo.cifar_resnet import CifarResNet
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compress.prune.masks import lowest
-from compress.prune.sparsity import Sparsity
+from compress.pruning.masks import lowest
+from compress.pruning.sparsity import Sparsity
 from compress.rounding.gptq import Hessian
 
 BLOCK = 128

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compress.blocks.lockstep import layer_input
 from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
-from compress.prune.layers import input_rows, layers_of, n_features, n_groups, n_rows
+from compress.pruning.layers import input_rows, layers_of, n_features, n_groups, n_rows
 
 Batch = Mapping[str, Tensor]
 """What one call of forward is given, by parameter."""

@@ -6,7 +6,7 @@ flattening, padding, shared heads and split projections then need no special cas
 while the rest is not.
 
 What labels do not show, sizes that the model's code reads from one tensor and uses for another, or fixes, is found by
-trying (`compress.prune.trials`).
+trying (`compress.pruning.trials`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from compress.blocks.materialise import plain
 from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, in_axis, is_layer
 from compress.facts import Prunable
-from compress.prune.dimensions import Axis, Coupling, Dimension, DimensionKind
-from compress.prune.labels import Book
-from compress.prune.layers import COMPUTED
-from compress.prune.rules import walk
-from compress.prune.trials import settle_sizes
+from compress.pruning.dimensions import Axis, Coupling, Dimension, DimensionKind
+from compress.pruning.labels import Book
+from compress.pruning.layers import COMPUTED
+from compress.pruning.rules import walk
+from compress.pruning.trials import settle_sizes
 from compress.structure.dataflow import DataFlow, record
 
 Counts = dict[Axis, int]

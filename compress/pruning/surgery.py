@@ -18,7 +18,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, put_tensor, shapes_of, tensor_at, tensor_holders
 from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_hf_conv1d, name_outputs
 from compress.errors import PassError
-from compress.prune.dimensions import Dimension
+from compress.pruning.dimensions import Dimension
 from compress.structure.dataflow import within
 
 HEAD_COUNTS = re.compile(r"(?!.*(group|per|rep)).*(head|(?<![a-z])(num|n)_)")

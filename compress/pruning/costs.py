@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer, trace
-from compress.prune.dimensions import Dimension
-from compress.prune.layers import weight_names
+from compress.pruning.dimensions import Dimension
+from compress.pruning.layers import weight_names
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from compress.blocks.materialise import copy_without_weights
 from compress.facts import Prunable
-from compress.prune.dimensions import Coupling, Dimension
-from compress.prune.shrink import remove_all
-from compress.prune.surgery import remove
+from compress.pruning.dimensions import Coupling, Dimension
+from compress.pruning.shrink import remove_all
+from compress.pruning.surgery import remove
 from compress.structure.dataflow import Attempt, attempt, within
 
 Pair = tuple[Dimension, Prunable]

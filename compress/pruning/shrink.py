@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from compress.blocks.trace import TRANSPOSED, in_axis
 from compress.errors import PassError
-from compress.prune.compensate import Refitted, compensate, explain_left_alone
-from compress.prune.dimensions import Axis, Dimension, DimensionKind
-from compress.prune.layers import layers_of, weight_names
-from compress.prune.obs import Elimination
-from compress.prune.points import find_points
-from compress.prune.statistics import Batch
+from compress.pruning.compensate import Refitted, compensate, explain_left_alone
+from compress.pruning.dimensions import Axis, Dimension, DimensionKind
+from compress.pruning.layers import layers_of, weight_names
+from compress.pruning.obs import Elimination
+from compress.pruning.points import find_points
+from compress.pruning.statistics import Batch
 from compress.rounding.outputs import list_outputs
 from runtime.progress import Progress, no_progress
 

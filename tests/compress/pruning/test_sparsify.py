@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from layer_strategies import convolutions
 from torch import Tensor, nn
 
-from compress.prune.masks import choose_zeros, lowest, refit, wanda_scores
-from compress.prune.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
-from compress.prune.sparsegpt import sparsegpt
-from compress.prune.sparsity import Sparsity
+from compress.pruning.masks import choose_zeros, lowest, refit, wanda_scores
+from compress.pruning.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
+from compress.pruning.sparsegpt import sparsegpt
+from compress.pruning.sparsity import Sparsity
 from compress.rounding.gptq import Hessian, invert_hessian
 
 N = 48

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compress.prune.labels import Axes, Book, Labels, align_labels, join_labels, reshape_labels
+from compress.pruning.labels import Axes, Book, Labels, align_labels, join_labels, reshape_labels
 from compress.structure.dataflow import DataFlow, Op, Ref
 
 Rule = Callable[["Walk", Op], None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.blocks.materialise import plain
-from compress.prune.layers import is_matrix_layer, read_weight
+from compress.pruning.layers import is_matrix_layer, read_weight
 from compress.structure.dataflow import DataFlow, Op, record, within
 
 

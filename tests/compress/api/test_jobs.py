@@ -1,0 +1,173 @@
+"""A model and data that a program holds become a judged bundle, its recipe, and the compressed module."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shortcuts import quick_judge
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import compress
+from compress.errors import PlaceError, PlanError, RecipeError, SourceError
+from compress.search.workers import start_workers
+from compress.specs import ModelSpec
+from runtime.errors import UsageError
+
+
+class Net(nn.Module):
+    """float32 [N, 3, 8, 8] -> [N, 4]."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.second(torch.relu(self.first(image)))).mean((2, 3)))
+
+
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net()
+
+
+@pytest.fixture(scope="module")
+def loader(net: nn.Module) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        images = torch.randn(160, 3, 8, 8)
+    with torch.no_grad():
+        return DataLoader(TensorDataset(images, net(images).argmax(1)), 16)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+    with quick_judge():
+        yield tmp_path
+
+
+def test_quantize(net: nn.Module, loader: Any, place: Path) -> None:
+    net.train()
+    result = compress.quantize(net, "INT8", calibration_dataset=loader, num_calibration_samples=64, quiet=True)
+    assert net.training and all(p.requires_grad for p in net.parameters())
+    assert result.verdict in ("pass", "fail", "undecided") and result.report.bundle == "net-int8"
+    assert result.folder == Path("bundles/net-int8") and "PASS" in result._repr_html_().upper() + "PASS"
+    images = loader.dataset.tensors[0][:5].numpy()
+    assert result.bundle.predict({"pixel_values": images})["logits"].shape == (5, 4)
+    recipe = compress.load_recipe(place / "bundles/net-int8.yaml")
+    assert recipe.model.source.startswith("live:Net-") and recipe.model.task == "image-classification"
+    assert not recipe.keep_module
+    with pytest.raises(UsageError, match=r"keeps no torch module; its recipe says so by keep_module: true"):
+        result.torch()
+    assert result.save("elsewhere") == place / "elsewhere" and (place / "elsewhere/manifest.json").is_file()
+    with pytest.raises(PlaceError):
+        result.save("bundles")
+
+
+def test_the_recipe_that_is_left_gives_the_same_again(net: nn.Module, loader: Any, place: Path) -> None:
+    first = compress.quantize(net, "INT8", calibration_dataset=loader, output_dir="a", quiet=True)
+    again = compress.apply("a.yaml", "b", quiet=True, model=net)
+    digests = [
+        json.loads((Path(folder) / "manifest.json").read_text())["files"]["model/model.onnx"]["sha256"]
+        for folder in (first.folder, again.folder)
+    ]
+    assert digests[0] == digests[1]
+    assert compress.plan("a.yaml", model=Net(16)).before.layers[0].shape[0] == 16
+    with pytest.raises(SourceError, match=r"forward"):
+        compress.plan("a.yaml", model=nn.Linear(3, 2))
+
+
+def test_prune_and_take_the_module(net: nn.Module, loader: Any) -> None:
+    result = compress.prune(net, max_params=0.6, train_dataset=loader, max_seconds=1, quiet=True)
+    smaller = result.torch()
+    assert sum(p.numel() for p in smaller.parameters()) <= 0.61 * sum(p.numel() for p in net.parameters())
+    images = loader.dataset.tensors[0]
+    with torch.no_grad():
+        np.testing.assert_allclose(
+            result.bundle.predict({"pixel_values": images.numpy()})["logits"], smaller(images).numpy(), atol=1e-4
+        )
+    again = compress.load_torch(result.folder, Net)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), smaller.parameters(), strict=True))
+    with pytest.raises(SourceError, match="is of another model"):
+        compress.load_torch(result.folder, lambda: nn.Linear(2, 2))
+    weights = result.folder / "module/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UsageError, match="is not as it was written"):
+        compress.load_torch(result.folder, Net)
+
+
+def test_rounded_weights_are_in_the_module(net: nn.Module, loader: Any) -> None:
+    recipe = {
+        "version": 1,
+        "name": "qat",
+        "model": {"source": "python:left:out", "task": "image-classification"},
+        "preprocess": {"kind": "tensor"},
+        "data": {name: {"source": "npz:x.npz", "columns": {"pixel_values": "x"}} for name in ("evaluation", "train")},
+        "passes": [{"kind": "qat", "scheme": "W4A16", "group_size": 32, "steps": 2, "batch_size": 8, "held_out": 0}],
+        "keep_module": True,
+    }
+    images, labels = loader.dataset.tensors
+    np.savez("x.npz", x=images.numpy(), label=labels.numpy())
+    result = compress.apply(recipe, quiet=True, model=net)
+    weight = result.torch().get_parameter("head.weight")
+    assert all(len(torch.unique(row)) <= 16 for row in weight)
+
+
+def test_transformers_and_onnx_models(tmp_path: Path, loader: Any) -> None:
+    import onnx
+
+    result = compress.quantize(Net(8), "INT8", calibration_dataset=loader, quiet=True, output_dir="first")
+    graph = onnx.load(result.folder / "baseline/model.onnx")
+    images, labels = loader.dataset.tensors
+    again = compress.quantize(
+        graph, "INT8", calibration_dataset={"pixel_values": images, "labels": labels}, quiet=True, output_dir="second"
+    )
+    assert again.report.candidate.size_bytes == pytest.approx(result.report.candidate.size_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda net, data: compress.prune(net, train_dataset=data), "say how much goes"),
+        (lambda net, data: compress.prune(net, speedup=2, max_params=0.5, train_dataset=data), "say how much goes"),
+        (lambda net, data: compress.prune(net, speedup=2, task="image-classification"), "give data"),
+        (lambda net, data: compress.auto(net, "size >= 2x", task="image-classification"), "give data"),
+        (lambda net, data: compress.quantize(net, "INT5", calibration_dataset=data), "unknown scheme"),
+        (lambda net, data: compress.quantize(3, "INT8"), "a int is no model"),
+    ],
+    ids=range(6),
+)
+def test_wrong_calls(call: Any, says: str, net: nn.Module, loader: Any) -> None:
+    with pytest.raises((RecipeError, SourceError, PlanError), match=says):
+        call(net, loader)
+
+
+def test_the_arguments_are_shown_and_others_refused(net: nn.Module) -> None:
+    shown = inspect.signature(compress.quantize).parameters
+    assert shown["calibration_dataset"].default is None and shown["num_calibration_samples"].default == 512
+    with pytest.raises(TypeError, match=r"no argument 'calibration_data'; did you mean 'calibration_dataset'\?"):
+        compress.quantize(net, calibration_data=[])  # type: ignore[call-arg]
+
+
+def test_other_processes_do_not_have_the_model(tmp_path: Path) -> None:
+    spec = ModelSpec(source="live:Net-0", task="generic")
+    with pytest.raises(UsageError, match="given as an object"), start_workers(spec, 2, None, tmp_path / "log"):
+        pass
+    with start_workers(spec, 1, None, tmp_path / "log") as workers:
+        assert type(workers).__name__ == "InThisProcess"
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(compress, name) is not None and name in dir(compress) for name in compress.__all__)
