@@ -6,13 +6,14 @@ lies beside the bundle, and gives it again.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, get_type_hints
+from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
 from torch import nn
 
@@ -25,7 +26,7 @@ from compress.commands.bench_rows import BenchTable
 from compress.commands.new import NewAnswers
 from compress.commands.quantize import apply_passes, draft_for, quantize_model
 from compress.data.find_sets import DataGiven
-from compress.errors import PlanError, RecipeError
+from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.load import build_as_given
 from compress.models.source import locate
@@ -57,6 +58,7 @@ class Given(TypedDict, total=False):
     train_dataset: Any
     eval_dataset: Any
     num_calibration_samples: int
+    example_inputs: Any
     transform_fn: Callable[[Any], Any] | None
     processing_class: Any
     task: str | None
@@ -70,21 +72,47 @@ class Given(TypedDict, total=False):
 DEFAULTS: Given = {"num_calibration_samples": 512, "quiet": False}
 """None for all others."""
 Job = TypeVar("Job", bound=Callable[..., Any])
+ARGUMENTS = {
+    "data": "calibration_dataset",
+    "calibration": "calibration_dataset",
+    "train": "train_dataset",
+    "evaluation": "eval_dataset",
+    "task": "task",
+    "preprocess": "preprocess",
+    "target": "target",
+    "scheme": "scheme",
+    "goal": "goal",
+    "out": "output_dir",
+    "budget": "budget_seconds",
+}
+"""Flag of the commands -> the argument that says the same."""
+_FLAG = re.compile(rf"--({'|'.join(ARGUMENTS)})\b")
 
 
-def _show_given(job: Job) -> Job:
-    """Return the job with a signature that names what is given, as notebooks show it and `help` prints it."""
+def _as_function(job: Job) -> Job:
+    """Return the job with a signature that names what is given, and errors that name arguments instead of flags."""
+
+    @functools.wraps(job)
+    def run(*args: Any, **given: Any) -> Any:
+        try:
+            return job(*args, **given)
+        except CompressError as error:
+            said = [_FLAG.sub(lambda match: ARGUMENTS[match[1]], problem) for problem in error.problems]
+            if said == list(error.problems):
+                raise
+            raise type(error)(said) from error
+
     signature = inspect.signature(job)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     more = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name), annotation=hint)
         for name, hint in get_type_hints(Given).items()
     ]
-    job.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-    return job
+    run.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    return cast(Job, run)
 
 
-@_show_given
+@_as_function
 def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **given: Unpack[Given]) -> Result:
     """Bring a model to a scheme by the passes that usually do, and judge it beside the model as it came.
 
@@ -97,7 +125,8 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
 
     `calibration_dataset`, `train_dataset`, `eval_dataset`: a DataLoader, a data set, arrays by name, a list, a function
     that yields samples, a path or a hub id. What is not given is a part of another that shares no sample with it.
-    `num_calibration_samples`: so many are read, 512. `transform_fn`: makes (inputs, label) of an item, where that
+    `num_calibration_samples`: so many are read, 512. `example_inputs`: a batch of each input, where there is no data:
+    what needs none is done, and judged on it. `transform_fn`: makes (inputs, label) of an item, where that
     cannot be told. `task`, `preprocess`, `target`: as a recipe has them, where they cannot be found. `output_dir`: of
     the bundle, bundles/<name> as the command's; beside it its recipe, and what was an object, in `<name>.live`.
 
@@ -108,7 +137,7 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
     return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore, keep_module=True), out, _spec_of(said))
 
 
-@_show_given
+@_as_function
 def prune(
     model: Any,
     speedup: float | None = None,
@@ -143,7 +172,7 @@ def prune(
     return _make_result(report, out, _spec_of(said))
 
 
-@_show_given
+@_as_function
 def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given: Unpack[Given]) -> Result:
     """Find the passes with which a model reaches a goal, and give the best bundle that was found.
 
@@ -161,7 +190,7 @@ def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given:
     return Result(study.read_report(study.nearest), study.bundle, study, _make_builder(_spec_of(said), Path()))
 
 
-@_show_given
+@_as_function
 def bench(model: Any, *, budget_seconds: float | None = None, **given: Unpack[Given]) -> BenchTable:
     """Measure every format on every backend that this machine has, in one table, and write the best one's recipe.
 
@@ -268,6 +297,10 @@ def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven
     there = [name for name, dataset in sets.items() if dataset is not None]
     # divided: into samples to judge on, and others to learn from or to calibrate with
     divided = there[-1] if there and ("eval" not in there or len(there) == 1) else None
+    if not there and given.get("example_inputs") is not None:
+        return {
+            "evaluation": write_set(_name_examples(given["example_inputs"], reads), folder / "evaluation", "x", reads)
+        }
     flags = {"calibration": "calibration", "train": "train", "eval": "evaluation"} | (
         {divided: "data"} if divided else {}
     )
@@ -277,6 +310,18 @@ def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven
         flags[name]: write_set(sets[name], folder / flags[name], f"{name}_dataset", reads, transform_fn, most.get(name))
         for name in there
     }
+
+
+def _name_examples(examples: Any, reads: Reads) -> Mapping[str, Any]:
+    """Return a batch of each input by the names that the model has for them."""
+    if isinstance(examples, Mapping):
+        return examples
+    values = examples if isinstance(examples, tuple | list) else (examples,)
+    if len(values) != len(reads.names):
+        raise SourceError(
+            f"example_inputs: {len(values)}, and the model reads {', '.join(reads.names)}; give one of each"
+        )
+    return dict(zip(reads.names, values, strict=True))
 
 
 def _name_folder(out: Path) -> Path:

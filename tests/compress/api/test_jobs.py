@@ -154,6 +154,20 @@ def test_wrong_calls(call: Any, says: str, net: nn.Module, loader: Any) -> None:
         call(net, loader)
 
 
+def test_without_data_what_needs_none_is_done(net: nn.Module) -> None:
+    result = compress.quantize(net, "W8A16", example_inputs=torch.randn(4, 3, 8, 8), task="generic", quiet=True)
+    assert result.bundle.predict({"image": np.zeros((1, 3, 8, 8), np.float32)})
+    with pytest.raises(SourceError, match="example_inputs: 2, and the model reads image"):
+        compress.quantize(net, "W8A16", example_inputs=(1, 2))
+
+
+def test_errors_name_arguments(net: nn.Module, loader: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^scheme INT5: unknown scheme"):
+        compress.quantize(net, "INT5", calibration_dataset=loader)
+    with pytest.raises((RecipeError, PlanError, SourceError), match="give calibration_dataset, and task"):
+        compress.quantize(net)
+
+
 def test_the_arguments_are_shown_and_others_refused(net: nn.Module) -> None:
     shown = inspect.signature(compress.quantize).parameters
     assert shown["calibration_dataset"].default is None and shown["num_calibration_samples"].default == 512
