@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, uuid5
 
 from compress.commands.reproduce import recall_recipe
-from compress.commands.sign import read_lock, read_recipe
+from compress.commands.sign import package_url, read_lock, read_recipe
 from compress.errors import SourceError
 from compress.recipe.schema import Recipe
 from compress.store.durable import blame
@@ -54,7 +54,7 @@ def describe_materials(bundle: Path, manifest: Manifest, report: Report | None) 
     """
     from cyclonedx.model import Property
     from cyclonedx.model.bom import Bom
-    from cyclonedx.model.component import Component, ComponentScope, ComponentType, Pedigree
+    from cyclonedx.model.component import Component, ComponentType, Pedigree
     from cyclonedx.output.json import JsonV1Dot6
 
     lock, recipe = read_lock(bundle), read_recipe(bundle)
@@ -86,8 +86,6 @@ def describe_materials(bundle: Path, manifest: Manifest, report: Report | None) 
         for name, record in lock["data"].items()
     ]
     libraries = [_describe_library(name, version) for name, version in lock["versions"].items()]
-    for library in libraries:
-        library.scope = ComponentScope.EXCLUDED  # it built the bundle, and is not in it
     serial = uuid5(NAMESPACE_URL, f"{manifest.digest} {report and sha256_of(bundle / 'report.json')}")
     bom = Bom(components=[*data, *libraries], serial_number=serial)
     bom.metadata.component = made
@@ -101,7 +99,7 @@ def describe_materials(bundle: Path, manifest: Manifest, report: Report | None) 
     document["metadata"]["component"]["modelCard"] = {
         "modelParameters": {
             "task": manifest.task,
-            "modelArchitecture": str(lock["model"].get("architecture")),
+            "modelArchitecture": lock["model"].get("architecture") or "unknown",
             "datasets": [{"ref": f"data:{name}"} for name in lock["data"]],
             "inputs": _describe_tensors(manifest.artifact("candidate").inputs),
             "outputs": _describe_tensors(manifest.artifact("candidate").outputs),
@@ -173,12 +171,17 @@ def find_licence(recipe: Recipe) -> str:
 
 
 def _describe_library(name: str, version: str) -> Component:
-    from cyclonedx.model.component import Component, ComponentType
+    from cyclonedx.model.component import Component, ComponentScope, ComponentType
     from packageurl import PackageURL
 
-    kind = "generic" if name == "python" else "pypi"
-    purl = PackageURL(kind, None, name, version)
-    return Component(name=name, version=version, type=ComponentType.LIBRARY, bom_ref=f"library:{name}", purl=purl)
+    return Component(
+        name=name,
+        version=version,
+        type=ComponentType.LIBRARY,
+        scope=ComponentScope.EXCLUDED,  # it built the bundle, and is not in it
+        bom_ref=f"library:{name}",
+        purl=PackageURL.from_string(package_url(name, version)),
+    )
 
 
 def _describe_tensors(specs: tuple[TensorSpec, ...]) -> list[dict[str, str]]:

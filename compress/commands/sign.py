@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from compress.commands.inspect import read_json
 from compress.recipe.places import RecipeFindings, plain
@@ -108,8 +109,12 @@ def _list_dependencies(lock: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"name": f"data.{name}.{part}".rstrip("."), "uri": source, "digest": digest}
     yield {"name": "compress", "digest": {"compressCode": lock["compress"]["code"]}}
     for name, version in sorted(lock["versions"].items()):
-        kind = "generic" if name == "python" else "pypi"
-        yield {"name": name, "uri": f"pkg:{kind}/{name}@{version.replace('+', '%2B')}"}
+        yield {"name": name, "uri": package_url(name, version)}
+
+
+def package_url(name: str, version: str) -> str:
+    """Return a library of the lock, or Python itself, as a package URL."""
+    return f"pkg:github/python/cpython@v{version}" if name == "python" else f"pkg:pypi/{name}@{quote(version)}"
 
 
 def read_lock(bundle: Path) -> dict[str, Any]:

@@ -74,5 +74,7 @@ def require_library() -> None:
 
 def explain(error: Exception) -> str:
     """Return in one line why the library, or what it stands on, refused; the error's name where it says no more."""
+    if isinstance(error, AttributeError):  # it asks an RSA key for its curve, a certificate's signature for its key
+        return "another kind of key"
     text = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
     return text or type(error).__name__
