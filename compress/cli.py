@@ -305,11 +305,14 @@ def verify(bundle: BundleFolder, require_signature: RequiredSignature = None, as
 
         if require_signature is not None:
             check_signature(bundle, require_signature)
-        manifest = verify_bundle(bundle)
+        manifest, key = verify_bundle(bundle), require_signature
+        n_files = len(manifest.files)
         if as_json:
-            print_json({"verdict": "pass", "files": len(manifest.files), "digest": manifest.digest})
+            said = {"verdict": "pass", "files": n_files, "digest": manifest.digest}
+            print_json(said | ({"signed_with": str(key)} if key else {}))
         else:
-            typer.echo(f"{bundle}: all {len(manifest.files)} files are as the manifest says (digest {manifest.digest})")
+            signed = f", signed with {key}" if key else ""
+            typer.echo(f"{bundle}: all {n_files} files are as the manifest says (digest {manifest.digest}){signed}")
 
 
 @app.command()

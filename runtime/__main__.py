@@ -187,12 +187,14 @@ def _parse_threads(text: str) -> int:
 def _verify(options: argparse.Namespace) -> int:
     if options.require_signature:
         check_signature(options.bundle, options.require_signature)
-    manifest = verify(options.bundle)
+    manifest, key = verify(options.bundle), options.require_signature
     size = sum(record.size_bytes for record in manifest.files.values())
     if options.json:
-        print_json({"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest})
+        said = {"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest}
+        print_json(said | ({"signed_with": str(key)} if key else {}))
     else:
-        print(f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})")
+        text = f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})"
+        print(text + (f", signed with {key}" if key else ""))
     return 0
 
 

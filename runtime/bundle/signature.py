@@ -6,6 +6,7 @@ what judging it writes anew (`UNSIGNED`). The library is imported when a signatu
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
@@ -17,6 +18,8 @@ from runtime.bundle.format import SIGNATURE, is_signed
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 MAX_SIGNATURE_BYTES = 64 * 2**20
+DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"[,\]])")
+"""What the library adds to a file's name: two digests as Python's bytes."""
 CURVES = "P-256, P-384 or P-521"
 
 
@@ -76,5 +79,5 @@ def explain(error: Exception) -> str:
     """Return in one line why the library, or what it stands on, refused; the error's name where it says no more."""
     if isinstance(error, AttributeError):  # it asks an RSA key for its curve, a certificate's signature for its key
         return "another kind of key"
-    text = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-    return text or type(error).__name__
+    text = error.strerror or "" if isinstance(error, OSError) else " ".join(str(error).split())
+    return DIGESTS.sub("", text).rstrip(".") or type(error).__name__

@@ -151,7 +151,7 @@ def test_a_signed_bundle_is_accepted_by_both_and_by_the_library_s_command(signed
     assert accepted(signed, keys / "key.pub")
     assert accepted_by_reference(signed, keys / "key.pub")
     done = CliRunner().invoke(app, ["verify", str(signed), "--require-signature", str(keys / "key.pub")])
-    assert done.exit_code == 0 and "files are as the manifest says" in done.stdout
+    assert done.exit_code == 0 and done.stdout.endswith(f", signed with {keys / 'key.pub'}\n")
 
 
 def test_the_library_s_installed_command_takes_it_without_a_list_of_ignored_paths(signed: Path, keys: Path) -> None:
@@ -377,6 +377,13 @@ def test_a_signature_that_is_too_large_is_not_read(signed: Path, keys: Path, mon
 
 
 def test_the_reason_is_told(signed: Path, keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = (signed / "lock.json").read_text()
+    (signed / "lock.json").write_text("other")
+    with pytest.raises(
+        BundleError, match=r"key\.pub: Signature mismatch: \[\"Hash mismatch for 'lock\.json'\"\]; fetch"
+    ):
+        check_signature(signed, keys / "key.pub")
+    (signed / "lock.json").write_text(lock)
     with pytest.raises(
         BundleError, match=r"not what was signed with .*other\.pub: Key mismatch.*; fetch the bundle again"
     ):
@@ -388,7 +395,10 @@ def test_the_reason_is_told(signed: Path, keys: Path, capsys: pytest.CaptureFixt
         check_signature(signed, keys / "other.pub")
     assert main(["verify", str(signed), "--require-signature", str(keys / "key.pub"), "--json"]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["files"] and "older verification material format" in said.err
+    assert (
+        json.loads(said.out)["signed_with"] == str(keys / "key.pub")
+        and "older verification material format" in said.err
+    )
 
 
 @pytest.mark.parametrize(
