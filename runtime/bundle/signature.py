@@ -18,7 +18,7 @@ from runtime.bundle.format import SIGNATURE, is_signed
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 MAX_SIGNATURE_BYTES = 64 * 2**20
-DIGESTS = re.compile(r": Expected 'Digest\(.*?\)', Actual 'Digest\(.*?\)'(?=\"[,\]])")
+DIGESTS = re.compile(r": Expected \\?'Digest\(.*?\)\\?', Actual \\?'Digest\(.*?\)\\?'")
 """What the library adds to a file's name: two digests as Python's bytes."""
 CURVES = "P-256, P-384 or P-521"
 

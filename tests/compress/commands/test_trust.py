@@ -378,11 +378,10 @@ def test_a_signature_that_is_too_large_is_not_read(signed: Path, keys: Path, mon
 
 def test_the_reason_is_told(signed: Path, keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = (signed / "lock.json").read_text()
-    (signed / "lock.json").write_text("other")
-    with pytest.raises(
-        BundleError, match=r"key\.pub: Signature mismatch: \[\"Hash mismatch for 'lock\.json'\"\]; fetch"
-    ):
-        check_signature(signed, keys / "key.pub")
+    for text in map(str, range(20)):  # of digests that hold quotes, too
+        (signed / "lock.json").write_text(text)
+        with pytest.raises(BundleError, match=r"key\.pub: .*Hash mismatch for [\\']+lock\.json[\\']+.?\]; fetch"):
+            check_signature(signed, keys / "key.pub")
     (signed / "lock.json").write_text(lock)
     with pytest.raises(
         BundleError, match=r"not what was signed with .*other\.pub: Key mismatch.*; fetch the bundle again"
