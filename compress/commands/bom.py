@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, uuid5
 
-from compress.commands.reproduce import recall_recipe
+from compress.commands.reproduce import read_host
 from compress.commands.sign import package_url, read_lock, read_recipe
-from compress.errors import SourceError
-from compress.recipe.schema import Recipe
 from compress.store.durable import blame
-from compress.store.paths import resolve_path
 from runtime.bundle.files import sha256_of, write_whole
 from runtime.bundle.format import BOM, MANIFEST, Manifest
 from runtime.bundle.tensors import TensorSpec
@@ -69,7 +67,7 @@ def describe_materials(bundle: Path, manifest: Manifest, report: Report | None) 
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref=BUNDLE,
         components=_list_files(bundle, manifest),
-        pedigree=Pedigree(ancestors=[_describe_ancestor(bundle, lock)], notes=f"passes: {kinds or 'none'}"),
+        pedigree=Pedigree(ancestors=[_describe_ancestor(bundle, recipe, lock)], notes=f"passes: {kinds or 'none'}"),
         properties=[Property(name=name, value=value) for name, value in said.items()],
     )
     data = [
@@ -120,47 +118,46 @@ def _list_files(bundle: Path, manifest: Manifest) -> Iterator[Component]:
         yield Component(name=name, type=ComponentType.FILE, bom_ref=f"file:{name}", hashes=hashes)
 
 
-def _describe_ancestor(bundle: Path, lock: Mapping[str, Any]) -> Component:
+def _describe_ancestor(bundle: Path, recipe: Mapping[str, Any], lock: Mapping[str, Any]) -> Component:
     """Return the model that was compressed, with its licence where its card says it, and a word where it does not."""
     from cyclonedx.contrib.license.factories import LicenseFactory
     from cyclonedx.model import Property
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
 
-    recipe = recall_recipe(bundle)
-    kind, _, name = str(lock["model"]["source"]).partition(":")
-    licence = find_licence(recipe)
+    source, revision = str(lock["model"]["source"]), recipe.get("model", {}).get("revision")
+    licence = find_licence(source, revision, read_host(bundle))
     said = {"compress:digest": str(lock["model"]["digest"])}
     if not licence:
         said["compress:licence"] = "unknown: no README.md with a license in its header lies with the model's files"
+    kind, _, name = source.partition(":")
     owner, _, model = name.rpartition("/")
     return Component(
-        name=f"{kind}:{name}",
-        version=recipe.model.revision if kind == "hf" else None,
+        name=source,
+        version=revision,
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref="ancestor",
-        purl=PackageURL("huggingface", owner, model, recipe.model.revision) if kind == "hf" else None,
+        purl=PackageURL("huggingface", owner, model, revision) if kind == "hf" else None,
         licenses=[LicenseFactory().make_from_string(licence)] if licence else (),
         properties=[Property(name=key, value=value) for key, value in said.items()],
     )
 
 
-def find_licence(recipe: Recipe) -> str:
-    """Return the licence that the model's card names, of a folder or of what the hub's cache holds; "" for none.
+def find_licence(source: str, revision: str | None, host: Mapping[str, Any]) -> str:
+    """Return the licence that a model's card names, of a folder or of what the hub's cache holds; "" for none.
 
-    Nothing is fetched.
+    `host`: the bundle's host.json, which says where the source's variables and relative paths were. Nothing is fetched.
     """
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
-    kind, _, name = recipe.model.source.partition(":")
-    card: object = None
+    kind, _, name = source.partition(":")
     if kind == "hf":
-        card = try_to_load_from_cache(name, "README.md", revision=recipe.model.revision)
+        card = try_to_load_from_cache(name, "README.md", revision=revision)
     elif kind == "dir":
-        try:
-            card = str(resolve_path(recipe.root, name) / "README.md")
-        except SourceError:
-            return ""
+        folder = re.sub(r"\$\{(\w+)\}", lambda match: host.get("folders", {}).get(match[1], match[0]), name)
+        card = str(Path(host.get("recipe_folder", "/"), folder, "README.md"))
+    else:
+        return ""
     if not isinstance(card, str) or not Path(card).is_file():
         return ""
     try:

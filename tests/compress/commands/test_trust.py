@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -560,19 +559,15 @@ def test_a_report_of_another_bundle_is_not_passed_on(bundle: Path) -> None:
         write_bom(bundle)
 
 
-@pytest.fixture
-def licensed(tmp_path: Path) -> Callable[[str], str]:
+def test_a_licence_is_read_from_the_model_s_card(tmp_path: Path) -> None:
     def find(header: str) -> str:
-        (tmp_path / "README.md").write_text(f"---\n{header}\n---\n# Model\n")
-        model: Any = SimpleNamespace(source=f"dir:{tmp_path}", revision=None)
-        return find_licence(SimpleNamespace(model=model, root=tmp_path))  # type: ignore[arg-type]
+        (tmp_path / "model/README.md").write_text(f"---\n{header}\n---\n# Model\n")
+        return find_licence("dir:${base}/model", None, {"folders": {"base": str(tmp_path)}})
 
-    return find
-
-
-def test_a_licence_is_read_from_the_model_s_card(licensed: Callable[[str], str]) -> None:
-    assert licensed("license: apache-2.0") == "apache-2.0"
-    assert licensed("tags: [a]") == licensed("license: [mit, apache-2.0]") == licensed("license: [") == ""
+    (tmp_path / "model").mkdir()
+    assert find("license: apache-2.0") == "apache-2.0"
+    assert find("tags: [a]") == find("license: [mit, apache-2.0]") == find("license: [") == ""
+    assert find_licence("python:a:b", None, {}) == find_licence("dir:model", None, {}) == ""
 
 
 def test_a_licence_stands_in_the_bom_by_its_spdx_name(bundle: Path, tmp_path: Path) -> None:
