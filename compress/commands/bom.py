@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, uuid5
 
-from compress.commands.reproduce import read_host
+from compress.commands.inspect import read_host
 from compress.commands.sign import package_url, read_lock, read_recipe
 from compress.store.durable import blame
 from runtime.bundle.files import sha256_of, write_whole
