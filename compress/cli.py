@@ -88,6 +88,14 @@ EvaluationGiven = Annotated[str | None, typer.Option("--evaluation", metavar="DA
 TargetName = Annotated[
     str | None, typer.Option("--target", help="The runtime that the result is for; default: onnxruntime-cpu.")
 ]
+RequiredSignature = Annotated[
+    Path | None,
+    typer.Option(
+        "--require-signature",
+        metavar="KEY",
+        help="Refuse a bundle that this public key, or a certificate below these, did not sign: a PEM file.",
+    ),
+]
 Short = Annotated[bool, typer.Option("--short", help="No progress, and five lines at most, as for CI.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 
@@ -289,16 +297,22 @@ def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(bundle: BundleFolder, as_json: AsJson = False) -> None:
+def verify(bundle: BundleFolder, require_signature: RequiredSignature = None, as_json: AsJson = False) -> None:
     """Check that every file of a bundle is the one its manifest names."""
     with ending(as_json):
+        from runtime.bundle.signature import check_signature
         from runtime.tasks.manifest import verify as verify_bundle
 
-        manifest = verify_bundle(bundle)
+        if require_signature is not None:
+            check_signature(bundle, require_signature)
+        manifest, key = verify_bundle(bundle), require_signature
+        n_files = len(manifest.files)
         if as_json:
-            print_json({"verdict": "pass", "files": len(manifest.files), "digest": manifest.digest})
+            said = {"verdict": "pass", "files": n_files, "digest": manifest.digest}
+            print_json(said | ({"signed_with": str(key)} if key else {}))
         else:
-            typer.echo(f"{bundle}: all {len(manifest.files)} files are as the manifest says (digest {manifest.digest})")
+            signed = f", signed with {key}" if key else ""
+            typer.echo(f"{bundle}: all {n_files} files are as the manifest says (digest {manifest.digest}){signed}")
 
 
 @app.command()
@@ -308,16 +322,20 @@ def validate(
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
     baseline: Baseline = None,
+    require_signature: RequiredSignature = None,
     short: Short = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a bundle on this machine, judge it by its gates and write its report."""
     with ending(as_json):
         with quiet_stdout(as_json):
+            from runtime.bundle.signature import check_signature
             from runtime.report.stored import read_stored_report
             from runtime.report.terminal import show_progress
             from runtime.report.validate import validate as validate_bundle
 
+            if require_signature is not None:
+                check_signature(bundle, require_signature)
             earlier = None if baseline is None else read_stored_report(baseline)
             report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier, progress=show_progress)
         _show_report(report, as_json, bundle, report_folder, short=short)
@@ -449,6 +467,42 @@ def deploy(
 
         serving = Serving(max_batch_size=max_batch_size, instances=instances, backend=backend)
         typer.echo(f"{write(bundle, find_place(to), out, serving)}: written")
+
+
+@app.command()
+def bom(bundle: BundleFolder) -> None:
+    """Write bom.cdx.json, a CycloneDX bill of materials: files, origin, data, passes, metrics, versions."""
+    with ending():
+        from compress.commands.bom import write_bom
+        from runtime.bundle.format import SIGNATURE
+
+        typer.echo(f"{write_bom(bundle)}: written")
+        if (bundle / SIGNATURE).exists():
+            typer.echo(f"note: {bundle / SIGNATURE} was made without it: run `compress sign` again", err=True)
+
+
+@app.command()
+def sign(
+    bundle: BundleFolder,
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="An elliptic-curve private key, PEM.")],
+    password_env: Annotated[
+        str | None, typer.Option("--password-env", metavar="NAME", help="The variable that holds the key's password.")
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option("--certificate", metavar="FILE", help="The key's, PEM, then those up to the root; default: none."),
+    ] = None,
+    builder: Annotated[
+        str, typer.Option("--builder", metavar="URI", help="Who builds, for the provenance, as a workflow's address.")
+    ] = "",
+) -> None:
+    """Write provenance.json, how a bundle was built, and model.sig, the OpenSSF signature over all of it."""
+    with ending():
+        from compress.commands.sign import read_password, sign_bundle
+        from runtime.bundle.format import SIGNATURE
+
+        manifest = sign_bundle(bundle, key, read_password(password_env, certificate), certificate, builder)
+        typer.echo(f"{bundle / SIGNATURE}: written (digest {manifest.digest})")
 
 
 @app.command()

@@ -29,6 +29,7 @@ from runtime.backends import BACKENDS
 from runtime.bundle.format import Manifest
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.samples import write_npz
+from runtime.bundle.signature import check_signature
 from runtime.decode.generate import Request
 from runtime.decode.talk import converse, write_answer
 from runtime.judge.bundle import report_unjudged
@@ -89,7 +90,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_command(commands, "verify", _verify, "check every file of a bundle against its manifest", runs=False)
+    check = _add_command(commands, "verify", _verify, "check every file of a bundle against its manifest", runs=False)
     judge = _add_command(
         commands, "validate", _validate, "judge a bundle: quality, speed, gates; writes report.json, .md, .xml into it"
     )
@@ -101,6 +102,9 @@ def _build_parser() -> argparse.ArgumentParser:
         help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
     )
     judge.add_argument("--short", action="store_true", help="print five lines at most, as for CI")
+    about = "refuse a bundle that this public key, or a certificate below these, did not sign: a PEM file"
+    for command in (check, judge):
+        command.add_argument("--require-signature", type=Path, metavar="KEY", help=about)
     _add_command(commands, "bench", _bench, "measure speed and memory of baseline and candidate; writes nothing")
     _add_command(commands, "why", _why, "say where the time of a call goes, why it is no less, and what to change")
     predict = _add_command(commands, "predict", _predict, "run the compressed model on inputs")
@@ -181,16 +185,22 @@ def _parse_threads(text: str) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    manifest = verify(options.bundle)
+    if options.require_signature:
+        check_signature(options.bundle, options.require_signature)
+    manifest, key = verify(options.bundle), options.require_signature
     size = sum(record.size_bytes for record in manifest.files.values())
     if options.json:
-        print_json({"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest})
+        said = {"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest}
+        print_json(said | ({"signed_with": str(key)} if key else {}))
     else:
-        print(f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})")
+        text = f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})"
+        print(text + (f", signed with {key}" if key else ""))
     return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
+    if options.require_signature:
+        check_signature(options.bundle, options.require_signature)
     backends = [options.backend] if options.backend else None
     earlier = None if options.baseline is None else read_stored_report(options.baseline)
     report = validate(

@@ -18,7 +18,7 @@ from compress.store.output import publish, reserve_output
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import write_whole
-from runtime.bundle.format import Artifact, Manifest
+from runtime.bundle.format import BOM, PROVENANCE, SIGNATURE, Artifact, Manifest
 from runtime.judge.passes import read_pass_table, write_pass_table
 from runtime.nvidia.gpu import gpu_here
 from runtime.report.report import Report
@@ -95,12 +95,14 @@ def _rewrite_descriptions(
 
 
 def _copy_bundle(source: Path, staging: Path) -> None:
-    """Copy the bundle's files, as links where the file system can: they are never written to again."""
+    """Copy the bundle's files, as links where the file system can: they are never written to again.
 
+    What tells of the bundle as it was stays behind, its signature with it.
+    """
     shutil.copytree(
         source,
         staging,
         copy_function=lambda a, b: link_or_copy(Path(a), Path(b)),
         dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns("report.*"),
+        ignore=shutil.ignore_patterns("report.*", BOM, PROVENANCE, SIGNATURE),
     )

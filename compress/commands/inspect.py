@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runtime.bundle.format import NO_LAYERS, Artifact, Gate, Manifest
+from runtime.bundle.format import HOST, NO_LAYERS, Artifact, Gate, Manifest
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
@@ -44,6 +44,23 @@ def read_json(file: Path) -> Any:
         raise BundleError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file}: not JSON: {error}") from error
+
+
+def read_host(bundle: Path) -> dict[str, Any]:
+    """Read from the bundle's host.json where the machine that built it had its folders; {} where it has none.
+
+    No digest covers that file: it says where to look, never what is right.
+    """
+    try:
+        host = json.loads((bundle / HOST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    folders = host.get("folders", {}) if isinstance(host, dict) else None
+    root = host.get("recipe_folder", "") if isinstance(host, dict) else None
+    if not isinstance(folders, dict) or not isinstance(root, str):
+        return {}
+    texts = {str(name): folder for name, folder in folders.items() if isinstance(folder, str)}
+    return {"folders": texts} | ({"recipe_folder": root} if Path(root).is_dir() else {})
 
 
 def inspect_bundle(path: Path, console: Console) -> None:

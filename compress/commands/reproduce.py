@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compress.commands.inspect import read_json
+from compress.commands.inspect import read_host, read_json
 from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.source import locate, model_digest
@@ -20,7 +20,7 @@ from compress.store.cache import code_version, library_versions
 from compress.store.digests import FileDigests
 from compress.store.durable import temporary_folder
 from compress.timing.kept import Kept
-from runtime.bundle.format import HOST, Manifest
+from runtime.bundle.format import Manifest
 from runtime.tasks.manifest import read_manifest, verify
 
 
@@ -68,23 +68,6 @@ def recall_recipe(bundle: Path, overrides: Sequence[str] = ()) -> Recipe:
     host = read_host(bundle)
     recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
     return recipe.at_root(Path(host.get("recipe_folder", bundle)))
-
-
-def read_host(bundle: Path) -> dict[str, Any]:
-    """Read from the bundle's host.json where the machine that built it had its folders; {} where it has none.
-
-    No digest covers that file: it says where to look, never what is right.
-    """
-    try:
-        host = json.loads((bundle / HOST).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    folders = host.get("folders", {}) if isinstance(host, dict) else None
-    root = host.get("recipe_folder", "") if isinstance(host, dict) else None
-    if not isinstance(folders, dict) or not isinstance(root, str):
-        return {}
-    texts = {str(name): folder for name, folder in folders.items() if isinstance(folder, str)}
-    return {"folders": texts} | ({"recipe_folder": root} if Path(root).is_dir() else {})
 
 
 def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:

@@ -14,6 +14,9 @@ module/                the torch module's tensors and sizes, where the recipe ke
 remedies.json          what the build would do against each cause of slowness, for the judge to show
 host.json              where the build ran, where its files lay and what its memory let it check: in no manifest,
                        because it is of one machine
+bom.cdx.json           what `compress bom` and `compress sign` tell of the bundle that stands: in no manifest,
+provenance.json        but signed
+model.sig              the signature over all of it but reports, log and host.json (`runtime.bundle.signature`)
 ```
 
 A bundle may come from anyone. Nothing in it is executed but engines, on the backends made for them; no path in it
@@ -78,9 +81,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a bundle may be called: deployments make folders and files of the name."""
 
 __all__ = [
+    "BOM",
     "FORMAT_VERSION",
     "HOST",
+    "MANIFEST",
+    "PROVENANCE",
     "REMEDIES_FILE",
+    "SIGNATURE",
+    "UNSIGNED",
     "Artifact",
     "Benchmark",
     "BuildScore",
@@ -98,6 +106,7 @@ __all__ = [
     "checkpoint_size",
     "inside",
     "is_hashed",
+    "is_signed",
     "load_manifest",
     "model_files",
     "model_size",
@@ -120,6 +129,7 @@ Check = Callable[[Manifest], None]
 NO_LAYERS = ("note", "measured")
 """Types of rows of layers.json that are of no layer."""
 MANIFEST, HOST = "manifest.json", "host.json"
+BOM, PROVENANCE, SIGNATURE = "bom.cdx.json", "provenance.json", "model.sig"
 ARRAYS, TEXTS, BASELINE_OUTPUTS = (
     "evaluation/samples.npz",
     "evaluation/samples.jsonl",
@@ -130,10 +140,12 @@ SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 REMEDIES_FILE = "remedies.json"
 FOLDERS = ("model/", "baseline/", "evaluation/", "module/")
 """What every bundle may have; others are those of its artifacts."""
-WRITTEN_AFTERWARDS = re.compile(
-    r"report\.(?:json|md|xml|html|earlier\.html|samples\.npz|steps\.json)(?:\.[0-9]+\.tmp)?|compress\.log"
-)
+REPORTS = tuple(f"report.{end}" for end in ("json", "md", "xml", "html", "earlier.html", "samples.npz", "steps.json"))
+LOG = "compress.log"
+WRITTEN_AFTERWARDS = re.compile(rf"(?:{'|'.join(map(re.escape, REPORTS))})(?:\.[0-9]+\.tmp)?|{re.escape(LOG)}")
 """Names of what validation writes, a draft that a kill left of it included."""
+UNSIGNED = (*REPORTS, LOG, HOST, SIGNATURE)
+"""What a signature leaves out: what changes on the machine that judges, and the signature itself."""
 MAX_MANIFEST_BYTES, MOST_REMEDY_BYTES = 64 * 2**20, 2**14
 FILES_OF = {
     "onnx": model_files,
@@ -426,8 +438,13 @@ def _use_problems(manifest: Manifest, names: Collection[str], used: Sequence[str
 
 
 def is_hashed(name: str) -> bool:
-    """Return False for the manifest itself, what validation writes afterwards, and what is of one machine alone."""
-    return name not in (MANIFEST, HOST) and WRITTEN_AFTERWARDS.fullmatch(name) is None
+    """Return False for the manifest itself, what is written once it stands, and what is of one machine alone."""
+    return name not in (MANIFEST, HOST, BOM, PROVENANCE, SIGNATURE) and WRITTEN_AFTERWARDS.fullmatch(name) is None
+
+
+def is_signed(name: str) -> bool:
+    """Return whether a signature covers the file of that name: all that is hashed, the manifest, what is told of it."""
+    return name in (MANIFEST, BOM, PROVENANCE) or is_hashed(name)
 
 
 def _file_problems(file: Path | None, name: str, record: FileRecord) -> list[str]:
