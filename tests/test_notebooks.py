@@ -40,6 +40,7 @@ SHORTER = {
     "02_accuracy_vs_speed": CALLS | FEW_IMAGES | {"trials: 7": "trials: 3", "epochs: 2,": "epochs: 1,"},
     "04_prune_distill_quantize": ALONE | CALLS | FEW_IMAGES | {"epochs: 15": "epochs: 2"},
     "05_where_did_the_accuracy_go": CALLS,
+    "07_your_own_model": {"max_seconds=60": "max_seconds=2"},
     "06_language_model_bits": CALLS
     | {
         "steps=300": "steps=20",

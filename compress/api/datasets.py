@@ -13,6 +13,7 @@ import numpy as np
 
 from compress.data.columns import USUAL_NAMES
 from compress.data.find_sets import DataGiven
+from compress.data.table import hide_bars
 from compress.errors import SourceError
 from runtime.bundle.files import write_whole
 
@@ -264,7 +265,8 @@ def _to_cell(value: Any) -> Any:
 
 def _write_parquet(dataset: Any, stem: Path) -> DataGiven:
     file = io.BytesIO()
-    dataset.to_parquet(file)
+    with hide_bars():
+        dataset.to_parquet(file)
     path = stem.with_name(f"{stem.name}.parquet")
     write_whole(path, file.getvalue())
     return {"source": f"parquet:{path}"}

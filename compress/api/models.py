@@ -13,6 +13,7 @@ import numpy as np
 
 from compress.api.datasets import Reads
 from compress.errors import SourceError
+from compress.models.huggingface import quiet
 from compress.models.live import copy_held, hold
 
 if TYPE_CHECKING:
@@ -50,12 +51,19 @@ def write_model(model: Any, folder: Path, processing_class: Any = None) -> Given
             f"model: a {type(model).__name__} is no model; give a torch.nn.Module, a transformers model, an "
             "onnx.ModelProto, a path or a hub id"
         )
-    from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
-
-    module = extract_model_from_parallel(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    module = _unwrap(model)
     if hasattr(module, "save_pretrained") and hasattr(module, "config"):
         return _write_transformers(module, folder, processing_class)
     return _write_module(module, folder)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrappers of data parallelism and of `torch.compile`."""
+    for name in ("module", "_orig_mod"):
+        inner = getattr(model, name, None) if type(model).__module__.startswith(("torch.", "accelerate.")) else None
+        if inner is not None:
+            return _unwrap(inner)
+    return model
 
 
 def _write_module(module: nn.Module, folder: Path) -> GivenModel:
@@ -83,14 +91,17 @@ def _write_module(module: nn.Module, folder: Path) -> GivenModel:
 def _write_transformers(model: Any, folder: Path, processing_class: Any) -> GivenModel:
     """Write the folder that `from_pretrained` reads; the tokenizer or processor into it."""
     place = folder / "model"
-    model.save_pretrained(place)
     if processing_class is None and model.main_input_name in ("input_ids", "pixel_values", "input_values"):
         raise SourceError(
             "processing_class: a transformers model is judged on texts, images or sounds as people have them; give its "
             "tokenizer or processor"
         )
-    if processing_class is not None:
-        processing_class.save_pretrained(place)
+    for old in (*place.glob("*.safetensors"), *place.glob("*.index.json")):  # another model's shards would be read, too
+        old.unlink()
+    with quiet():
+        model.save_pretrained(place)
+        if processing_class is not None:
+            processing_class.save_pretrained(place)
     return GivenModel(f"dir:{place}")
 
 

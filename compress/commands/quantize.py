@@ -93,7 +93,8 @@ def apply_passes(
     out.parent.mkdir(parents=True, exist_ok=True)
     text = format_draft(recipe, draft.reasons, passes, gates, head=[f"{WRITTEN}: {'; '.join(told)}."])
     write_new(file, text, replace=True)
-    print(f"{'; '.join(told)}; recipe: {file}", file=sys.stderr)
+    if not quiet:
+        print(f"{'; '.join(told)}; recipe: {file}", file=sys.stderr)
     return apply_recipe(load_recipe(file), out, cache, quiet)
 
 

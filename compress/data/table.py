@@ -227,7 +227,7 @@ def open_imagefolder(folder: Path, split: str | None) -> Table:
     """
     from datasets import Image, load_dataset
 
-    with tempfile.TemporaryDirectory() as cache, _hide_bars():
+    with tempfile.TemporaryDirectory() as cache, hide_bars():
         try:
             data = load_dataset(
                 "imagefolder", data_dir=str(folder), split=split or "train", cache_dir=cache, keep_in_memory=True
@@ -303,7 +303,7 @@ def _list_by_stem(folder: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def _hide_bars() -> Iterator[None]:
+def hide_bars() -> Iterator[None]:
     """Keep `datasets` from drawing bars while the context is open: it calls reading local files "Downloading data"."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,8 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
@@ -51,6 +50,11 @@ from compress.store.training_state import (
     restore_optimizer,
 )
 from runtime.progress import Progress
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "IProgress not found")  # of bars in notebooks, which nothing here draws
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+    from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
 
 T = TypeVar("T")
 TINY = 1e-12

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from makers import text_folder
 from shortcuts import quick_judge
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -125,7 +126,21 @@ def test_rounded_weights_are_in_the_module(net: nn.Module, loader: Any) -> None:
     assert all(len(torch.unique(row)) <= 16 for row in weight)
 
 
-def test_transformers_and_onnx_models(tmp_path: Path, loader: Any) -> None:
+def test_a_transformers_model_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = text_folder(tmp_path / "classifier", "classifier")
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    texts = [(f"w{i} w{i + 1} w{i % 7}", i % 3) for i in range(50)]
+    result = compress.quantize(model, "INT8", processing_class=tokenizer, calibration_dataset=texts, quiet=True)
+    assert result.bundle.predict(["w1 w2"])["prediction"][0]["label"] in ("bad", "fair", "good")
+    recipe = compress.load_recipe(f"{result.folder}.yaml")
+    assert recipe.model.source.startswith("dir:") and recipe.model.task == "text-classification"
+    with pytest.raises(SourceError, match="processing_class: a transformers model is judged on texts"):
+        compress.quantize(model, "INT8", calibration_dataset=texts, output_dir="other")
+
+
+def test_a_graph_in_memory(loader: Any) -> None:
     import onnx
 
     result = compress.quantize(Net(8), "INT8", calibration_dataset=loader, quiet=True, output_dir="first")
@@ -135,6 +150,20 @@ def test_transformers_and_onnx_models(tmp_path: Path, loader: Any) -> None:
         graph, "INT8", calibration_dataset={"pixel_values": images, "labels": labels}, quiet=True, output_dir="second"
     )
     assert again.report.candidate.size_bytes == pytest.approx(result.report.candidate.size_bytes, rel=0.1)
+
+
+def test_a_goal_is_reached_in_this_process(loader: Any) -> None:
+    net = Net(64)
+    result = compress.auto(net, "size >= 2x", calibration_dataset=loader, budget_seconds=120, quiet=True)
+    assert result.study is not None and result.study.best is not None and result.folder.is_dir()
+    assert result.report.ratios["size"] >= 2
+
+
+def test_every_format_is_measured_in_this_process(net: nn.Module, loader: Any, place: Path) -> None:
+    table = compress.bench(net, calibration_dataset=loader, budget_seconds=20, quiet=True)
+    assert {row.format for row in table.rows if row.state == "done"} and (
+        place / "bundles/net-bench/bench.json"
+    ).is_file()
 
 
 @pytest.mark.parametrize(
