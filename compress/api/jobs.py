@@ -44,6 +44,7 @@ from compress.specs import ModelSpec
 from compress.store.output import name_output
 from compress.tasks.generic import GENERIC
 from runtime.report.report import Report
+from runtime.report.stored import StoredReport
 from runtime.words import did_you_mean
 
 HELD = ".live"
@@ -201,10 +202,17 @@ def bench(model: Any, *, budget_seconds: float | None = None, **given: Unpack[Gi
     return bench_model(said, out, budget_seconds, given.get("cache"), log)
 
 
-def plan(recipe: RecipeGiven, *, model: Any = None, processing_class: Any = None, cache: Path | None = None) -> Plan:
-    """Say what a recipe would do, layer by layer, and whether it can work. `model`: takes the place of the recipe's."""
+def plan(
+    recipe: RecipeGiven,
+    cache: Path | None = None,
+    *,
+    verify: bool = False,
+    model: Any = None,
+    processing_class: Any = None,
+) -> Plan:
+    """Say what a recipe would do, layer by layer, and whether it can work; all arguments as for `apply`."""
     typed = _read_recipe(recipe)
-    return make_plan(_put_model(typed, model, processing_class, name_output(typed.name)), cache)
+    return make_plan(_put_model(typed, model, processing_class, name_output(typed.name)), cache, verify=verify)
 
 
 def apply(
@@ -213,6 +221,7 @@ def apply(
     cache: Path | None = None,
     quiet: bool = False,
     verify: bool = False,
+    earlier: StoredReport | None = None,
     *,
     model: Any = None,
     processing_class: Any = None,
@@ -222,12 +231,13 @@ def apply(
         result = compress.apply("recipe.yaml", model=net)
 
     `recipe`: a file, a `Recipe`, or a mapping as the file has it. `model`: as for `quantize`; it takes the place of the
-    recipe's. `verify`: digests of weight files are read again. Raises CompressError and runtime failures.
+    recipe's. `verify`: digests of weight files are read again. `earlier`: a report that the verdict is held against.
+    Raises CompressError and runtime failures.
     """
     typed = _read_recipe(recipe)
     folder = Path(out) if out is not None else name_output(typed.name)
     typed = _put_model(typed, model, processing_class, folder)
-    return _make_result(apply_recipe(typed, folder, cache, quiet, verify), folder, typed.model, typed.root)
+    return _make_result(apply_recipe(typed, folder, cache, quiet, verify, earlier), folder, typed.model, typed.root)
 
 
 def sweep(
@@ -280,6 +290,7 @@ def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Pat
         preprocess=given.get("preprocess"),
         target=given.get("target"),
         name=name,
+        calibration_samples=given.get("num_calibration_samples"),
         **sets,
     )
     return said, out

@@ -28,6 +28,7 @@ class NewAnswers:
     """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said.
 
     Sets, and `preprocess`, may be mappings, as in a recipe. `name`: of the recipe, where the model's source has none.
+    `calibration_samples`: at most so many.
     """
 
     model: str | None = None
@@ -41,6 +42,7 @@ class NewAnswers:
     target: str | None = None
     goal: str | None = None
     name: str | None = None
+    calibration_samples: int | None = None
 
 
 def write_recipe(out: Path, said: NewAnswers, source: str | None = None, ask: Ask | None = None) -> list[str]:
@@ -121,6 +123,7 @@ def make_draft(said: NewAnswers, root: Path) -> Draft:
         target=said.target or next(iter(TARGETS)),
         name=said.name,
         root=root,
+        most_calibrated=said.calibration_samples,
     )
     return replace(draft, recipe=draft.recipe | {"goal": goal}) if goal else draft
 

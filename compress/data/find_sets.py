@@ -200,6 +200,6 @@ def divide_set(spec: Mapping[str, Any], n: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def take_calibration(train: Mapping[str, Any], n: int) -> dict[str, Any]:
-    """Return a calibration set of at most MOST_CALIBRATED of the `n` samples of a training set."""
-    return {**train, "samples": min(n, MOST_CALIBRATED)}
+def take_calibration(spec: Mapping[str, Any], n: int, most: int = MOST_CALIBRATED) -> dict[str, Any]:
+    """Return a calibration set of at most so many of the `n` samples of a set."""
+    return {**spec, "samples": min(n, most)}

@@ -12,7 +12,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.data.columns import USUAL_NAMES, resolve_roles
-from compress.data.find_sets import DataGiven, check_set, divide_set, find_splits, read_set, take_calibration
+from compress.data.find_sets import (
+    MOST_CALIBRATED,
+    DataGiven,
+    check_set,
+    divide_set,
+    find_splits,
+    read_set,
+    take_calibration,
+)
 from compress.data.samples import n_rows, open_source
 from compress.data.table import Table
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
@@ -83,6 +91,7 @@ def draft_recipe(
     target: str = "onnxruntime-cpu",
     name: str | None = None,
     root: Path | None = None,
+    most_calibrated: int | None = None,
 ) -> Draft:
     """Draft a recipe without passes and gates for the model `source` and data, each a path, a hub id or a source.
 
@@ -97,8 +106,9 @@ def draft_recipe(
     `data` is one source for all sets. Its own splits are used: train to train on, validation (else test) to evaluate
     on. Without them the set is divided by the recipe's seed into disjoint parts: a fifth, at most 5000 samples, to
     evaluate on, the rest to train on. `calibration`, `train` and `evaluation` take the place of what `data` would give.
-    Calibration that is not given is the first 512 samples of the training set: never what is evaluated on. Each set
-    names its columns, by the usual names of the task's roles or where only one column can be meant.
+    Calibration that is not given is the first samples of the training set: never what is evaluated on. It has at most
+    `most_calibrated` (512), unless the set that is given says `samples`. Each set names its columns, by the usual names
+    of the task's roles or where only one column can be meant.
 
     Nothing is trained or computed, and no weights are read. Raises RecipeError, SourceError and PlanError, which name
     the flag (--task, --weights, --preprocess, --data, ...) that says what could not be found.
@@ -117,7 +127,7 @@ def draft_recipe(
         base["preprocess"] = dict(preprocess)
     made = _find_task(base, task, sets, root)
     made = replace(made, recipe={**made.recipe, "target": target, **list_exports(target)})
-    return made if made.inputs is None else _divide_data(made, sets, root)
+    return made if made.inputs is None else _divide_data(made, sets, root, most_calibrated or MOST_CALIBRATED)
 
 
 def find_model_source(text: str, root: Path) -> str:
@@ -359,7 +369,7 @@ def _take_ready_inputs(source: Source, spec: Mapping[str, Any], table: Table, ta
     return {**spec, "columns": columns}
 
 
-def _divide_data(draft: Draft, sets: Mapping[str, dict[str, Any]], root: Path) -> Draft:
+def _divide_data(draft: Draft, sets: Mapping[str, dict[str, Any]], root: Path, most: int) -> Draft:
     """Return the draft with its sets, and with what is known of the evaluation set."""
     assert draft.inputs is not None
     known, task = draft.inputs, draft.task
@@ -384,9 +394,13 @@ def _divide_data(draft: Draft, sets: Mapping[str, dict[str, Any]], root: Path) -
             full[name], counts[name] = spec, spec["samples"]
             draft.reasons[f"data.{name}"] = "a part of one set, none of whose rows is in the other"
     if "calibration" not in full and "train" in full:
-        full["calibration"] = take_calibration(full["train"], counts["train"])
+        full["calibration"] = take_calibration(full["train"], counts["train"], most)
         counts["calibration"] = full["calibration"]["samples"]
         draft.reasons["data.calibration"] = "of the training set"
+    elif counts.get("calibration", 0) > most and "samples" not in full["calibration"]:
+        draft.reasons["data.calibration"] = f"of {counts['calibration']}; more: write another `samples`"
+        full["calibration"] = take_calibration(full["calibration"], counts["calibration"], most)
+        counts["calibration"] = full["calibration"]["samples"]
     data = {name: full[name] for name in SETS if name in full}
     recipe = {**draft.recipe, "data": data}
     order = ("version", "name", "model", "preprocess", "data", "target", "export")

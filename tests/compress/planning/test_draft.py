@@ -72,6 +72,15 @@ def test_a_part_of_a_set_is_divided_inside(place: Path) -> None:
     assert ranges == {"calibration": (14, 16), "train": (14, 16), "evaluation": (10, 4)}
 
 
+def test_no_more_is_calibrated_with_than_it_takes(place: Path) -> None:
+    write_texts(place / "many.jsonl", 600)
+    made = draft(place, "classifier", calibration="many.jsonl", evaluation="texts.jsonl")
+    assert made.recipe["data"]["calibration"]["samples"] == made.n_samples["calibration"] == 512
+    assert made.reasons["data.calibration"] == "of 600; more: write another `samples`"
+    wanted = draft(place, "classifier", calibration="{source: many.jsonl, samples: 580}", evaluation="texts.jsonl")
+    assert wanted.n_samples["calibration"] == 580
+
+
 def test_what_config_json_says_beyond_the_class(place: Path, tmp_path: Path) -> None:
     labels: dict[str, Any] = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
     cases = {
