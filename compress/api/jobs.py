@@ -36,7 +36,7 @@ from compress.planning.plan import Plan
 from compress.planning.usual import PassMapping, choose_gates, describe_passes
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
-from compress.search.chains import train
+from compress.search.chains import make_training
 from compress.search.pursue import pursue
 from compress.search.study import Study
 from compress.search.sweep import sweep as search
@@ -165,7 +165,7 @@ def prune(
     assert draft.inputs is not None
     budget = {"speedup": speedup} if max_params is None else {"max_params": max_params}
     passes: list[PassMapping] = [{"kind": "prune_channels", **budget, **({"ignore": list(ignore)} if ignore else {})}]
-    passes += [train(draft.task, max_seconds)] if given.get("train_dataset") is not None else []
+    passes += [make_training(draft.task, max_seconds)] if given.get("train_dataset") is not None else []
     gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
     name, told = f"{draft.recipe['name']}-pruned", [describe_passes(passes)]
     cache, quiet = given.get("cache"), given.get("quiet", False)
@@ -232,7 +232,7 @@ def apply(
 
     `recipe`: a file, a `Recipe`, or a mapping as the file has it. `model`: as for `quantize`; it takes the place of the
     recipe's. `verify`: digests of weight files are read again. `earlier`: a report that the verdict is held against.
-    Raises CompressError and runtime failures.
+    None in a further process of one launch, which has done its share. Raises CompressError and runtime failures.
     """
     typed = _read_recipe(recipe)
     folder = Path(out) if out is not None else name_output(typed.name)
@@ -306,16 +306,14 @@ def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven
     n = given.get("num_calibration_samples", DEFAULTS["num_calibration_samples"])
     sets = {name: given.get(f"{name}_dataset") for name in ("calibration", "train", "eval")}
     there = [name for name, dataset in sets.items() if dataset is not None]
-    # divided: into samples to judge on, and others to learn from or to calibrate with
-    divided = there[-1] if there and ("eval" not in there or len(there) == 1) else None
-    if not there and given.get("example_inputs") is not None:
-        return {
-            "evaluation": write_set(_name_examples(given["example_inputs"], reads), folder / "evaluation", "x", reads)
-        }
-    flags = {"calibration": "calibration", "train": "train", "eval": "evaluation"} | (
-        {divided: "data"} if divided else {}
-    )
-    most = {"calibration": 2 * n if divided == "calibration" else n}
+    examples = given.get("example_inputs")
+    if not there and examples is not None:
+        columns = _name_examples(examples, reads)
+        return {"evaluation": write_set(columns, folder / "evaluation", "example_inputs", reads)}
+    flags, most = {"calibration": "calibration", "train": "train", "eval": "evaluation"}, {"calibration": n}
+    if there and ("eval" not in there or len(there) == 1):
+        flags[there[-1]] = "data"  # divided: into samples to judge on, and others to learn from or to calibrate with
+        most = {"calibration": 2 * n if there == ["calibration"] else n}
     transform_fn = given.get("transform_fn")
     return {
         flags[name]: write_set(sets[name], folder / flags[name], f"{name}_dataset", reads, transform_fn, most.get(name))
@@ -351,8 +349,8 @@ def _name_model(model: Any) -> str:
 
 
 def _make_result(report: Report | None, out: Path, spec: ModelSpec, root: Path = Path()) -> Result:
-    assert report is not None, "only a further process of a launch has no report, and none of these starts one"
-    return Result(report, out, build=_make_builder(spec, root))
+    """Return the result; None, for all its type says, in a further process of one launch, which has done its share."""
+    return cast(Result, None) if report is None else Result(report, out, build=_make_builder(spec, root))
 
 
 def _spec_of(said: NewAnswers) -> ModelSpec:

@@ -261,7 +261,7 @@ def find_smallest(ground: Ground) -> Passes:
     return found
 
 
-def train(task: str, seconds: float) -> dict[str, Any]:
+def make_training(task: str, seconds: float) -> dict[str, Any]:
     """Return the pass that teaches a smaller model what the float model gives, in so many seconds.
 
     All else it finds by itself.

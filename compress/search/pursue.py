@@ -41,9 +41,9 @@ from compress.search.chains import (
     ground_of,
     list_formats,
     list_removed,
+    make_training,
     probes,
     take_blocks,
-    train,
     train_rounded,
 )
 from compress.search.foresight import Foresight, is_size, is_speed
@@ -315,7 +315,7 @@ class Pursuit:
         """Return why nothing can be trained; "" where it can."""
         if not self.ground.has_train:
             return "the formats alone do not reach the goal, and without data.train nothing can be trained"
-        misfit = self.ground.explain_misfit([train(self.ground.facts.task, 1.0)])
+        misfit = self.ground.explain_misfit([make_training(self.ground.facts.task, 1.0)])
         return f"the formats alone do not reach the goal, and {misfit}" if misfit else ""
 
     def read_needs(self, name: str) -> Needs:
@@ -500,7 +500,7 @@ class Pursuit:
         return PrunedStructure(**self.known.structures[name])
 
     def chain_of(self, structure: PrunedStructure, seconds: float) -> Passes:
-        return [*structure.passes(), train(self.ground.facts.task, seconds), *self.formats[self.known.base]]
+        return [*structure.passes(), make_training(self.ground.facts.task, seconds), *self.formats[self.known.base]]
 
     def learn_yields(self, name: str, structure: PrunedStructure) -> None:
         """Note how time and weights followed what was cut of this structure."""
