@@ -23,8 +23,8 @@ from compress.search.chains import (
     ground_of,
     list_formats,
     list_removed,
+    make_training,
     take_blocks,
-    train,
     train_rounded,
 )
 
@@ -133,14 +133,12 @@ def test_the_smallest_is_one_block_with_the_fewest_channels() -> None:
 
 def test_a_name_says_the_structure_and_training_leaves_the_rest_to_be_found() -> None:
     assert PrunedStructure(18, 0.55, 1.25).name == "blocks18-params55-faster125"
-    assert train(ground(), 60.0)["learning_rate"] == "auto"
+    assert make_training("generic", 60.0)["learning_rate"] == "auto"
 
 
 def test_classes_are_learned_by_the_logits_as_numbers() -> None:
-    images = replace(ground(), facts=replace(ground().facts, task="image-classification"))
-    assert train(images, 60.0)["output"] == {"loss": "mse", "pooling": "none"}
-    texts = replace(ground(), facts=replace(ground().facts, task="text-generation"))
-    assert "output" not in train(texts, 60.0)
+    assert make_training("image-classification", 60.0)["output"] == {"loss": "mse", "pooling": "none"}
+    assert "output" not in make_training("text-generation", 60.0)
 
 
 def test_what_was_cut_is_read_from_a_report() -> None:
