@@ -6,12 +6,12 @@ lies beside the bundle, and gives it again.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
@@ -24,7 +24,7 @@ from compress.commands.auto import reach_goal
 from compress.commands.bench import bench_model
 from compress.commands.bench_rows import BenchTable
 from compress.commands.new import NewAnswers
-from compress.commands.quantize import apply_passes, draft_for, quantize_model
+from compress.commands.quantize import apply_passes, draft_for, name_recipe_file, quantize_model
 from compress.data.find_sets import DataGiven
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe
@@ -38,11 +38,9 @@ from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
 from compress.search.chains import make_training
 from compress.search.pursue import pursue
-from compress.search.study import Study
+from compress.search.study import FOUND, Study
 from compress.search.sweep import sweep as search
-from compress.specs import ModelSpec
 from compress.store.output import name_output
-from compress.tasks.generic import GENERIC
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
 from runtime.words import did_you_mean
@@ -93,7 +91,7 @@ _FLAG = re.compile(rf"--({'|'.join(ARGUMENTS)})\b")
 def _as_function(job: Job) -> Job:
     """Return the job with a signature that names what is given, and errors that name arguments instead of flags."""
 
-    @functools.wraps(job)
+    @wraps(job)
     def run(*args: Any, **given: Any) -> Any:
         try:
             return job(*args, **given)
@@ -135,7 +133,7 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
     """
     said, out = _write_given(model, given, f"-{scheme.lower()}")
     cache, quiet = given.get("cache"), given.get("quiet", False)
-    return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore, keep_module=True), out, _spec_of(said))
+    return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore, keep_module=True), out)
 
 
 @_as_function
@@ -170,7 +168,7 @@ def prune(
     name, told = f"{draft.recipe['name']}-pruned", [describe_passes(passes)]
     cache, quiet = given.get("cache"), given.get("quiet", False)
     report = apply_passes(draft, passes, gates, name, told, out, cache, quiet, keep_module=True)
-    return _make_result(report, out, _spec_of(said))
+    return _make_result(report, out)
 
 
 @_as_function
@@ -188,7 +186,7 @@ def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given:
     study = reach_goal(replace(said, goal=goal), out, budget_seconds, cache, quiet, keep_module=True)
     if study.nearest is None or study.bundle is None:
         raise PlanError(f"{study.folder}: nothing was built: {study.ended}")
-    return Result(study.read_report(study.nearest), study.bundle, study, _make_builder(_spec_of(said), Path()))
+    return Result(study.read_report(study.nearest), study.bundle, study, partial(_build_as_given, study.folder / FOUND))
 
 
 @_as_function
@@ -237,7 +235,7 @@ def apply(
     typed = _read_recipe(recipe)
     folder = Path(out) if out is not None else name_output(typed.name)
     typed = _put_model(typed, model, processing_class, folder)
-    return _make_result(apply_recipe(typed, folder, cache, quiet, verify, earlier), folder, typed.model, typed.root)
+    return _make_result(apply_recipe(typed, folder, cache, quiet, verify, earlier), folder, typed)
 
 
 def sweep(
@@ -348,20 +346,20 @@ def _name_model(model: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
-def _make_result(report: Report | None, out: Path, spec: ModelSpec, root: Path = Path()) -> Result:
-    """Return the result; None, for all its type says, in a further process of one launch, which has done its share."""
-    return cast(Result, None) if report is None else Result(report, out, build=_make_builder(spec, root))
+def _make_result(report: Report | None, out: Path, recipe: RecipeGiven | None = None) -> Result:
+    """Return the result; None, for all its type says, in a further process of one launch, which has done its share.
+
+    `recipe`: what made the bundle; None: the file beside it.
+    """
+    if report is None:
+        return cast(Result, None)
+    return Result(report, out, build=partial(_build_as_given, name_recipe_file(out) if recipe is None else recipe))
 
 
-def _spec_of(said: NewAnswers) -> ModelSpec:
-    """Return where the model that is asked about comes from."""
-    assert said.model is not None
-    return ModelSpec(source=find_model_source(said.model, Path()), weights=said.weights, task=GENERIC.name)
-
-
-def _make_builder(spec: ModelSpec, root: Path) -> Callable[[], nn.Module]:
-    """Return what builds the model as it came, in whose place a compressed one is loaded."""
-    return lambda: build_as_given(locate(spec, root))
+def _build_as_given(recipe: RecipeGiven) -> nn.Module:
+    """Build a recipe's model as it came, in whose place a compressed one is loaded."""
+    typed = _read_recipe(recipe)
+    return build_as_given(locate(typed.model, typed.root))
 
 
 def _log_nothing(text: str) -> None:

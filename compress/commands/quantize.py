@@ -49,7 +49,7 @@ def quantize_model(
     """
     target = said.target or next(iter(TARGETS))
     name = find_scheme(scheme, target)
-    _refuse_foreign(_name_recipe_file(out))
+    _refuse_foreign(name_recipe_file(out))
     draft, synthetic = draft_for(said, out)
     assert draft.inputs is not None
     chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"], ignore)
@@ -83,7 +83,7 @@ def apply_passes(
 
     `keep_module`: the bundle keeps the torch module, where a pass changes it.
     """
-    file = _name_recipe_file(out)
+    file = name_recipe_file(out)
     _refuse_foreign(file)
     assert draft.inputs is not None
     recipe = drop_unused_sets({**draft.recipe, "name": name}, passes)
@@ -98,7 +98,8 @@ def apply_passes(
     return apply_recipe(load_recipe(file), out, cache, quiet)
 
 
-def _name_recipe_file(out: Path) -> Path:
+def name_recipe_file(out: Path) -> Path:
+    """Return where the recipe of the bundle `out` lies."""
     return out.with_name(out.name + ".yaml")
 
 
