@@ -84,6 +84,22 @@ AT_BUILD = "computed when the bundle was built"
 class Report(Findings):
     """One judgement of one bundle on one machine; draws itself in a notebook."""
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the judgement as flat numbers, as MLflow, W&B and TensorBoard log them; only what was measured.
+
+        `top1` is the candidate's, `baseline/top1` the float model's, `times/latency_p50` how many times better the
+        candidate is, `holds` 1 where the verdict is "pass".
+        """
+        flat = {f"times/{name}": value for name, value in self.ratios.items()}
+        for prefix, of in (("", self.candidate), ("baseline/", self.baseline)):
+            latency = {f"latency_{name}_ms": value for name, value in of.latency_ms.items()}
+            fields = {field: getattr(of, field) for field in MEASURED_FIELDS.values()}
+            values = {**of.metrics, **latency, **of.generation, **of.further, **fields}
+            flat |= {f"{prefix}{name}": value for name, value in values.items() if value is not None}
+        flat["holds"] = float(self.verdict == "pass")
+        return {name: float(value) for name, value in flat.items() if math.isfinite(value)}
+
     def __repr__(self) -> str:
         return f"<Report {verdict_line(self)}>"
 

@@ -164,6 +164,23 @@ def test_the_exit_code(report: Report, verdict: str, code: int) -> None:
     assert replace(report, verdict=verdict).exit_code == code  # type: ignore[arg-type]
 
 
+def test_flat_numbers_have_both_sides_and_the_ratios(report: Report) -> None:
+    flat = report.metrics
+    assert flat["holds"] == float(report.verdict == "pass") and all(map(math.isfinite, flat.values()))
+    assert flat["times/latency_p50"] == report.ratios["latency_p50"]
+    assert {flat[name] for name in report.candidate.metrics} == set(report.candidate.metrics.values())
+    assert all(flat[f"baseline/{name}"] == value for name, value in report.baseline.metrics.items())
+
+
+@pytest.mark.filterwarnings("ignore")  # its own, of the libraries that it stands on
+def test_mlflow_logs_them(report: Report, tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    with mlflow.start_run() as run:
+        mlflow.log_metrics(report.metrics)
+    assert mlflow.get_run(run.info.run_id).data.metrics == report.metrics
+
+
 def test_json_is_valid_and_has_null_for_what_has_no_value(report: Report) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
