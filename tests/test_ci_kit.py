@@ -69,9 +69,7 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path, bundles: Path) -> RunJ
     def run(name: str, undecided: str = "", **more: Any) -> Job:
         if (bundles / name).is_dir():
             shutil.copytree(bundles / name, tmp_path / "bundles/model")
-        given = (
-            {"undecided": undecided} if request.param is run_action else {"UNDECIDED": undecided, "NOTES_TOKEN": "s"}
-        )
+        given = {"undecided": undecided} if request.param is run_action else {"UNDECIDED": undecided, "API_TOKEN": "s"}
         return request.param(tmp_path, given, base=bundles / "good", **more)
 
     return run
@@ -144,6 +142,21 @@ def test_the_action_writes_the_summary_and_changes_its_earlier_comment(tmp_path:
     assert [line for line in job.asked if "PATCH repos/me/models/issues/comments/77" in line]
     assert not [line for line in job.asked if line.startswith("gh run")]
     assert job.uses["Upload"]["path"] == "compress-results" and "Take up finished work" not in job.uses
+
+
+@pytest.mark.slow
+def test_the_template_fetches_the_target_branch_s_bundle_and_changes_its_earlier_note(
+    tmp_path: Path, bundles: Path
+) -> None:
+    shutil.copytree(bundles / "good", tmp_path / "bundles/model")
+    (tmp_path / "places").mkdir()
+    notes = [{"id": 4, "body": "Nice!"}, {"id": 5, "body": "<!-- compress-results -->\n# FAIL"}]
+    (tmp_path / "places/earlier.txt").write_text(json.dumps(notes))
+    job = run_gitlab(tmp_path, {"API_TOKEN": "s"}, base=bundles / "good")
+    assert job.code == 0, job.text
+    fetched, _, changed = (line for line in job.asked if line.startswith("curl "))
+    assert "PRIVATE-TOKEN: s" in fetched and fetched.endswith("/projects/3/jobs/artifacts/release%2F2/download")
+    assert "--request PUT " in changed and changed.endswith("/projects/3/merge_requests/12/notes/5")
 
 
 @pytest.mark.slow
