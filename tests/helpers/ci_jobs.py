@@ -39,7 +39,7 @@ case "$1 $2 $*" in
   "run list "*) [ ! -d "$PLACES/base" ] || echo 7 ;;
   "run download "*) mkdir -p "${@: -1}" && cp -r "$PLACES/base" "${@: -1}/bundle" ;;
   "api --paginate "*) cat "$PLACES/earlier.txt" 2> /dev/null || true ;;
-  *) [ ! -f "$PLACES/forbidden" ] && cp "${*##*body=@}" "$PLACES/comment.md" ;;
+  *) body=${@: -1} && [ ! -f "$PLACES/forbidden" ] && cp "${body#body=@}" "$PLACES/comment.md" ;;
 esac
 """,
     "curl": """
@@ -112,19 +112,20 @@ def run_shell(job: Job, script: str, environment: Mapping[str, str]) -> None:
 def run_action(folder: Path, inputs: Mapping[str, str], base: Path | None = None, pull: int | None = 12) -> Job:
     """Run action.yml in `folder`, as in pull request `pull`, or as after a push."""
     job, environment = open_job(folder, base)
-    places = folder / "places"
+    places, temporary = folder / "places", folder / "temporary"
+    temporary.mkdir(exist_ok=True)
     environment |= {
         "GITHUB_ACTION_PATH": str(ROOT),
         "GITHUB_STEP_SUMMARY": str(places / "summary.md"),
         "GITHUB_REPOSITORY": "me/models",
         "GITHUB_BASE_REF": "main" if pull else "",
         "GITHUB_WORKFLOW_REF": "me/models/.github/workflows/model.yml@refs/heads/main",
-        "RUNNER_TEMP": str(places),
+        "RUNNER_TEMP": str(temporary),
     }
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     contexts: dict[str, Any] = {
         "inputs": {name: inputs.get(name, given["default"]) for name, given in action["inputs"].items()},
-        "runner": {"os": "Linux", "temp": str(places)},
+        "runner": {"os": "Linux", "temp": str(temporary)},
         "github": {
             "token": "secret",
             "event_name": "pull_request" if pull else "push",
