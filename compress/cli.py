@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from compress.version import BUILD_SIDE, __version__
 
@@ -322,6 +322,13 @@ def validate(
         Path | None, typer.Option("--report", metavar="DIR", help="Where the reports go; default: into the bundle.")
     ] = None,
     baseline: Baseline = None,
+    undecided: Annotated[
+        Literal["fail", "pass"] | None,
+        typer.Option(
+            "--undecided",
+            help="What an undecided gate counts as, unless it says so itself; default: what the bundle says.",
+        ),
+    ] = None,
     require_signature: RequiredSignature = None,
     short: Short = False,
     as_json: AsJson = False,
@@ -337,7 +344,9 @@ def validate(
             if require_signature is not None:
                 check_signature(bundle, require_signature)
             earlier = None if baseline is None else read_stored_report(baseline)
-            report = validate_bundle(bundle, report_folder=report_folder, earlier=earlier, progress=show_progress)
+            report = validate_bundle(
+                bundle, report_folder=report_folder, earlier=earlier, progress=show_progress, undecided=undecided
+            )
         _show_report(report, as_json, bundle, report_folder, short=short)
 
 

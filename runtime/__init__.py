@@ -12,6 +12,7 @@ with runtime.open_bundle("out/llama") as bundle:
 from runtime.processes import search_path  # noqa: F401  # isort: skip  (first of all, so that no `from __future__` stands here)
 from runtime.processes import telemetry  # noqa: F401  # isort: skip  (before anything that would load onnxruntime)
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.measure.benchmark import BenchmarkResult
     from runtime.report.report import Report
 
-__all__ = ["Bundle", "open_bundle"]
+__all__ = ["Bundle", "assert_passes", "open_bundle"]
 
 
 class Outputs(dict[str, Any]):
@@ -232,6 +233,43 @@ def open_bundle(
             )
         session = open_artifact(root, candidate, backend, threads, options)
         return Bundle(root, manifest, backend, threads, session, bundle_preprocessor(root, manifest, session.inputs))
+
+
+def assert_passes(
+    path: str | Path,
+    *,
+    baseline: str | Path | None = None,
+    undecided: Literal["fail", "pass"] | None = None,
+    report_folder: str | Path | None = None,
+) -> "Report":
+    """Judge the bundle in the folder `path`, for a test; return its report where nothing falls short.
+
+    AssertionError with the verdict, each gate that does not hold and each regression. `baseline`: an earlier
+    report.json, or its folder, that the bundle must not be worse than, beyond noise. `undecided`: what an undecided
+    gate counts as, unless it says so itself; default: what the bundle says. One that counts as a pass is warned of.
+    `report_folder`: where the report goes; default: into the bundle. A bundle without gates and without a baseline
+    cannot fall short, which is an AssertionError, too. Raises what `runtime.report.validate.validate` raises.
+    """
+    from runtime.report.differences import regression_lines
+    from runtime.report.report import verdict_line
+    from runtime.report.stored import read_stored_report
+    from runtime.report.validate import validate
+
+    __tracebackhide__ = True  # pytest ends the traceback in the test
+    earlier = None if baseline is None else read_stored_report(Path(baseline))
+    folder = None if report_folder is None else Path(report_folder)
+    report = validate(path, report_folder=folder, earlier=earlier, undecided=undecided)
+    if report.verdict == "unjudged" and earlier is None:
+        raise AssertionError(f"{path}: has no gates, so that nothing can fall short; build it with `validate.gates`")
+    if report.exit_code:
+        lines = [verdict_line(report, str(path))]
+        lines += [f"  {gate.verdict} {gate.metric} {gate.rule}: {gate.why}" for gate in report.gates if not gate.holds]
+        lines += [f"  {line}" for line in (regression_lines(report.since) if report.since is not None else ())]
+        raise AssertionError("\n".join(lines))
+    for gate in report.gates:
+        if gate.verdict == "undecided":
+            warnings.warn(f"{path}: undecided {gate.metric} {gate.rule}: {gate.why}", stacklevel=2)
+    return report
 
 
 def refuse_decoder(manifest: "Manifest") -> None:

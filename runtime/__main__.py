@@ -101,6 +101,11 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="REPORT",
         help="an earlier report.json, or its folder: exit code 3 where something is worse, beyond noise",
     )
+    judge.add_argument(
+        "--undecided",
+        choices=("fail", "pass"),
+        help="what an undecided gate counts as, unless it says so itself; default: what the bundle says",
+    )
     judge.add_argument("--short", action="store_true", help="print five lines at most, as for CI")
     about = "refuse a bundle that this public key, or a certificate below these, did not sign: a PEM file"
     for command in (check, judge):
@@ -210,6 +215,7 @@ def _validate(options: argparse.Namespace) -> int:
         report_folder=options.report,
         earlier=earlier,
         progress=show_progress,
+        undecided=options.undecided,
     )
     _print_report(report, options)
     return report.exit_code

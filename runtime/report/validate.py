@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from runtime.bundle.files import name_file
 from runtime.bundle.manifest import Judgement
@@ -42,6 +43,7 @@ def validate(
     forecast: float | None = None,
     progress: Progress = no_progress,
     outputs: Outputs | None = None,
+    undecided: Literal["fail", "pass"] | None = None,
 ) -> Report:
     """Verify the bundle, run it on its frozen samples, time it, decide its gates, and write the report into it.
 
@@ -52,13 +54,17 @@ def validate(
     this machine, for the report. `earlier`: a report that this one is held against (`check_earlier`).
     `forecast`: how many times as fast as the baseline the plan expected it to be; where it is less, or no faster at
     all, both models are profiled and the report says why. `progress` is told how far timing is. `outputs`: what the
-    candidate gave on these samples a moment ago, so that it is timed and not run again.
+    candidate gave on these samples a moment ago, so that it is timed and not run again. `undecided`: what gates that do
+    not say it themselves count as where they are undecided, in the place of the bundle's own word.
     A candidate that gives NaN or infinity gets the verdict "fail". Raises BundleError (not intact), UsageError (a gate
     that cannot be judged, labels out of range), RuntimeFailure.
     """
     with name_file(Path(path)):
         case = prepare(Path(path), backends, threads)
         case = replace(case, notes=[*case.notes, *notes], outputs=outputs)
+        if undecided is not None:
+            judgement = replace(case.manifest.judgement, undecided=undecided)
+            case = replace(case, manifest=replace(case.manifest, judgement=judgement))
         if earlier is not None:
             manifest = case.manifest
             samples = None if manifest.evaluation is None else manifest.evaluation.digest
