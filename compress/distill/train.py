@@ -142,22 +142,22 @@ def train(module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, optio
     return training.log
 
 
-def try_schedule(
-    module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, options: TrainOptions, judged: int
-) -> float:
-    """Train as `train` does; return the loss at the end on `judged` of the samples held out, infinite where it broke.
+def try_schedule(module: nn.Module, dataset: Dataset, schedule: TrainingSchedule, options: TrainOptions) -> float:
+    """Train as `train` does; return the mean loss of the last third of the steps, infinite where it broke.
 
-    The module is left as it was, on the CPU in eval mode; nothing is saved.
+    Schedules of one length are so compared on the same batches. The samples held out tell less: a module that begins
+    well loses there before it gains, the more so the more it learns (a net of depthwise blocks, five of nine taken out,
+    0.096 held out at its start: after 28 steps AdamW at 6e-6 had lost least there; at 1.6e-3, the best by the steps'
+    own loss, 300 steps came to 0.064). The module is left as it was, on the CPU in eval mode; nothing is saved.
     """
     start = module_state(module)
     training = _Training(module, dataset, schedule, options)
-    training.held = training.held[:: max(len(training.held) // judged, 1)][:judged]
-    training.log.evaluations = [(0, math.inf)]  # the start is the same for all
+    training.held = training.held[:0]
     training.run()
     restore_module(module, start)
     _bring_back(module)
-    step, loss = training.log.evaluations[-1]
-    return loss if step and math.isfinite(loss) and training.log.end != "diverged" else math.inf
+    late = [loss for step, loss in training.log.curve if 3 * step > 2 * schedule.steps]
+    return float(np.mean(late)) if late and training.log.end != "diverged" else math.inf
 
 
 def _bring_back(module: nn.Module) -> None:

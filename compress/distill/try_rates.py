@@ -48,7 +48,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class RateTrial:
-    """A short schedule: its steps, and the loss held out at its end (infinite where it broke)."""
+    """A short schedule: its steps, and the loss of its last third (infinite where it broke)."""
 
     arm: Arm
     steps: int
@@ -56,7 +56,7 @@ class RateTrial:
 
 
 TryArm = Callable[[Arm, int], float]
-"""Takes steps; gives the loss held out at the end of such a schedule."""
+"""Takes steps; gives the loss of the last third of such a schedule."""
 
 
 def count_units(optimizers: Sequence[Optimizer]) -> int:

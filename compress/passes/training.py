@@ -122,8 +122,6 @@ class TrainingPass(Pass):
             raise ValueError(f"{' and '.join(left)}: auto is for distill, and for qat of W8A8; say what it is to be")
         if self.optimizer == "auto" and self.learning_rate != "auto":
             raise ValueError("optimizer: auto is chosen by its rate; give learning_rate: auto as well, or name it")
-        if self.learning_rate == "auto" and not self.held_out:
-            raise ValueError("learning_rate: auto is judged on samples held out; give held_out more than 0")
         return self
 
     @property

@@ -27,8 +27,6 @@ FILE = "rates.json"
 """In a pass's folder of unfinished work: what was tried, so that a killed run chooses the same without trying."""
 LEAST_STEPS = 6
 """Of the shortest trial: below that, nothing is seen."""
-JUDGED = 512
-"""Samples held out that a trial is judged on, at most."""
 WARMUP = 0.2
 """Part of a trial over which its rate rises."""
 BLENDED_EPOCHS = 40.0
@@ -135,26 +133,25 @@ def _try_rates(
 def _make_attempt(
     config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, seed: int
 ) -> Callable[[Arm, int], float]:
-    """Return a function that gives the loss held out at the end of a short schedule of an arm."""
+    """Return a function that gives the loss towards the end of a short schedule of an arm."""
     schedule = config.make_schedule(dataset.n, seed)
     quiet = replace(options, name=f"{options.name}: rates", log=no_log, work=None)
 
     def attempt(arm: Arm, steps: int) -> float:
-        loss = try_schedule(pupil, dataset, _shorten(schedule, arm, steps), quiet, JUDGED)
-        options.log(f"{options.name}: {arm}, {steps} steps: held out {loss:.4g}")
+        loss = try_schedule(pupil, dataset, _shorten(schedule, arm, steps), quiet)
+        options.log(f"{options.name}: {arm}, {steps} steps: loss {loss:.4g}")
         return loss
 
     return attempt
 
 
 def _shorten(schedule: TrainingSchedule, arm: Arm, steps: int) -> TrainingSchedule:
-    """Return the schedule in little: looked at once, at its end, whose state is judged and not an average."""
+    """Return the schedule in little, whose own state is judged and not an average."""
     return replace(
         schedule,
         **asdict(arm),
         steps=steps,
         warmup=round(WARMUP * steps),
-        evaluate_every=steps,
         max_seconds=None,
         ema_decay=0.0,
     )
