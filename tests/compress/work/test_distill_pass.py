@@ -518,7 +518,5 @@ def test_a_course_too_short_for_trials_says_so() -> None:
     assert any("too few steps to find a learning rate" in note.text for note in result.notes)
     with pytest.raises(ValueError, match="give learning_rate: auto as well"):
         Distill(optimizer="auto")
-    with pytest.raises(ValueError, match="give held_out more than 0"):
-        Distill(learning_rate="auto", held_out=0.0)
     with pytest.raises(ValueError, match="auto is for distill"):
         Qat(learning_rate="auto")
