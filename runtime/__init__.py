@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.backends import Session
     from runtime.bundle.manifest import Manifest
     from runtime.decode.answers import AnswerGenerator
-    from runtime.decode.generate import Generator, Request, Result
+    from runtime.decode.generate import GeneratedText, Generator, Request
     from runtime.encode.preprocess import Preprocessor
     from runtime.measure.benchmark import BenchmarkResult
     from runtime.report.report import Report
@@ -121,7 +121,7 @@ class Bundle:
     def generate(self, prompt: str, /, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...
 
     @overload
-    def generate(self, prompt: str, /, *, stream: Literal[False] = False, **settings: Any) -> "Result": ...
+    def generate(self, prompt: str, /, *, stream: Literal[False] = False, **settings: Any) -> "GeneratedText": ...
 
     @overload
     def generate(
@@ -131,14 +131,14 @@ class Bundle:
     @overload
     def generate(
         self, prompt: Sequence[Any], /, *, stream: Literal[False] = False, **settings: Any
-    ) -> "list[Result]": ...
+    ) -> "list[GeneratedText]": ...
 
     def generate(self, prompt: Any, /, *, stream: bool = False, **settings: Any) -> Any:
         """Return the model's answer to a prompt; for a list of prompts a list of answers, made in one batch.
 
         A prompt is a text that is continued; of an encoder-decoder what its encoder reads: a text, a recording.
 
-        An answer is a `runtime.decode.generate.Result`. `settings` are `runtime.decode.generate.Request`'s:
+        An answer is a `runtime.decode.generate.GeneratedText`. `settings` are `runtime.decode.generate.Request`'s:
         max_new_tokens, temperature (0: greedy, the default), top_k, top_p, min_p, repetition_penalty, stop (a list of
         texts), seed, chat (prompts are what a user says, or lists of messages). With `stream` it is an iterator of text
         as soon as it is certain; for a list of (row, text). Same settings, same text. UsageError for a model that is no

@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime.backends import Feeds, Session
 from runtime.bundle.columns import Array, Columns, count
-from runtime.decode.generate import Answer, Pieces, Request, Result, TextStream, collect_results, generate_rows
+from runtime.decode.generate import Answer, GeneratedText, Pieces, Request, TextStream, collect_results, generate_rows
 from runtime.decode.kv_cache import EncodedDecoder
 from runtime.decode.rules import find_rules
 from runtime.decode.sampling import Sampling
@@ -36,12 +36,12 @@ class AnswerGenerator:
     to_columns: Callable[[Any], dict[str, Any]] = dict
     """Makes columns of samples that a user has in hand."""
 
-    def generate(self, samples: Any, request: Request) -> list[Result]:
+    def generate(self, samples: Any, request: Request) -> list[GeneratedText]:
         """Answer samples, all in one batch; errors as in `stream`."""
         return collect_results(self.stream(samples, request))
 
     def stream(self, samples: Any, request: Request) -> Pieces:
-        """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
+        """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns all answers.
 
         `samples`: what `to_columns` takes. One that is read in several parts (a recording in
         chunks) is answered part by part; the texts are joined as `join_texts` does, `max_new_tokens` are of each part,
@@ -58,7 +58,7 @@ class AnswerGenerator:
 
         The parts of one number are a batch, so that a sample's texts come in their order.
         """
-        texts, answers = [""] * len(firsts), [list[Result]() for _ in firsts]
+        texts, answers = [""] * len(firsts), [list[GeneratedText]() for _ in firsts]
         samples, number = np.arange(len(firsts)), 0
         while len(samples):
             results = yield from continue_texts(pieces, samples, texts)
@@ -113,7 +113,7 @@ def continue_texts(pieces: Pieces, samples: Array, texts: list[str]) -> Pieces:
         try:
             row, piece = next(pieces)
         except StopIteration as end:
-            results: list[Result] = end.value
+            results: list[GeneratedText] = end.value
             return results
         sample = int(samples[row])
         piece = piece if sample in begun else find_gap(texts[sample], piece) + piece
@@ -122,10 +122,10 @@ def continue_texts(pieces: Pieces, samples: Array, texts: list[str]) -> Pieces:
         yield sample, piece
 
 
-def join_results(parts: Sequence[Result]) -> Result:
+def join_results(parts: Sequence[GeneratedText]) -> GeneratedText:
     """Return the answer to a sample of those to its parts; its length ended it where it ended any of them."""
     ends = [part.finish for part in parts]
-    return Result(
+    return GeneratedText(
         join_texts([part.text for part in parts]),
         tuple(token for part in parts for token in part.token_ids),
         "length" if "length" in ends else ends[-1],

@@ -27,7 +27,7 @@ from runtime.errors import UsageError
 from runtime.metrics import NonFiniteOutputs
 
 USUAL_NEW_TOKENS = 128
-Pieces = abc.Generator[tuple[int, str], None, "list[Result]"]
+Pieces = abc.Generator[tuple[int, str], None, "list[GeneratedText]"]
 """(row, text) as it comes; the return value is the results."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of bytes that are no whole character (yet)."""
@@ -36,7 +36,7 @@ DECODED_ALONG = 6
 
 
 @dataclass(frozen=True)
-class Result:
+class GeneratedText:
     """One answer."""
 
     text: str
@@ -111,11 +111,11 @@ class Generator:
     settings: Generation
     model_dir: Path
 
-    def generate(self, prompts: Sequence[Any], request: Request) -> list[Result]:
+    def generate(self, prompts: Sequence[Any], request: Request) -> list[GeneratedText]:
         """Answer each prompt, all in one batch; errors as in `stream`."""
         return collect_results(self.stream(prompts, request))
 
-    def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[Result]:
+    def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[GeneratedText]:
         """Answer prompts that are tokens already, int64 [t] each, as `generate` does."""
         return collect_results(
             self._generate_pieces(
@@ -124,7 +124,7 @@ class Generator:
         )
 
     def stream(self, prompts: Sequence[Any], request: Request) -> Pieces:
-        """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns the `Result`s.
+        """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns all answers.
 
         UsageError, before anything runs, for no prompt, one without tokens or with ids beyond the vocabulary, one that
         leaves no room for the answer, and settings out of range; NonFiniteOutputs if the model gives NaN.
@@ -195,12 +195,12 @@ def generate_rows(
     return [row.result() for row in rows]
 
 
-def collect_results(pieces: Pieces) -> list[Result]:
+def collect_results(pieces: Pieces) -> list[GeneratedText]:
     while True:
         try:
             next(pieces)
         except StopIteration as end:
-            results: list[Result] = end.value
+            results: list[GeneratedText] = end.value
             return results
 
 
@@ -241,9 +241,9 @@ class Answer:
         self.finish = "stop" if self.text.stopped else why
         return rest
 
-    def result(self) -> Result:
+    def result(self) -> GeneratedText:
         """Return the answer as it stands."""
-        return Result(self.text.text, tuple(self.made), self.finish or "length", len(self.prompt))
+        return GeneratedText(self.text.text, tuple(self.made), self.finish or "length", len(self.prompt))
 
 
 class TextStream:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from runtime.decode.generate import Pieces, Request, Result
+from runtime.decode.generate import GeneratedText, Pieces, Request
 from runtime.errors import UsageError
 from runtime.processes.endings import read_stdin_line
 
@@ -24,7 +24,7 @@ class Answering(Protocol):
         """Yield (row, text) as it comes; return the results."""
 
 
-def write_answer(answering: Answering, prompt: Any, request: Request) -> Result:
+def write_answer(answering: Answering, prompt: Any, request: Request) -> GeneratedText:
     """Print an answer as it comes, and on a terminal how fast it came. Errors are those of `stream`."""
     begun, first = time.perf_counter(), None
     pieces = answering.stream([prompt], request)

@@ -30,7 +30,7 @@ from runtime.bundle.format import (
     write_outputs,
 )
 from runtime.bundle.manifest import BuildScore, Judgement
-from runtime.decode.generate import Request, Result
+from runtime.decode.generate import GeneratedText, Request
 from runtime.decode.scoring import score
 from runtime.decode.talk import describe_pace, write_answer
 from runtime.errors import BundleError, UsageError
@@ -493,7 +493,7 @@ class Terminal(io.StringIO):
 
 
 def test_an_answer_without_text_has_no_pace(capsys: Any) -> None:
-    nothing = Result("", (), "eos", 3)
+    nothing = GeneratedText("", (), "eos", 3)
 
     def stream(prompts: Any, request: Request) -> Any:
         yield from ()

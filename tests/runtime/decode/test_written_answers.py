@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runtime.decode.answers import continue_texts, join_results, join_texts
-from runtime.decode.generate import Result, collect_results
+from runtime.decode.generate import GeneratedText, collect_results
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_texts_follow_each_other(texts: list[str], whole: str) -> None:
     assert join_texts(texts) == whole
 
 
-def result(text: str, *ids: int, finish: str = "eos") -> Result:
-    return Result(text, ids, finish, 2)  # type: ignore[arg-type]
+def result(text: str, *ids: int, finish: str = "eos") -> GeneratedText:
+    return GeneratedText(text, ids, finish, 2)  # type: ignore[arg-type]
 
 
 def test_answers_to_parts_are_one() -> None:
@@ -38,7 +38,7 @@ def test_answers_to_parts_are_one() -> None:
 
 
 def test_streams_of_parts_go_on() -> None:
-    def pieces(*given: tuple[int, str]) -> Generator[tuple[int, str], None, list[Result]]:
+    def pieces(*given: tuple[int, str]) -> Generator[tuple[int, str], None, list[GeneratedText]]:
         yield from given
         return [result("", row) for row, _ in given[:2]]
 
