@@ -133,6 +133,7 @@ def apply(
     device: Device = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only the verdict.")] = False,
     short: Short = False,
+    progress: Annotated[bool, typer.Option("--progress", help="With --json: progress on stderr all the same.")] = False,
     verify: Verify = False,
     baseline: Baseline = None,
 ) -> None:
@@ -147,7 +148,8 @@ def apply(
 
             earlier = None if baseline is None else read_stored_report(baseline)
             out = out or name_output(loaded.name)
-            report = apply_recipe(loaded, out, cache, quiet or short or as_json, verify, earlier)
+            silent = quiet or short or (as_json and not progress)
+            report = apply_recipe(loaded, out, cache, silent, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out, new=True, short=short)
 
@@ -267,13 +269,13 @@ def plan(
 
 
 @app.command()
-def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
+def check(recipe: RecipeFile, overrides: Overrides = [], as_json: AsJson = False) -> None:  # noqa: B006
     """Read a recipe strictly and print it with everything resolved and every default written out."""
-    with ending():
+    with ending(as_json):
         from compress.errors import RecipeError
         from compress.models.preprocess import explain_missing
         from compress.planning.own_metrics import own_metric_problems
-        from compress.recipe.load import recipe_to_yaml
+        from compress.recipe.load import recipe_to_dict, recipe_to_yaml
         from compress.recipe.points import first_recipe
 
         loaded = _load(recipe, overrides)
@@ -281,7 +283,10 @@ def check(recipe: RecipeFile, overrides: Overrides = []) -> None:  # noqa: B006
         unsaid = explain_missing(first.model) if first.preprocess is None else ""
         if problems := [*([f"{recipe}: {unsaid}"] if unsaid else []), *own_metric_problems(first)]:
             raise RecipeError(problems)
-        typer.echo(recipe_to_yaml(loaded), nl=False)
+        if as_json:
+            print_json(recipe_to_dict(loaded))
+        else:
+            typer.echo(recipe_to_yaml(loaded), nl=False)
 
 
 @app.command()
@@ -362,10 +367,11 @@ def report(
     """Write report.html, the page of a bundle's last judgement, also of one that was judged elsewhere."""
     with ending(as_json):
         from compress.commands.report import make_page
+        from runtime.report.report import to_dict
 
-        page = make_page(bundle, report_folder)
+        page, judged = make_page(bundle, report_folder)
         if as_json:
-            print_json({"page": str(page)})
+            print_json({"page": str(page), "report": to_dict(judged)})
         else:
             typer.echo(f"{page}: written")
 
@@ -690,6 +696,15 @@ def doctor(as_json: AsJson = False) -> None:
         from compress.commands.doctor import diagnose
 
         diagnose(as_json)
+
+
+@app.command()
+def mcp() -> None:
+    """Offer check, plan, bench, apply, report, why and blame to an agent, over MCP on stdin and stdout."""
+    with ending():
+        from compress.commands.mcp_server import serve
+
+        serve()
 
 
 def _load(recipe: Path, overrides: list[str], device: str | None = None) -> Recipe:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from compress.pages.frontier import Frontier
 
 
-def make_page(bundle: Path, folder: Path | None = None) -> Path:
-    """Write the page of the report.json in `folder` (default: the bundle) beside it, and return its path.
+def make_page(bundle: Path, folder: Path | None = None) -> tuple[Path, Findings]:
+    """Write the page of the report.json in `folder` (default: the bundle) beside it; return its path, and the report.
 
     Raises UsageError where there is no such report, or it is of another bundle; BundleError, OutputError.
     """
@@ -28,7 +28,7 @@ def make_page(bundle: Path, folder: Path | None = None) -> Path:
     manifest, folder = read_manifest(bundle), folder or bundle
     report = read_report(folder / "report.json")
     check_bundle(report, manifest, folder / "report.json", bundle)
-    return write_report_page(bundle, report, folder)
+    return write_report_page(bundle, report, folder), report
 
 
 def add_page(

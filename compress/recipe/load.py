@@ -187,8 +187,14 @@ def recipe_to_yaml(recipe: Recipe, portable: Portable | None = None) -> str:
     yaml.sort_base_mapping_type_on_output = False
     yaml.width = 120
     out = io.StringIO()
-    yaml.dump(_dump_record(recipe, ()), out) if portable is None else yaml.dump(_dump_portable(recipe, portable), out)
+    yaml.dump(recipe_to_dict(recipe), out) if portable is None else yaml.dump(_dump_portable(recipe, portable), out)
     return out.getvalue()
+
+
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Return what `recipe_to_yaml` writes as JSON values."""
+    written: dict[str, Any] = _dump_record(recipe, ())
+    return written
 
 
 def _represent_text(representer: Any, text: str) -> Any:

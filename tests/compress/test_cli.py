@@ -37,7 +37,7 @@ from runtime.report.report import Report, Side, write_report
 from runtime.report.stored import StoredReport
 from runtime.tasks.manifest import write_bundle
 
-HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas")
+HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "datasets", "optimum", "onnxscript", "pandas", "mcp")
 RECIPE = """\
 version: 1
 name: tiny
@@ -140,6 +140,8 @@ def test_check_prints_a_recipe_that_checks() -> None:
     assert first.exit_code == 0 and "bits: 8" in first.stdout and "seed: 3" in first.stdout
     Path("again.yaml").write_text(first.stdout)
     assert run("check", "again.yaml").stdout == first.stdout
+    document = json.loads(run("check", "again.yaml", "--json").stdout)
+    assert document == recipe_text("again.yaml") and not rejected(editor_schema(), document)
 
 
 def test_check_says_every_problem_on_stderr_and_ends_with_2() -> None:
@@ -330,10 +332,13 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
     assert shown.exit_code == code and "progress" in shown.stdout
     asked = run("apply", "recipe.yaml", "--out", "b", "--json")
     assert asked.exit_code == code and json.loads(asked.stdout)["verdict"] == verdict
+    told = run("apply", "recipe.yaml", "--out", "b", "--json", "--progress")
+    assert told.exit_code == code and json.loads(told.stdout) == json.loads(asked.stdout)
     run("apply", "recipe.yaml", "--short")
     assert calls == [
         ("tiny", Path("b"), Path("c"), False),
         ("tiny", Path("b"), None, True),
+        ("tiny", Path("b"), None, False),
         ("tiny", Path("bundles/tiny"), None, True),
     ]
 

@@ -218,7 +218,7 @@ def test_a_report_of_before_these_fields_is_drawn(bundle: Path, tmp_path: Path) 
     data = json.loads((bundle / "report.json").read_text())
     new = ("distributions", "changes", "confusion", "recorded", "slices", "ratio_intervals", "steps", "scored_by")
     (tmp_path / "report.json").write_text(json.dumps({k: v for k, v in data.items() if k not in new}))
-    written = make_page(bundle, tmp_path)
+    written, _ = make_page(bundle, tmp_path)
     assert written == tmp_path / "report.html"
     Page(written.read_text())
 
