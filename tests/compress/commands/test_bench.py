@@ -77,7 +77,7 @@ def builders(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     backends = {name: BACKENDS[name] for name in getattr(request, "param", ("onnxruntime-cpu",))}
     monkeypatch.setattr(benching, "BACKENDS", backends)
     monkeypatch.setattr(benching, "FORMATS", {"int8-static": "INT8", "float16": "FP16", "bfloat16": "BF16"})
-    monkeypatch.setattr(benching, "LocalProcesses", lambda *_: builders)
+    monkeypatch.setattr(benching, "start_workers", lambda *_: builders)
     monkeypatch.setattr("compress.commands.bench_work.LATENCY_S", 0.1)
     with without_processes():
         yield builders
