@@ -18,13 +18,14 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "recipes/README.md",
+    ROOT / "skills/compress/SKILL.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[^)\s]*)?\)")
 INLINE = re.compile(r"`([^`\n]+)`")
 REPOSITORY_FILE = re.compile(
-    r"\b(?:recipes|benchmarks|compress|runtime|tests|notebooks|docs)/[\w./-]*\w\.(?:py|md|yaml|json|ipynb)\b"
+    r"\b(?:recipes|benchmarks|skills|compress|runtime|tests|notebooks|docs)/[\w./-]*\w\.(?:py|md|yaml|json|ipynb)\b"
 )
 DECODER = re.compile(r"\b(?:nll|tpot|ttft)\b")
 
@@ -170,6 +171,14 @@ def test_every_shown_command_and_option_exists(monkeypatch: pytest.MonkeyPatch) 
             problems.append(f"{page}: {text}: {sorted(options - known[name])}")
     assert not problems
     assert n >= 40
+
+
+def test_the_skill_has_the_head_that_agents_read() -> None:
+    _, head, text = (ROOT / "skills/compress/SKILL.md").read_text().split("---\n", 2)
+    said = yaml.safe_load(head)
+    assert said.keys() == {"name", "description"} and said["name"] == "compress" and len(said["description"]) <= 1024
+    assert all(f"compress {name} " in text for name in ("check", "plan", "bench", "apply", "report", "why", "blame"))
+    assert all(f"| `{verdict}` |" in text for verdict in ("pass", "fail", "undecided", "error"))
 
 
 def test_every_file_and_make_target_that_a_page_names_exists() -> None:

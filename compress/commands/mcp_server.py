@@ -27,12 +27,13 @@ try:
 except ModuleNotFoundError as error:
     raise MissingDependency("mcp", "a server for agents (the extra 'mcp')") from error
 
-COMMAND = (sys.executable, "-m", "compress")
+COMMAND = (sys.executable, "-P", "-m", "compress")  # -P: nothing is imported from where the agent works
 ENDING_S = 20.0
 """Until a cancelled command that does not end by itself is killed; dropping a bundle that is half there takes less."""
 LAST_LINES = 10
 """Of stderr, which a command that was killed is told by."""
 READS = ToolAnnotations(read_only_hint=True)
+"""Of tools that change nothing and run no code that a recipe names."""
 
 SERVER = MCPServer(
     "compress",
@@ -63,7 +64,8 @@ async def check(context: Context, recipe: Recipe, changes: Changes = ()) -> Call
     return await run_command(context, "check", [recipe], set=changes)
 
 
-@SERVER.tool(annotations=READS)
+# plan changes nothing, but runs Python that a recipe names: clients call what only reads without asking anybody
+@SERVER.tool()
 async def plan(
     context: Context, recipe: Recipe, changes: Changes = (), cache: Cache = None, device: Device = None
 ) -> CallToolResult:

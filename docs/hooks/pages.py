@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+from documents import write_files  # noqa: E402
 from reference import PASSES, find_kind, generate, write_pass  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from the code, and those that are files of the repository outside of docs/."""
     for pass_, page in zip(PASSES, pass_pages().values(), strict=True):
         files.append(File.generated(config, page, content=write_pass(pass_)))
+    for page, schema in write_files().items():
+        files.append(File.generated(config, page, content=schema))
     for path, page in MIRRORED.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     return files

@@ -41,6 +41,7 @@ def generate(name: str, root: Path) -> str:
         "compress-run": write_compress_run,
         "targets": write_targets,
         "manifest": write_manifest,
+        "documents": write_documents,
         "recipes": lambda: write_recipes(root),
     }
     return "\n".join(write[name]()) + "\n"
@@ -311,6 +312,13 @@ def write_manifest() -> list[str]:
             rows.append(f"| `{field.name}` | `{cell(str(field.annotation))}` | {text} |")
         lines += [f"## {name}", "", about, "", "| field | type | |", "|---|---|---|", *rows, ""]
     return lines
+
+
+def write_documents() -> list[str]:
+    """Return the table of what `--json` prints."""
+    from documents import list_documents  # the commands' own modules: seconds, for whoever wants options alone
+
+    return list_documents()
 
 
 def write_recipes(root: Path) -> list[str]:

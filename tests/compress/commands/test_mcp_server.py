@@ -91,6 +91,8 @@ def test_each_tool_is_a_command_and_has_its_options() -> None:
         sys.path.pop(0)
     tools = talk(lambda client: client.list_tools()).tools
     assert [tool.name for tool in tools] == TOOLS
+    reading = [tool.name for tool in tools if tool.annotations is not None and tool.annotations.read_only_hint]
+    assert reading == ["check", "why", "blame"]  # a plan runs the Python of its recipe
     for tool in tools:
         assert tool.description and all("description" in part for part in tool.input_schema["properties"].values())
         options = {name for name in tool.input_schema["properties"] if name not in ("recipe", "bundle", "model")}
