@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 
 COMMAND = (sys.executable, "-P", "-m", "compress")  # -P: nothing is imported from where the agent works
 ENDING_S = 20.0
-"""Until a cancelled command that does not end by itself is killed; dropping a bundle that is half there takes less."""
+"""Until a cancelled command that does not end by itself is killed; `apply` of the quickstart ended in half a second."""
 LAST_LINES = 10
 """Of stderr, which a command that was killed is told by."""
 READS = ToolAnnotations(read_only_hint=True)
@@ -46,8 +46,8 @@ SERVER = MCPServer(
     log_level="WARNING",
 )
 
-Recipe = Annotated[str, Field(description="The recipe, a YAML file.")]
-Bundle = Annotated[str, Field(description="The bundle's folder.")]
+RecipeFile = Annotated[str, Field(description="The recipe, a YAML file.")]
+BundleFolder = Annotated[str, Field(description="The bundle's folder.")]
 Changes = Annotated[
     Sequence[str], Field(description="Changes of the recipe, PATH=VALUE each, as in passes.0.bits=4 or vars.x=y.")
 ]
@@ -59,7 +59,7 @@ Data = Annotated[
 
 
 @SERVER.tool(annotations=READS)
-async def check(context: Context, recipe: Recipe, changes: Changes = ()) -> CallToolResult:
+async def check(context: Context, recipe: RecipeFile, changes: Changes = ()) -> CallToolResult:
     """Read a recipe strictly, and return it with every default written out. At once; no code of it runs."""
     return await run_command(context, "check", [recipe], set=changes)
 
@@ -67,7 +67,7 @@ async def check(context: Context, recipe: Recipe, changes: Changes = ()) -> Call
 # plan changes nothing, but runs Python that a recipe names: clients call what only reads without asking anybody
 @SERVER.tool()
 async def plan(
-    context: Context, recipe: Recipe, changes: Changes = (), cache: Cache = None, device: Device = None
+    context: Context, recipe: RecipeFile, changes: Changes = (), cache: Cache = None, device: Device = None
 ) -> CallToolResult:
     """Say what a recipe would do, layer by layer, how fast the result will be, and whether it can work. Seconds."""
     return await run_command(context, "plan", [recipe], set=changes, cache=cache, device=device)
@@ -90,7 +90,7 @@ async def bench(
 @SERVER.tool()
 async def apply(
     context: Context,
-    recipe: Recipe,
+    recipe: RecipeFile,
     out: Annotated[str | None, Field(description="Where the bundle goes; default: bundles/NAME.")] = None,
     changes: Changes = (),
     cache: Cache = None,
@@ -105,7 +105,7 @@ async def apply(
 
 
 @SERVER.tool()
-async def report(context: Context, bundle: Bundle) -> CallToolResult:
+async def report(context: Context, bundle: BundleFolder) -> CallToolResult:
     """Return a bundle's last judgement (gates, metrics with intervals, times) and write its page, report.html."""
     return await run_command(context, "report", [bundle])
 
@@ -113,7 +113,7 @@ async def report(context: Context, bundle: Bundle) -> CallToolResult:
 @SERVER.tool(annotations=READS)
 async def why(
     context: Context,
-    bundle: Bundle,
+    bundle: BundleFolder,
     backend: Annotated[str | None, Field(description="Default: the bundle's target.")] = None,
 ) -> CallToolResult:
     """Say where the time of a bundle's calls goes on this machine, why it is no less, and what to change."""
@@ -123,7 +123,7 @@ async def why(
 @SERVER.tool(annotations=READS)
 async def blame(
     context: Context,
-    bundle: Bundle,
+    bundle: BundleFolder,
     budget: Annotated[float | None, Field(description="Minutes that it may take; default: 3.")] = None,
     metric: Annotated[str | None, Field(description="Of the bundle's; default: that of its first gate.")] = None,
     cache: Cache = None,
