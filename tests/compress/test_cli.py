@@ -612,7 +612,7 @@ def test_verify_and_validate(room: Callable[..., None]) -> None:
     asked: list[object] = []
     room(
         "runtime.report.validate",
-        validate=lambda path, report_folder, earlier, progress: (
+        validate=lambda path, report_folder, earlier, progress, undecided: (
             asked.append((report_folder, earlier)) or report("fail")
         ),
     )
