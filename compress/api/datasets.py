@@ -51,7 +51,8 @@ def write_set(
     `dataset`: a DataLoader, a data set (torch's or `datasets`'), a mapping of columns, a list of texts, conversations,
     images, mappings or tuples, a function that yields samples or batches. A path, a hub id and a recipe's own set stay
     as they are. `argument`: what the caller calls it. `transform_fn`: makes (inputs, label), or a mapping, of an item.
-    `most`: samples that are read. SourceError: no samples, or inputs and label cannot be told apart.
+    `most`: samples that are read, drawn where they can be: what stands in order, class by class, calibrates badly.
+    SourceError: no samples, or inputs and label cannot be told apart.
     """
     if isinstance(dataset, str | Path):
         return str(dataset)
@@ -59,14 +60,38 @@ def write_set(
         return dataset
     stem.parent.mkdir(parents=True, exist_ok=True)
     if hasattr(dataset, "to_parquet") and hasattr(dataset, "features"):  # of `datasets`, with the names of its classes
-        return _write_parquet(dataset if most is None else dataset.select(range(min(most, len(dataset)))), stem)
+        return _write_parquet(dataset.select(_draw(len(dataset), most)), stem)
     if isinstance(dataset, Mapping):
-        columns = {LABEL if name in LABELS else str(name): _to_array(values)[:most] for name, values in dataset.items()}
-        return _write_columns(columns, stem)
-    rows = list(itertools.islice(_iter_rows(dataset, argument, reads, transform_fn), most))
+        arrays = {LABEL if name in LABELS else str(name): _to_array(values) for name, values in dataset.items()}
+        return _write_columns({name: values[_draw(len(values), most)] for name, values in arrays.items()}, stem)
+    rows = list(itertools.islice(_iter_rows(_thin_out(dataset, most), argument, reads, transform_fn), most))
     if not rows:
         raise SourceError(f"{argument}: gives no samples; give a generator as the function that makes it")
     return _write_columns(_gather_columns(rows, argument), stem)
+
+
+def _draw(n: int, most: int | None) -> list[int]:
+    """Draw at most so many of `n` places, always the same ones, in their order."""
+    if most is None or most >= n:
+        return list(range(n))
+    return sorted(np.random.default_rng(0).permutation(n)[:most].tolist())
+
+
+def _thin_out(dataset: Any, most: int | None) -> Any:
+    """Return a data set, or a loader that keeps its order, with a part of its samples alone; any other as it is."""
+    from torch.utils.data import DataLoader, SequentialSampler, Subset
+
+    if isinstance(dataset, DataLoader):
+        has_own_batches = dataset.batch_size is None and dataset.batch_sampler is not None
+        if has_own_batches or not isinstance(dataset.sampler, SequentialSampler):
+            return dataset
+        part = Subset(dataset.dataset, _draw(len(dataset.sampler), most))
+        return DataLoader(part, dataset.batch_size, collate_fn=dataset.collate_fn)
+    return Subset(dataset, _draw(len(dataset), most)) if _has_places(dataset) else dataset
+
+
+def _has_places(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 def _iter_rows(dataset: Any, argument: str, reads: Reads, transform_fn: Transform | None) -> Iterator[Row]:
@@ -89,7 +114,7 @@ def _yields_batches(dataset: Any) -> bool | None:
 
 
 def _iter_items(dataset: Any, argument: str) -> Iterator[Any]:
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    if _has_places(dataset) and not hasattr(dataset, "__iter__"):
         yield from (dataset[place] for place in range(len(dataset)))  # as torch's data sets are
         return
     items = dataset() if callable(dataset) and not hasattr(dataset, "__iter__") else dataset

@@ -92,6 +92,12 @@ def test_no_more_is_read_than_is_wanted(tmp_path: Path) -> None:
     assert len(read(write_set(DataLoader(TensorDataset(X, Y), 4), tmp_path / "s", "data", ONE, most=7))["x"]) == 7
 
 
+@pytest.mark.parametrize("form", ["loader", "data set", "list of tuples", "columns"])
+def test_a_part_of_what_stands_in_order_is_drawn(form: str, tmp_path: Path) -> None:
+    labels = read(write_set(FORMS[form], tmp_path / "set", "data", ONE, most=4))["label"]
+    assert len(set(labels)) == 4 and max(labels) > 4 and list(labels) == sorted(labels)
+
+
 @pytest.mark.parametrize(
     "items", [[((X[0], X[1]), Y[0])], [(X[0], X[1], Y[0])], [[X[0], [X[1]], Y[0]]]], ids=["nested", "flat", "lists"]
 )
