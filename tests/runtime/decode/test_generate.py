@@ -372,7 +372,7 @@ def test_what_is_no_decoder_generates_nothing(image_bundle: Path, opened: Callab
             bundle.generate("x", chat=True)
     with pytest.raises(UsageError, match="it keeps no cache between calls"):
         Decoder(object(), KvCacheSpec(1, 1, 1))  # type: ignore[arg-type]
-    assert runtime.__all__ == ["Bundle", "open_bundle"]
+    assert runtime.__all__ == ["Bundle", "assert_passes", "open_bundle"]
 
 
 def test_nan_is_refused_by_name(tiny: Any, make_decoder_bundle: MakeBundle) -> None:
