@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -30,7 +29,7 @@ from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.load import build_as_given
 from compress.models.source import locate
-from compress.planning.draft import find_model_source, name_recipe
+from compress.planning.draft import find_model_source, make_recipe, name_recipe
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
 from compress.planning.usual import PassMapping, choose_gates, describe_passes
@@ -39,6 +38,7 @@ from compress.recipe.schema import Recipe
 from compress.search.chains import make_training
 from compress.search.pursue import pursue
 from compress.search.study import FOUND, Study
+from compress.search.sweep import choose_log
 from compress.search.sweep import sweep as search
 from compress.store.output import name_output
 from runtime.report.report import Report
@@ -196,8 +196,7 @@ def bench(model: Any, *, budget_seconds: float | None = None, **given: Unpack[Gi
     `budget_seconds`: when to end; default: five minutes. All else as of `quantize`.
     """
     said, out = _write_given(model, given, "-bench")
-    log = _log_nothing if given.get("quiet") else _log_line
-    return bench_model(said, out, budget_seconds, given.get("cache"), log)
+    return bench_model(said, out, budget_seconds, given.get("cache"), choose_log(given.get("quiet", False)))
 
 
 def plan(
@@ -254,11 +253,7 @@ def sweep(
 def _read_recipe(recipe: RecipeGiven) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
-    if isinstance(recipe, Mapping):
-        from compress.planning.draft import make_recipe
-
-        return make_recipe(recipe, Path())
-    return load_recipe(Path(recipe))
+    return make_recipe(recipe, Path()) if isinstance(recipe, Mapping) else load_recipe(Path(recipe))
 
 
 def _put_model(recipe: Recipe, model: Any, processing_class: Any, out: Path) -> Recipe:
@@ -360,11 +355,3 @@ def _build_as_given(recipe: RecipeGiven) -> nn.Module:
     """Build a recipe's model as it came, in whose place a compressed one is loaded."""
     typed = _read_recipe(recipe)
     return build_as_given(locate(typed.model, typed.root))
-
-
-def _log_nothing(text: str) -> None:
-    pass
-
-
-def _log_line(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -15,6 +15,7 @@ from compress.api.datasets import Reads
 from compress.errors import SourceError
 from compress.models.huggingface import quiet
 from compress.models.live import copy_held, hold
+from compress.models.weights import write_state
 
 if TYPE_CHECKING:
     import onnx
@@ -67,14 +68,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _write_module(module: nn.Module, folder: Path) -> GivenModel:
-    from safetensors.torch import save_file
-
-    name = hold(module)
-    state = {key: tensor.detach().cpu().clone().contiguous() for key, tensor in module.state_dict().items()}
-    path = folder / WEIGHTS
-    draft = path.with_suffix(".partial")
-    save_file(state, draft)  # tied tensors are stored twice, and stay tied in what holds them
-    os.replace(draft, path)
+    name, path = hold(module), folder / WEIGHTS
+    write_state(module.state_dict(), path)
     taken = inspect.signature(module.forward).parameters.values()
     names = tuple(p.name for p in taken if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 

@@ -7,21 +7,16 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from safetensors.torch import save_file
 from torch import nn
 
 from compress.blocks.materialise import plain
-from compress.blocks.parametrized import fold_computed, list_computed
 from compress.blocks.sizes import write_shapes
-from compress.errors import SourceError
-from compress.models.factory import USER_ERRORS
+from compress.models.factory import make_fit, run_factory
 from compress.models.live import digest_code
 from compress.models.load import TorchModel
-from compress.models.pruned import fit_record
 from compress.models.source import SHAPES, read_object
-from compress.models.weights import load_state, read_shapes
+from compress.models.weights import load_state, write_state
 from runtime.bundle.files import sha256_of
 from runtime.errors import UsageError
 from runtime.tasks.manifest import read_manifest
@@ -30,14 +25,10 @@ FOLDER, WEIGHTS, CODE = "module", "model.safetensors", "code.json"
 
 
 def write_module(bundle: Path, model: TorchModel) -> None:
-    """Write the module's tensors, its sizes where they are not those that its code builds, and a digest of that code.
-
-    Tensors that share memory are written one by one, and are shared again in what is built.
-    """
+    """Write a module's tensors, its sizes where they are not those that its code builds, and a digest of that code."""
     folder = bundle / FOLDER
     folder.mkdir()
-    state = model.module.state_dict()
-    save_file({plain(name): tensor.detach().clone().contiguous() for name, tensor in state.items()}, folder / WEIGHTS)
+    write_state({plain(name): tensor for name, tensor in model.module.state_dict().items()}, folder / WEIGHTS)
     write_shapes(model.shapes, folder / SHAPES)
     module = getattr(model.module, "wrapped", model.module)
     said = {"class": type(module).__qualname__, "code": digest_code(module)}
@@ -65,22 +56,11 @@ def load_torch(bundle: Path | str, factory: Callable[[], nn.Module] | nn.Module)
     for name, record in records.items():
         if not (root / name).is_file() or sha256_of(root / name) != record.sha256:
             raise UsageError(f"{root / name}: is not as it was written; build the bundle again")
-    module = _build(factory)
+    given = copy.deepcopy(factory) if isinstance(factory, nn.Module) else run_factory(factory, {}, str(root))
+    module = given.float().cpu()
     changed = digest_code(module) != read_object(folder / CODE)["code"]
-    if list_computed(module):
-        fold_computed(module, read_shapes(folder / WEIGHTS).__contains__)
-    fit_record(module, folder / SHAPES)
+    make_fit(module, (folder / WEIGHTS,), folder / SHAPES)
     load_state(module, folder / WEIGHTS)
     if changed:
         warnings.warn(f"{root}: the code of {type(module).__name__} is not that of the build", stacklevel=2)
     return module
-
-
-def _build(factory: Any) -> nn.Module:
-    try:
-        module = copy.deepcopy(factory) if isinstance(factory, nn.Module) else factory()
-    except USER_ERRORS as error:
-        raise SourceError(f"the factory failed: {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise SourceError(f"the factory gave {type(module).__name__}, not a torch.nn.Module")
-    return module.float().cpu().eval()

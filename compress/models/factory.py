@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,10 +45,18 @@ def build(source: Source) -> nn.Module:
     no module.
     """
     module = copy_held(source.live) if source.live is not None else _call_factory(source)
+    return make_fit(module, source.weights, source.shapes)
+
+
+def make_fit(module: nn.Module, weights: Sequence[Path], shapes: Path | None) -> nn.Module:
+    """Give a module as its code builds it the parameters and the sizes that weight files have; return it, in eval mode.
+
+    Their values are still to be loaded. `shapes`: a pruned model's record. SourceError: it is of another model.
+    """
     module.eval()
-    if source.weights and list_computed(module):
-        fold_computed(module, {name for path in source.weights for name in read_shapes(path)}.__contains__)
-    fit_record(module, source.shapes)
+    if weights and list_computed(module):
+        fold_computed(module, {name for path in weights for name in read_shapes(path)}.__contains__)
+    fit_record(module, shapes)
     return module
 
 
@@ -62,12 +70,17 @@ def _call_factory(source: Source) -> nn.Module:
         raise SourceError(
             f"{source.name}: model.args: {error}; the factory is {code[1]}{inspect.signature(factory)}"
         ) from error
+    return run_factory(factory, source.spec.args, source.name)
+
+
+def run_factory(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> nn.Module:
+    """Call a user's factory; SourceError, led by `name`, where it fails or gives no module."""
     try:
-        module = factory(**source.spec.args)
+        module = factory(**arguments)
     except USER_ERRORS as error:
-        raise SourceError(f"{source.name}: the factory failed: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{name}: the factory failed: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise SourceError(f"{source.name}: the factory gave {type(module).__name__}, not a torch.nn.Module")
+        raise SourceError(f"{name}: the factory gave {type(module).__name__}, not a torch.nn.Module")
     return module
 
 

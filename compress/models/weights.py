@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compress.blocks.materialise import plain
 from compress.errors import SourceError
 from compress.rounding.grid import finite
+from runtime.bundle.files import put_in_place
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -90,6 +91,18 @@ def load_state(module: nn.Module, path: Path) -> None:
     state = read_state(path)
     check_shapes(module, {name: tuple(tensor.shape) for name, tensor in state.items()}, str(path))
     module.load_state_dict(state, strict=False)  # strictness is check_shapes'; tied tensors may be absent
+
+
+def write_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as `load_state` reads them: whole, or not at all.
+
+    Those that share memory are written one by one, and are shared again in what is built.
+    """
+    from safetensors.torch import save_file
+
+    draft = path.with_name(f".{path.name}.partial")
+    save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, draft)
+    put_in_place(draft, path)
 
 
 def check_finite(module: nn.Module, where: str) -> None:
