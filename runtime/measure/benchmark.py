@@ -283,8 +283,6 @@ def measure(
         with name_file(Path(folder) / FEEDS):
             write_batches(Path(folder) / FEEDS, batches)
         models = [_describe_model(root, variant, number) for number, variant in enumerate(variants)]
-        if manifest.generates:
-            models = [replace(model, feeds=0) for model in models]
         models += [TimedModel(str(model.path), model.backend, model.options, 0, model.cache) for model in beside]
         order = Order(
             models=tuple(models),

@@ -7,6 +7,7 @@ imported before, so that what is counted is the model.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -94,10 +95,10 @@ def measure_process(task: Mapping[str, Any]) -> Answer:
     """Do an `Order`, given as JSON values. Raises what the backends raise, but for models beside the judged ones."""
     order = from_json(Order, task, "order")
     with ExitStack() as stack:
-        return _Process(order, stack).measure()
+        return (_Requests if order.generates else _Calls)(order, stack).measure()
 
 
-class _Process:
+class _Process(ABC):
     def __init__(self, order: Order, stack: ExitStack) -> None:
         self.order, self.stack, self.settings = order, stack, order.settings
         self.begun = time.perf_counter()
@@ -120,38 +121,21 @@ class _Process:
                 self._run_some(number, sessions[number])
                 self.record["probe"]["peak_memory_bytes"] = max(peak_memory_bytes() - bare, 0)
         self.record["starting_s"] = time.perf_counter() - self.begun
-        judged = [sessions[number] for number in range(n)]
-        if self.order.generates:
-            self._time_requests([self._make_decoder(number, session) for number, session in enumerate(judged)])
-        else:
-            self._time_calls(judged)
+        self._time([sessions[number] for number in range(n)])
         return self.record, self.arrays
+
+    @abstractmethod
+    def _run_some(self, number: int, session: Session) -> None:
+        """Use a model for the first time, so that it holds what it needs."""
+
+    @abstractmethod
+    def _time(self, judged: Sequence[Session]) -> None:
+        """Time the judged models in turn, and with the first of them those beside."""
 
     def _open(self, model: TimedModel) -> Session:
         session = open_model(find_backend(model.backend), Path(model.path), self.settings.threads, model.options)
         self.stack.callback(session.close)
         return session
-
-    def _run_some(self, number: int, session: Session) -> None:
-        if self.order.generates:
-            decoder, new_tokens = self._make_decoder(number, session), self.settings.new_tokens
-            for _ in range(RUNS - 1):  # a request is many calls
-                run_request(decoder, self._prompts("single")[0], new_tokens, made=min(new_tokens, WARM_TOKENS))
-        else:
-            call = self._make_call(number, session, "single")
-            for _ in range(RUNS):
-                call(0)
-
-    def _read_batches(self, number: int, session: Session, part: str) -> list[Feeds]:
-        """Return the batches that a model's calls read; inputs that it lacks are left out of them."""
-        wanted = {spec.name for spec in session.inputs}
-        return [
-            {name: values for name, values in batch.items() if name in wanted}
-            for batch in self.batches[f"{part} {self.order.models[number].feeds}"]
-        ]
-
-    def _make_call(self, number: int, session: Session, part: str) -> Call:
-        return make_call(session, self._read_batches(number, session, part))
 
     def _open_beside(self, make: Callable[[int, Session], Any]) -> list[Any]:
         """Return what is timed of the models beside the judged ones, made by `make`; None where one fails, and why."""
@@ -165,7 +149,51 @@ class _Process:
             opened.append(made)
         return opened
 
-    def _time(self, part: str, calls: Sequence[Call], count: int, budget_s: float, least_s: float = 0.0) -> Array:
+    def _measure_energy(self, works: Sequence[Call], amount: int) -> None:
+        meter = find_meter(self.order.models[0].backend)
+        if isinstance(meter, str):
+            self.record["energy"] = meter
+        else:
+            self.arrays["energy"] = measure_energy(meter, works, [amount] * len(works))
+
+
+class _Calls(_Process):
+    """Of models that answer a call: calls of one batch size, of a large one, and whole answers."""
+
+    def _run_some(self, number: int, session: Session) -> None:
+        call = self._make_call(number, session, "single")
+        for _ in range(RUNS):
+            call(0)
+
+    def _time(self, judged: Sequence[Session]) -> None:
+        settings, seconds = self.settings, self.order.seconds
+        single = [self._make_call(number, session, "single") for number, session in enumerate(judged)]
+        self.arrays["calls"] = self._time_part("calls", single, settings.iterations, seconds.calls, seconds.least_calls)
+        on_device = time_on_device(judged, single)
+        if on_device is not None:
+            self.arrays["device"] = on_device
+        self._time_beside(single[0], lambda number, session: self._make_call(number, session, "single"))
+        large = [self._make_call(number, session, "large") for number, session in enumerate(judged)]
+        count = max(1, settings.iterations // 4)  # each is many samples
+        self.arrays["large"] = self._time_part("large", large, count, seconds.large, seconds.least_large)
+        self._measure_energy(large, settings.throughput_batch_size)
+        if settings.latency_limit_ms:
+            self.arrays["limited"] = np.array(self._find_limited(judged))
+        if self.order.answers:
+            self._time_answers(judged)
+
+    def _read_batches(self, number: int, session: Session, part: str) -> list[Feeds]:
+        """Return the batches that a model's calls read; inputs that it lacks are left out of them."""
+        wanted = {spec.name for spec in session.inputs}
+        return [
+            {name: values for name, values in batch.items() if name in wanted}
+            for batch in self.batches[f"{part} {self.order.models[number].feeds}"]
+        ]
+
+    def _make_call(self, number: int, session: Session, part: str) -> Call:
+        return make_call(session, self._read_batches(number, session, part))
+
+    def _time_part(self, part: str, calls: Sequence[Call], count: int, budget_s: float, least_s: float = 0.0) -> Array:
         """Time calls in turn; return seconds [models, rounds, calls]."""
         shape = (self.order.shapes or {}).get(part)
         turns = time_in_turns(
@@ -186,23 +214,6 @@ class _Process:
         self.record["taken"][part] = turns.taken
         self.record["set_apart"] += turns.set_apart
 
-    def _time_calls(self, judged: Sequence[Session]) -> None:
-        settings, seconds = self.settings, self.order.seconds
-        single = [self._make_call(number, session, "single") for number, session in enumerate(judged)]
-        self.arrays["calls"] = self._time("calls", single, settings.iterations, seconds.calls, seconds.least_calls)
-        on_device = time_on_device(judged, single)
-        if on_device is not None:
-            self.arrays["device"] = on_device
-        self._time_beside(single[0], lambda number, session: self._make_call(number, session, "single"))
-        large = [self._make_call(number, session, "large") for number, session in enumerate(judged)]
-        count = max(1, settings.iterations // 4)  # each is many samples
-        self.arrays["large"] = self._time("large", large, count, seconds.large, seconds.least_large)
-        self._measure_energy(large, settings.throughput_batch_size)
-        if settings.latency_limit_ms:
-            self.arrays["limited"] = np.array(self._find_limited(judged))
-        if self.order.answers:
-            self._time_answers(judged)
-
     def _time_beside(self, baseline: Call, make: Callable[[int, Session], Call]) -> None:
         """Time the models beside the judged ones, in rounds with the first of these; NaN for one that fails."""
         opened = self._open_beside(make)
@@ -220,19 +231,12 @@ class _Process:
         share, count = 1 + len(working) / 2, max(1, self.settings.iterations // 2)
         ratios = np.full(len(opened), np.nan)
         try:
-            medians = np.median(self._time("beside", calls, count, share * self.order.seconds.calls / 2), axis=2)
+            medians = np.median(self._time_part("beside", calls, count, share * self.order.seconds.calls / 2), axis=2)
             ratios[working] = np.median(medians[1:] / medians[0], axis=1)
         except Exception as error:  # noqa: BLE001 - as above; which of them failed is not known
             self.record["errors"] |= dict.fromkeys(map(str, working), str(error) or type(error).__name__)
         self.arrays["beside"] = ratios
         self.record["shapes"].pop("beside", None)  # they need not be alike: a ratio is kept of each
-
-    def _measure_energy(self, works: Sequence[Call], amount: int) -> None:
-        meter = find_meter(self.order.models[0].backend)
-        if isinstance(meter, str):
-            self.record["energy"] = meter
-        else:
-            self.arrays["energy"] = measure_energy(meter, works, [amount] * len(works))
 
     def _find_limited(self, judged: Sequence[Session]) -> list[float]:
         """Return samples per second of each model at its largest batch in time; 0 where even one sample is late."""
@@ -245,7 +249,9 @@ class _Process:
             for number, session in enumerate(judged):
                 batch = self._read_batches(number, session, "large")[0]
                 calls.append(make_call(session, [_resize_feeds(batch, size)]))
-            seconds = self._time(f"limited {size}", calls, self.settings.iterations // 4, self.order.seconds.limited)
+            seconds = self._time_part(
+                f"limited {size}", calls, self.settings.iterations // 4, self.order.seconds.limited
+            )
             times = seconds.reshape(len(calls), -1)
             in_time = np.percentile(times, self.settings.latency_percentile, axis=1) <= limit_s
             for m in range(2):
@@ -279,18 +285,20 @@ class _Process:
         )
         self.record["shapes"]["answers"] = list(self.arrays["answers"].shape[1:3])
 
-    def _prompts(self, part: str) -> list[Prompts]:
-        batches = self.batches[f"{part} 0"]
-        return list(batches) if self.order.start_tokens else [list(batch["prompts"]) for batch in batches]
 
-    def _make_decoder(self, number: int, session: Session) -> Decoder | EncodedDecoder:
-        start, cache = self.order.start_tokens, self.order.models[number].cache
-        return EncodedDecoder(session, start) if start else Decoder(session, cache)
+class _Requests(_Process):
+    """Of models that write text: whole requests, token by token."""
 
-    def _time_requests(self, decoders: Sequence[Decoder | EncodedDecoder]) -> None:
+    def _run_some(self, number: int, session: Session) -> None:
+        decoder, new_tokens = self._make_decoder(number, session), self.settings.new_tokens
+        for _ in range(RUNS - 1):  # a request is many calls
+            run_request(decoder, self._read_prompts()[0], new_tokens, made=min(new_tokens, WARM_TOKENS))
+
+    def _time(self, judged: Sequence[Session]) -> None:
+        decoders = [self._make_decoder(number, session) for number, session in enumerate(judged)]
         settings, seconds = self.settings, self.order.seconds
         seed, new_tokens = self.order.seed + self.order.index, settings.new_tokens
-        prompts = self._prompts("single")
+        prompts = self._read_prompts()
         shape = (self.order.shapes or {}).get("requests")
         warmup = min(settings.warmup, 3)
         times = time_requests(
@@ -328,6 +336,14 @@ class _Process:
                 return time_requests(decoders, given, new_tokens, count, 1, seed, budget_s, self.one_thread)
 
             self.arrays["limited"] = np.array(find_goodput(time_batch, settings))
+
+    def _read_prompts(self) -> list[Prompts]:
+        batches = self.batches["single 0"]
+        return list(batches) if self.order.start_tokens else [list(batch["prompts"]) for batch in batches]
+
+    def _make_decoder(self, number: int, session: Session) -> Decoder | EncodedDecoder:
+        start, cache = self.order.start_tokens, self.order.models[number].cache
+        return EncodedDecoder(session, start) if start else Decoder(session, cache)
 
 
 def _resize(batch: Prompts, size: int) -> Prompts:
