@@ -19,8 +19,6 @@ from compress.graph.run import clone, open_session
 from compress.graph.specs import POSITIONS, n_cached_layers, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
-LAST = np.iinfo(np.int32).max
-"""An end of a slice at or beyond this is the axis' own end."""
 LONGEST_TABLE = 2**25
 """Numbers of a rotary table up to which it is written into the file (128 MiB)."""
 VISIBLE = -1e4

@@ -75,13 +75,6 @@ class BitBudget(Record):
         wanted = self.average if self.average is not None else FLOAT_BITS / (self.size_ratio or 1)
         return min(self.choices, key=lambda bits: (abs(bits - wanted), bits))
 
-    @property
-    def may_go_below_equal(self) -> bool:
-        """Return whether a layer may get fewer bits than all could have: what is chosen is then confirmed."""
-        if self.average is None:
-            return len(self.choices) > 2
-        return max(bits for bits in self.choices if bits <= self.average) > min(self.choices)
-
     def describe(self) -> str:
         """Format the budget as a recipe gives it: "size_ratio 5"."""
         name = next(name for name in BUDGETS if getattr(self, name) is not None)
