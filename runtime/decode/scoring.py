@@ -7,12 +7,14 @@ both models read the same batch, side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
 from runtime.backends import Session
 from runtime.bundle.columns import Array, Columns, count
+from runtime.clock.machine import count_cores
 from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.errors import BundleError, UsageError
@@ -144,7 +146,12 @@ def measure_tokens(
         logits, targets = [model_logits[counted] for model_logits in logits], targets[counted]
     step = max(1, at_once // logits[0].shape[-1])
     pieces = [slice(start, start + step) for start in range(0, max(len(targets), 1), step)]  # one for no tokens
-    parts = [_measure_piece([model_logits[piece] for model_logits in logits], targets[piece]) for piece in pieces]
+
+    def measure(piece: slice) -> TokenNumbers:
+        return _measure_piece([model_logits[piece] for model_logits in logits], targets[piece])
+
+    with ThreadPoolExecutor(count_cores()) as pool:  # nothing else computes meanwhile
+        parts = list(pool.map(measure, pieces))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -153,7 +160,9 @@ def _measure_piece(logits: Sequence[Array], targets: Array) -> TokenNumbers:
         (own, _, log_own), *reference = (_exponentiate(model_logits) for model_logits in logits)
         found = {"nll": log_own - _pick_tokens(own, targets)}
         for theirs, weights, log_theirs in reference:
-            apart = np.where(weights > 0, weights * (theirs - own), 0 * weights).sum(axis=-1)  # [t]
+            apart = np.matmul(weights[:, None], (theirs - own)[..., None])[:, 0, 0]  # [t]
+            if not np.isfinite(apart).all():  # a token that neither model ever says is nothing to both
+                apart = np.where(weights > 0, weights * (theirs - own), 0 * weights).sum(axis=-1)
             divergence = apart / np.exp(log_theirs) - log_theirs + log_own
             found["reference_nll"] = log_theirs - _pick_tokens(theirs, targets)
             found["kl"] = np.maximum(divergence, 0.0)  # rounding can leave -1e-7
