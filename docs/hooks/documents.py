@@ -20,6 +20,7 @@ from compress.commands.compare import Comparison, LayerChange, RecipeChange, Sli
 from compress.commands.doctor import Finding
 from compress.commands.ladder import Ladder, Rung
 from compress.commands.parity import Parity
+from compress.commands.push import Pushed
 from compress.commands.reproduce import Reproduction
 from compress.facts import LayerDecision, Note
 from compress.planning.measured_speed import LatencyForecast
@@ -143,12 +144,14 @@ class StudyDocument(TypedDict):
 
 
 class Verified(TypedDict):
-    """All files are as the manifest says. `signed_with`: the key that was asked for."""
+    """All files are as the manifest says. `signed_with`: the key that was asked for; `left_out`: evaluation data that
+    the bundle came without."""
 
     verdict: Literal["pass"]
     files: int
     digest: str
     signed_with: NotRequired[str]
+    left_out: NotRequired[list[str]]
 
 
 class LadderDocument(TypedDict):
@@ -200,6 +203,7 @@ DOCUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "verify": (Verified, ("verify",)),
     "parity": (extend(Parity, holds=bool) | LadderDocument, ("parity",)),
     "reproduce": (extend(Reproduction, verdict=Literal["pass", "fail"]), ("reproduce",)),
+    "push": (extend(Pushed, verdict=Literal["pass"]), ("push",)),
     "doctor": (Diagnosis, ("doctor",)),
 }
 """Name of a document -> (what it is made of, the commands of `compress` that print it)."""
