@@ -37,7 +37,7 @@ from runtime.bundle.format import CAME_WITHOUT, find_left_out
 from runtime.errors import BundleError, UsageError
 from runtime.report.stored import read_stored_report
 from runtime.report.validate import validate
-from runtime.tasks.manifest import read_manifest, verify
+from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
 BASE = {**LOCK["model"], "source": "hf:owner/base"}
 SETS = {**LOCK["data"], "evaluation": {**LOCK["data"]["evaluation"], "source": "hf:owner/set:part"}}
@@ -51,12 +51,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bundle = make_bundle(kind, root / kind)
         (bundle / "recipe.yaml").write_text(RECIPE.replace("'dir:${base}'", "'hf:owner/base'"))
         (bundle / "lock.json").write_text(json.dumps({**LOCK, "model": BASE, "data": SETS}))
-        reseal(bundle)
+        store_as(bundle, "int8")
         (bundle / "report.json").unlink()
         validate(bundle)
         (bundle / "host.json").write_text('{"folders": {"base": "/home/ada"}}')
         (bundle / "compress.log").write_text("on this machine\n")
     return root
+
+
+def store_as(bundle: Path, precision: str) -> None:
+    """Make the manifest fit the files, and say what its models' weights are stored in."""
+    manifest = read_manifest(bundle)
+    artifacts = tuple(replace(artifact, precision=precision) for artifact in manifest.artifacts)
+    write_bundle(bundle, replace(manifest, artifacts=artifacts, files={}, digest=""))
 
 
 @pytest.fixture
@@ -200,7 +207,7 @@ def test_what_came_without_its_evaluation_data_says_so(
 
 
 def test_engines_are_not_compiled_where_nothing_can_judge_them(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = EngineOrder("engine-tensorrt", "tensorrt", "candidate", {}, {})
+    order = EngineOrder("engine-tensorrt", "tensorrt", "candidate", ())
     manifest = replace(read_manifest(bundle), orders=(order,))
     monkeypatch.setattr("compress.commands.compile.verify", lambda path: manifest)
     monkeypatch.setattr("compress.commands.compile.why_not_here", lambda order: "")
@@ -218,9 +225,7 @@ def test_the_card_says_what_hubs_read(bundle: Path, hub: Hub) -> None:
     header, text = read_header(repository.files["README.md"]), repository.files["README.md"].decode()
     assert not repository.private
     assert header["pipeline_tag"] == "image-classification" and header["license"] == "apache-2.0"
-    assert (
-        header["base_model"] == "owner/base" and header["base_model_relation"] == "finetune"
-    )  # its weights are float32
+    assert header["base_model"] == "owner/base" and header["base_model_relation"] == "quantized"
     assert header["datasets"] == ["owner/set"] and header["tags"] == ["compressed", "onnxruntime-cpu"]
     (model,) = header["model-index"]
     results = {entry["type"]: entry["value"] for result in model["results"] for entry in result["metrics"]}
@@ -230,9 +235,12 @@ def test_the_card_says_what_hubs_read(bundle: Path, hub: Hub) -> None:
     assert "| top1 |" in text and "compress-run predict tiny-int8/bundle image.png" in text
     assert "hf download me/tiny-int8 --local-dir tiny-int8" in text and "compress-run validate" not in text
     (bundle / "model.sig").write_text("a signature")
+    (bundle / "report.json").unlink()
+    store_as(bundle, "float32")  # as what was pruned is
     push_bundle(bundle, "hf://me/all", with_evaluation=True)
-    assert "bundle/model.sig" in hub.repositories["me/all"].files
-    assert "compress-run validate all/bundle" in hub.repositories["me/all"].files["README.md"].decode()
+    files = hub.repositories["me/all"].files
+    assert "bundle/model.sig" in files and "compress-run validate all/bundle" in files["README.md"].decode()
+    assert read_header(files["README.md"])["base_model_relation"] == "finetune"
 
 
 def test_hubs_have_a_word_for_most_tasks() -> None:
