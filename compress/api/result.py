@@ -14,7 +14,7 @@ from runtime.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from compress.commands.push import Pushed
+    from compress.commands.parcel import Push
     from compress.search.study import Study
     from runtime import Bundle
     from runtime.report.report import Report
@@ -68,9 +68,7 @@ class Result:
             )
         return load_torch(self.folder, self._build)
 
-    def push_to_hub(
-        self, repo_id: str, private: bool = True, with_evaluation: bool = False, licence: str = ""
-    ) -> Pushed:
+    def push_to_hub(self, repo_id: str, private: bool = True, with_evaluation: bool = False, licence: str = "") -> Push:
         """Send the bundle to a model hub, in one commit, as `compress push` does; return what is there and what stayed.
 
         `result.push_to_hub("me/resnet-int8")`. Evaluation data stays unless `with_evaluation` says otherwise: there the

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.commands.inspect import read_json
-from compress.commands.push import Parcel, Pushed, make_record
+from compress.commands.parcel import Parcel, Push, describe_push
 from compress.errors import PushError
 from compress.export.card import FOLDER, hub_card
 from compress.recipe.network import reach_hub
-from compress.tasks import find_torch_task
+from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import MANIFEST
 from runtime.errors import UsageError
 
@@ -28,13 +28,20 @@ AS_IT_WAS = ("float32", "as it was")
 """What the weights of a model that was not quantized are stored in."""
 
 
-def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Pushed:
-    """Commit the bundle into the folder FOLDER of a hub's repository, with the repository's card; errors as there."""
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+def check_hub() -> None:
+    """Raise UsageError where the hub is out of reach by the user's own word, or knows nobody of here."""
+    from huggingface_hub import get_token
 
     with reach_hub():
         if get_token() is None:
             raise UsageError("no token for the hub: log in with `hf auth login`, or set HF_TOKEN")
+
+
+def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Push:
+    """Commit the bundle into the folder FOLDER of a hub's repository, with the repository's card; errors as there."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    with reach_hub():
         api, new = HfApi(), {f"{FOLDER}/{name}": path for name, path in parcel.files.items()}
         with _name_failure(repo_id, "nothing was sent"):
             there = _open_repository(api, repo_id, public)
@@ -55,7 +62,7 @@ def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Pushed:
             )
     name = repo_id.rpartition("/")[2]
     get = f"hf download {repo_id} --local-dir {name}", f"compress-run verify {name}/{FOLDER}"
-    return make_record(parcel, f"hf://{repo_id}", str(commit.oid), public, [], *get)
+    return describe_push(parcel, f"hf://{repo_id}", str(commit.oid), public, [], *get)
 
 
 def _open_repository(api: HfApi, repo_id: str, public: bool) -> ModelInfo:
@@ -96,7 +103,8 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
     from huggingface_hub.repocard_data import CardData
 
     manifest, lock, report = parcel.manifest, parcel.lock, parcel.report
-    candidate, tag = manifest.artifact("candidate"), find_torch_task(manifest.task).hub_tag
+    candidate, task = manifest.artifact("candidate"), TORCH_TASKS.get(manifest.task)
+    tag = task.hub_tag if task is not None else ""
     hub_sets = {name: found for name, record in lock["data"].items() if (found := _find_hub_sets(record["source"]))}
     judged_on = (hub_sets.get("evaluation") or [f"{manifest.name}-evaluation"])[0]
     results = [

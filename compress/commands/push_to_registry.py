@@ -22,7 +22,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from compress.commands.push import Parcel, Pushed, make_record
+from compress.commands.parcel import Parcel, Push, describe_push
 from compress.errors import PushError
 from runtime.bundle.files import sha256_of
 from runtime.bundle.format import canonical_json
@@ -33,18 +33,18 @@ EMPTY = b"{}"
 """The config of what is no image."""
 SECONDS = 600
 """Until a registry that says nothing is given up: it hashes a file of gigabytes before it answers."""
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
+LOCAL = ("localhost", "127.0.0.1")
 """Hosts that are spoken to without encryption: registries on this machine."""
 
 
-class _StayHere(HTTPRedirectHandler):
+class _NoRedirects(HTTPRedirectHandler):
     """Follows no redirect: what lets us into a registry would go along."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-OPENER = build_opener(_StayHere)
+OPENER = build_opener(_NoRedirects)
 CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -58,7 +58,7 @@ class Repository:
 
     @property
     def address(self) -> str:
-        scheme = "http" if self.host.rpartition(":")[0] in LOCAL or self.host in LOCAL else "https"
+        scheme = "http" if self.host.partition(":")[0] in LOCAL else "https"
         return f"{scheme}://{self.host}/v2/{self.name}"
 
     def send(
@@ -143,7 +143,7 @@ def read_credentials(host: str) -> str:
         return ""
 
 
-def push_to_registry(parcel: Parcel, repository: Repository, tag: str) -> Pushed:
+def push_to_registry(parcel: Parcel, repository: Repository, tag: str) -> Push:
     """Send all files of a parcel as blobs, each once, then the manifest that names them, under `tag`. PushError."""
     known = {name: record.sha256 for name, record in parcel.manifest.files.items()}
     digests = {name: f"sha256:{known.get(name) or sha256_of(path)}" for name, path in parcel.files.items()}
@@ -173,7 +173,7 @@ def push_to_registry(parcel: Parcel, repository: Repository, tag: str) -> Pushed
     more += [f"the tag was at {earlier} before"] if earlier not in (None, digest) else []
     name = parcel.manifest.name
     get = f"oras pull {place}@{digest} --output {name}", f"compress-run verify {name}"
-    return make_record(parcel, f"oci://{place}:{tag}", digest, None, more, *get)
+    return describe_push(parcel, f"oci://{place}:{tag}", digest, None, more, *get)
 
 
 def _send_blob(repository: Repository, digest: str, content: Path | bytes) -> None:

@@ -19,8 +19,8 @@ from compress.commands.blame import Blame
 from compress.commands.compare import Comparison, LayerChange, RecipeChange, SliceComparison
 from compress.commands.doctor import Finding
 from compress.commands.ladder import Ladder, Rung
+from compress.commands.parcel import Push
 from compress.commands.parity import Parity
-from compress.commands.push import Pushed
 from compress.commands.reproduce import Reproduction
 from compress.facts import LayerDecision, Note
 from compress.planning.measured_speed import LatencyForecast
@@ -203,7 +203,7 @@ DOCUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "verify": (Verified, ("verify",)),
     "parity": (extend(Parity, holds=bool) | LadderDocument, ("parity",)),
     "reproduce": (extend(Reproduction, verdict=Literal["pass", "fail"]), ("reproduce",)),
-    "push": (extend(Pushed, verdict=Literal["pass"]), ("push",)),
+    "push": (extend(Push, verdict=Literal["pass"]), ("push",)),
     "doctor": (Diagnosis, ("doctor",)),
 }
 """Name of a document -> (what it is made of, the commands of `compress` that print it)."""
