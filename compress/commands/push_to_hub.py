@@ -43,7 +43,7 @@ def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Push:
 
     with reach_hub():
         api, new = HfApi(), {f"{FOLDER}/{name}": path for name, path in parcel.files.items()}
-        with _name_failure(repo_id, "nothing was sent"):
+        with _name_failure(repo_id, "no file was sent"):
             there = _open_repository(api, repo_id, public)
             kept = _read_header(api, repo_id, there)
         names = {file.rfilename for file in there.siblings or ()}
@@ -123,7 +123,7 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
     base = source.removeprefix("hf:") if source.startswith("hf:") else kept.get("base_model")
     quantized = candidate.precision not in AS_IT_WAS
     ours = ModelCardData(
-        license=parcel.licence or None,
+        license=parcel.licence.lower() or None,
         library_name="onnx" if candidate.kind == "onnx" else None,
         pipeline_tag=tag or None,
         base_model=base,
@@ -152,5 +152,6 @@ def _name_failure(repo_id: str, there: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        line = " ".join(str(error).split()) or type(error).__name__
+        cause = f" {error.__cause__}" if isinstance(error.__cause__, Exception) else ""  # which file, and then why
+        line = " ".join(f"{error}{cause}".split()) or type(error).__name__
         raise PushError(f"hf://{repo_id}: {line}; {there}") from error

@@ -45,6 +45,11 @@ def serve(answer: Callable[[Call], Answer]) -> Iterator[str]:
         def handle_any(self) -> None:
             path, _, query = self.path.partition("?")
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if "chunked" in self.headers.get("Transfer-Encoding", ""):
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
             headers = {name.lower(): value for name, value in self.headers.items()}
             given = answer(Call(self.command, path, query, headers, body))
             content = given.body if isinstance(given.body, bytes) else json.dumps(given.body).encode()

@@ -39,6 +39,7 @@ from runtime.report.stored import read_stored_report
 from runtime.report.validate import validate
 from runtime.tasks.manifest import read_manifest, verify, write_bundle
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the hub's library, of itself
 BASE = {**LOCK["model"], "source": "hf:owner/base"}
 SETS = {**LOCK["data"], "evaluation": {**LOCK["data"]["evaluation"], "source": "hf:owner/set:part"}}
 
