@@ -107,16 +107,18 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
     tag = task.hub_tag if task is not None else ""
     hub_sets = {name: found for name, record in lock["data"].items() if (found := _find_hub_sets(record["source"]))}
     judged_on = (hub_sets.get("evaluation") or [f"{manifest.name}-evaluation"])[0]
+    measured = {} if report is None else report.candidate.metrics
+    n_samples = 0 if manifest.evaluation is None else manifest.evaluation.n_samples
     results = [
         EvalResult(
             task_type=tag or manifest.task,
             dataset_type=judged_on,
-            dataset_name=f"{judged_on}, {report.n_samples} samples",
+            dataset_name=f"{judged_on}, {n_samples} samples",
             metric_type=name,
             metric_name=name,
             metric_value=float(f"{value:.6g}"),
         )
-        for name, value in (() if report is None else report.candidate.metrics.items())
+        for name, value in measured.items()
         if math.isfinite(value)
     ]
     source = str(lock["model"]["source"])
@@ -141,7 +143,7 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
 def _find_hub_sets(source: Any) -> list[str]:
     """Return the hub's names of the data sets in a record of the lock: one source, or several by name."""
     sources = list(source.values()) if isinstance(source, dict) else [source]
-    return [str(one).removeprefix("hf:").partition(":")[0] for one in sources if str(one).startswith("hf:")]
+    return [str(name).removeprefix("hf:").partition(":")[0] for name in sources if str(name).startswith("hf:")]
 
 
 @contextmanager

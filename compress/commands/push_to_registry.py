@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Repository:
         headers: Mapping[str, str] | None = None,
         body: bytes | Path | None = None,
         logged_in: bool = False,
-    ) -> tuple[int, Mapping[str, str]]:
+    ) -> tuple[int, Message]:
         """Send a request and return status and headers of the answer; HEAD may find nothing. PushError for a refusal.
 
         A registry that asks who calls, as it does again where a token has run out, is told, and asked once more.
@@ -87,7 +88,7 @@ class Repository:
 
     def _send_once(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | Path | None
-    ) -> tuple[int, Mapping[str, str]]:
+    ) -> tuple[int, Message]:
         own = self.header if url.startswith(self.address.removesuffix(f"/v2/{self.name}") + "/") else {}
         with ExitStack() as stack:
             data: Any = body

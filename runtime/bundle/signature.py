@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from runtime.bundle.files import regular_files
@@ -77,7 +77,7 @@ def hash_signed_files(root: Path, ignored: Iterable[str] = ()) -> Any:
             found = {there.identifier: there.digest for there in hashed.resource_descriptors()}
             like = found[MANIFEST]  # also a sha256
             found |= {name: replace(like, digest_value=bytes.fromhex(digest)) for name, digest in left_out.items()}
-            items = [FileManifestItem(path=name, digest=digest) for name, digest in found.items()]
+            items = [FileManifestItem(path=PurePosixPath(name), digest=digest) for name, digest in found.items()]
             return Manifest(hashed.model_name, items, SerializationType.from_args(hashed.serialization_type))
 
     unsigned = [name for name in files if not is_signed(name)]
