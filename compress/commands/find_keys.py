@@ -9,15 +9,17 @@ from pathlib import Path
 
 KEYS = {
     "a private key": rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----",
-    "a token of Hugging Face": rb"\bhf_[A-Za-z0-9]{30,}",
-    "a token of GitHub": rb"\bgh[oprsu]_[A-Za-z0-9]{36,}|\bgithub_pat_[A-Za-z0-9_]{60,}",
-    "a token of GitLab": rb"\bglpat-[A-Za-z0-9_-]{20,}",
-    "a token of Slack": rb"\bxox[abeprs]-[A-Za-z0-9-]{20,}",
-    "an access key of AWS": rb"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
-    "a key of Google": rb"\bAIza[A-Za-z0-9_-]{35}",
-    "a key of OpenAI or Anthropic": rb"(?<![\w-])sk-[A-Za-z0-9_-]{32,}",
-    "a password in an address": rb"\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@\"'{}<>$]{1,64}:[^\s/@\"'{}<>$]{4,128}@[\w.-]+",
+    "a token of Hugging Face": rb"hf_(?<!\w...)[A-Za-z0-9]{30,}",
+    "a token of GitHub": rb"gh[oprsu]_(?<!\w....)[A-Za-z0-9]{36,}",
+    "a fine-grained token of GitHub": rb"github_pat_[A-Za-z0-9_]{60,}",
+    "a token of GitLab": rb"glpat-[A-Za-z0-9_-]{20,}",
+    "a token of Slack": rb"xox[abeprs]-(?<!\w.....)[A-Za-z0-9-]{20,}",
+    "an access key of AWS": rb"A[KS]IA(?<!\w....)[A-Z0-9]{16}\b",
+    "a key of Google": rb"AIza(?<!\w....)[A-Za-z0-9_-]{35}",
+    "a key of OpenAI or Anthropic": rb"sk-(?<![\w-]...)[A-Za-z0-9_-]{32,}",
+    "a password in an address": rb"://[^\s/:@\"'{}<>$]{1,64}:[^\s/@\"'{}<>$]{4,128}@[\w.-]+",
 }
+"""Each begins with letters, which are sought at 1 GB/s; with a look-behind before them it is 30 MB/s."""
 WRITTEN = (
     rb"(?i)\b\w*(?:password|passwd|secret|api_?key|access_?key|auth_?token|access_?token|hf_token)[\"']?"
     rb"\s*[:=]\s*[\"']?(?!\$|null\b|none\b)[^\s\"'{}\[\],]{6,}"
@@ -25,8 +27,8 @@ WRITTEN = (
 """A value under a name that says what it is. In what people write alone: weights, vocabularies and configurations have
 a `pad_token` and words like these."""
 BY_HAND = ("recipe.yaml", "lock.json", "provenance.json")
-MOST_BYTES, END_BYTES = 64 * 2**20, 4 * 2**20
-"""A larger file is weights: what was written into it lies in its head or at its end."""
+MOST_BYTES, END_BYTES = 2**30, 64 * 2**20
+"""A larger file is weights: what was written into it lies in its head or at its end. 1 GiB takes ten seconds."""
 
 
 def find_keys(files: Mapping[str, Path]) -> Iterator[str]:

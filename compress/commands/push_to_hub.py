@@ -16,6 +16,7 @@ from compress.recipe.network import reach_hub
 from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import MANIFEST
 from runtime.errors import UsageError
+from runtime.tasks.metrics import METRICS
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -107,7 +108,8 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
     tag = task.hub_tag if task is not None else ""
     hub_sets = {name: found for name, record in lock["data"].items() if (found := _find_hub_sets(record["source"]))}
     judged_on = (hub_sets.get("evaluation") or [f"{manifest.name}-evaluation"])[0]
-    measured = {} if report is None else report.candidate.metrics
+    metrics = {} if report is None else report.candidate.metrics
+    by_labels = {n: value for n, value in metrics.items() if n not in METRICS or METRICS[n].against == "labels"}
     n_samples = 0 if manifest.evaluation is None else manifest.evaluation.n_samples
     results = [
         EvalResult(
@@ -118,7 +120,7 @@ def _write_card(parcel: Parcel, repo_id: str, kept: dict[str, Any]) -> str:
             metric_name=name,
             metric_value=float(f"{value:.6g}"),
         )
-        for name, value in measured.items()
+        for name, value in (by_labels or metrics).items()
         if math.isfinite(value)
     ]
     source = str(lock["model"]["source"])
