@@ -28,7 +28,9 @@ from compress.commands.compile import compile_bundle
 from compress.commands.find_keys import find_keys
 from compress.commands.push import push_bundle
 from compress.errors import PushError
+from compress.models.source import locate
 from compress.recipe import network
+from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS
 from runtime import open_bundle
 from runtime.__main__ import main
@@ -385,6 +387,16 @@ def test_a_licence_comes_from_the_card_of_the_model(bundle: Path, hub: Hub, tmp_
     assert header["license"] == "mit" and "base_model" not in header and "base_model_relation" not in header
     notes = push_bundle(bundle, "hf://me/tiny", public=True, licence="apache-2.0").notes
     assert "the licence of dir:${base} is mit, and the card says apache-2.0, as you do" in notes
+
+
+def test_a_model_of_the_hub_brings_its_licence_along(bundle: Path, hub: Hub, tmp_path: Path) -> None:
+    card = b"---\nlicense: cc-by-nd-4.0\n---\n"
+    files = {"config.json": b"{}", "model.safetensors": b"\2\0\0\0\0\0\0\0{}", "README.md": card}
+    hub.repositories["owner/base"] = Repository(False, [files])
+    locate(ModelSpec(source="hf:owner/base", task="text-classification"), tmp_path)
+    with pytest.raises(UsageError, match=r"cc-by-nd-4\.0 forbids to pass on changed models"):
+        push_bundle(bundle, "hf://me/tiny", public=True)
+    assert push_bundle(bundle, "hf://me/tiny").licence == "cc-by-nd-4.0"
 
 
 def test_a_bundle_that_is_not_whole_stays(bundle: Path, hub: Hub) -> None:
