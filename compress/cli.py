@@ -526,7 +526,7 @@ def sign(
 def push(
     bundle: BundleFolder,
     to: Annotated[str, typer.Argument(metavar="TO", help="hf://OWNER/NAME or oci://HOST/NAME:TAG.")],
-    public: Annotated[bool, typer.Option("--public", help="hf: everybody may read it; default: you alone.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="hf: everybody may read it; default: private.")] = False,
     with_evaluation: Annotated[
         bool,
         typer.Option(

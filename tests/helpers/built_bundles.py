@@ -36,3 +36,16 @@ LOCK: dict[str, Any] = {
 def reseal(root: Path) -> None:
     """Make the manifest fit the files, as anybody can who may write into the folder."""
     write_bundle(root, replace(read_manifest(root), files={}, digest=""))
+
+
+def write_key(path: Path, key: Any = None, password: bytes | None = None) -> Path:
+    """Write a private key as PEM, and its public key beside it as .pub; return the private key's file."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
+    public = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(*public))
+    return path

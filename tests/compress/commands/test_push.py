@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from built_bundles import LOCK, RECIPE, reseal
+from built_bundles import LOCK, RECIPE, reseal, write_key
 from hub_double import TOKEN, Hub, Repository
 from local_servers import serve
+from places import ROOT
 from registry_double import CREDENTIALS, Registry, digest_of
 from tiny_bundles import KINDS, make_bundle, predict
 from typer.testing import CliRunner, Result
@@ -27,6 +30,7 @@ from compress.cli import app
 from compress.commands.compile import compile_bundle
 from compress.commands.find_keys import find_keys
 from compress.commands.push import push_bundle
+from compress.commands.sign import sign_bundle
 from compress.errors import PushError
 from compress.models.source import locate
 from compress.recipe import network
@@ -111,13 +115,14 @@ def push(*words: Any) -> Result:
     return CliRunner().invoke(app, ["push", *map(str, words)])
 
 
-def pull(hub: Hub, name: str, folder: Path) -> Path:
+def pull(hub: Hub, name: str, folder: Path, to: Path | None = None) -> Path:
     """Fetch a repository as its users do, with the library's own command; return the bundle's folder."""
+    to = to or folder / "pulled"
     away = {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")}
-    words = [Path(sys.executable).with_name("hf"), "download", name, "--local-dir", folder / "pulled"]
+    words = [Path(sys.executable).with_name("hf"), "download", name, "--local-dir", to]
     done = subprocess.run(list(map(str, words)), env={**os.environ, **away}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "pulled/bundle"
+    return to / "bundle"
 
 
 def read_header(card: bytes) -> dict[str, Any]:
@@ -176,6 +181,37 @@ def test_a_bundle_comes_back_from_a_registry(bundle: Path, registry: Registry, t
     assert not [call for call in registry.calls[sent:] if call.method == "PUT" and "/blobs/" in call.path]
     pushed = push_bundle(bundle, to, with_evaluation=True)
     assert not pushed.left_out and f"the tag was at {digest} before" in pushed.notes
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_guide_work(
+    bundle: Path, hub: Hub, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the guide's order, with a signed bundle; `oras` is played by the double."""
+    for library in ("model_signing", "cyclonedx"):
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[trust]'")
+    write_key(tmp_path / "key.pem", password=b"open")
+    monkeypatch.setenv("SIGNING_PASSWORD", "open")
+    for name in ("quickstart-digits", "model"):
+        shutil.copytree(bundle, tmp_path / "bundles" / name)
+    sign_bundle(tmp_path / "bundles/quickstart-digits", tmp_path / "key.pem", "open")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs/howto/push.md").read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if re.match("(compress(-run)?|hf|oras) ", line)]
+    for line in lines:
+        words = shlex.split(line.replace("registry.example.com", registry.address))
+        if words[0] == "hf":
+            pull(hub, words[2], tmp_path / "there", Path.cwd() / words[4])
+        elif words[0] == "oras":
+            shutil.rmtree(words[4])
+            registry.pull(words[2].rpartition(":")[2], Path(words[4]))
+        elif words[0] == "compress-run":
+            write_image(tmp_path)
+            assert main(words[1:]) == 0, line
+        elif words[1] != "apply":
+            done = CliRunner().invoke(app, words[1:])
+            assert done.exit_code == 0, (line, done.stderr)
+    assert len(lines) == 12
 
 
 def write_image(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_bundles import LOCK, RECIPE, reseal
+from built_bundles import LOCK, RECIPE, reseal, write_key
 from tiny_bundles import make_bundle
 from tiny_bundles import sign as seal_manifest
 from typer.testing import CliRunner
@@ -39,16 +39,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from model_signing._cli import main as model_signing_cli
-
-
-def write_key(path: Path, key: Any = None, password: bytes | None = None) -> Path:
-    """Write a private key as PEM, and its public key beside it as .pub; return the private key's file."""
-    key = key or ec.generate_private_key(ec.SECP256R1())
-    lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
-    public = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(*public))
-    return path
 
 
 def certify(folder: Path, name: str, key: Any, issuer: tuple[Any, Any] | None) -> x509.Certificate:
