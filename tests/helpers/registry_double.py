@@ -29,6 +29,8 @@ class Registry:
     """By tag and by digest."""
     tokens: dict[str, int] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    store: str = ""
+    """HOST:PORT of another server that takes the files, as some registries have; "": this one does."""
     refuse: str = ""
     """A pattern of "METHOD PATH" that is answered with 403."""
 
@@ -59,15 +61,19 @@ class Registry:
 
     def _answer_blob(self, call: Call, name: str) -> Answer:
         if call.method == "POST":
-            return Answer(202, b"", {"Location": f"/v2/{name}/blobs/uploads/1?state=a"})
+            place = f"http://{self.store}/files" if self.store else f"/v2/{name}/blobs/uploads/1"
+            return Answer(202, b"", {"Location": f"{place}?state=a"})
         if call.method == "PUT":
-            digest = call.query.replace("%3A", ":").partition("state=a&digest=")[2]
-            if digest != digest_of(call.body):
-                return Answer(400, {"errors": [{"code": "DIGEST_INVALID"}]})
-            self.blobs[digest] = call.body
-            return Answer(201)
+            return self.take_file(call)
         data = self.blobs.get(call.path.rpartition("/")[2])
         return Answer(404) if data is None else Answer(200, data)
+
+    def take_file(self, call: Call) -> Answer:
+        digest = call.query.replace("%3A", ":").partition("state=a&digest=")[2]
+        if digest != digest_of(call.body):
+            return Answer(400, {"errors": [{"code": "DIGEST_INVALID"}]})
+        self.blobs[digest] = call.body
+        return Answer(201)
 
     def _answer_manifest(self, call: Call, reference: str) -> Answer:
         if call.method == "PUT":

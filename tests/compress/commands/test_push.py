@@ -19,7 +19,7 @@ import pytest
 import yaml
 from built_bundles import LOCK, RECIPE, reseal, write_key
 from hub_double import TOKEN, Hub, Repository
-from local_servers import serve
+from local_servers import Answer, Call, serve
 from places import ROOT
 from registry_double import CREDENTIALS, Registry, digest_of
 from tiny_bundles import KINDS, make_bundle, predict
@@ -375,6 +375,18 @@ def test_a_registry_that_does_not_know_us_says_how_to_log_in(bundle: Path, regis
     (tmp_path / "docker/config.json").unlink()
     with pytest.raises(PushError, match=rf"log in with `docker login {registry.address}` or `oras login"):
         push_bundle(bundle, f"oci://{registry.address}/tiny:v1")
+
+
+def test_what_lets_us_in_goes_to_the_registry_alone(bundle: Path, registry: Registry) -> None:
+    calls: list[Call] = []
+
+    def take(call: Call) -> Answer:
+        calls.append(call)
+        return registry.take_file(call)
+
+    with serve(take) as registry.store:
+        push_bundle(bundle, f"oci://{registry.address}/tiny:v1")
+    assert len(calls) == len(registry.blobs) and not any("authorization" in call.headers for call in calls)
 
 
 def test_a_helper_keeps_the_password(
