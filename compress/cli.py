@@ -305,19 +305,21 @@ def inspect(bundle: BundleFolder, as_json: AsJson = False) -> None:
 def verify(bundle: BundleFolder, require_signature: RequiredSignature = None, as_json: AsJson = False) -> None:
     """Check that every file of a bundle is the one its manifest names."""
     with ending(as_json):
+        from runtime.bundle.format import CAME_WITHOUT, find_left_out
         from runtime.bundle.signature import check_signature
         from runtime.tasks.manifest import verify as verify_bundle
 
         if require_signature is not None:
             check_signature(bundle, require_signature)
         manifest, key = verify_bundle(bundle), require_signature
-        n_files = len(manifest.files)
+        left_out = find_left_out(bundle, manifest)
+        n_files = len(manifest.files) - len(left_out)
         if as_json:
             said = {"verdict": "pass", "files": n_files, "digest": manifest.digest}
-            print_json(said | ({"signed_with": str(key)} if key else {}))
+            print_json(said | ({"signed_with": str(key)} if key else {}) | ({"left_out": left_out} if left_out else {}))
         else:
-            signed = f", signed with {key}" if key else ""
-            typer.echo(f"{bundle}: all {n_files} files are as the manifest says (digest {manifest.digest}){signed}")
+            more = (f", signed with {key}" if key else "") + (f"; {CAME_WITHOUT}" if left_out else "")
+            typer.echo(f"{bundle}: all {n_files} files are as the manifest says (digest {manifest.digest}){more}")
 
 
 @app.command()
@@ -518,6 +520,34 @@ def sign(
 
         manifest = sign_bundle(bundle, key, read_password(password_env, certificate), certificate, builder)
         typer.echo(f"{bundle / SIGNATURE}: written (digest {manifest.digest})")
+
+
+@app.command()
+def push(
+    bundle: BundleFolder,
+    to: Annotated[str, typer.Argument(metavar="TO", help="hf://OWNER/NAME or oci://HOST/NAME:TAG.")],
+    public: Annotated[bool, typer.Option("--public", help="hf: everybody may read it; default: private.")] = False,
+    with_evaluation: Annotated[
+        bool,
+        typer.Option(
+            "--with-evaluation", help="Send the evaluation data, too: without it nobody can judge the bundle there."
+        ),
+    ] = False,
+    licence: Annotated[
+        str, typer.Option("--license", metavar="ID", help="As in apache-2.0; default: that of the model's own card.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send a bundle to a model hub or a registry: whole or not at all, private, without its evaluation data."""
+    with ending(as_json):
+        with quiet_stdout(as_json):
+            from compress.commands.push import push_bundle, render_push
+
+            pushed = push_bundle(bundle, to, public, with_evaluation, licence)
+        if as_json:
+            print_json({"verdict": "pass", **asdict(pushed)})
+        else:
+            typer.echo(render_push(pushed))
 
 
 @app.command()

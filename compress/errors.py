@@ -56,6 +56,10 @@ class OutputError(CompressError):
     """The output folder or the cache cannot be written."""
 
 
+class PushError(CompressError):
+    """A bundle could not be sent, or the other side refused it; the message says what is there now."""
+
+
 class PlaceError(OutputError):
     """The call names an output folder that is in use, not ours to replace, or in a place that cannot be written."""
 

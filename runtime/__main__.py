@@ -26,7 +26,7 @@ except ImportError as error:  # all below needs it, so that the command ends her
 
 from runtime import open_bundle, refuse_decoder
 from runtime.backends import BACKENDS
-from runtime.bundle.format import Manifest
+from runtime.bundle.format import CAME_WITHOUT, Manifest, find_left_out
 from runtime.bundle.manifest import MOST_THREADS
 from runtime.bundle.samples import write_npz
 from runtime.bundle.signature import check_signature
@@ -193,13 +193,14 @@ def _verify(options: argparse.Namespace) -> int:
     if options.require_signature:
         check_signature(options.bundle, options.require_signature)
     manifest, key = verify(options.bundle), options.require_signature
-    size = sum(record.size_bytes for record in manifest.files.values())
+    left_out = find_left_out(options.bundle, manifest)
+    sizes = [record.size_bytes for name, record in manifest.files.items() if name not in left_out]
     if options.json:
-        said = {"bundle": manifest.name, "files": len(manifest.files), "bytes": size, "digest": manifest.digest}
-        print_json(said | ({"signed_with": str(key)} if key else {}))
+        said = {"bundle": manifest.name, "files": len(sizes), "bytes": sum(sizes), "digest": manifest.digest}
+        print_json(said | ({"signed_with": str(key)} if key else {}) | ({"left_out": left_out} if left_out else {}))
     else:
-        text = f"{manifest.name}: {len(manifest.files)} files, {size} bytes, as its manifest says ({manifest.digest})"
-        print(text + (f", signed with {key}" if key else ""))
+        text = f"{manifest.name}: {len(sizes)} files, {sum(sizes)} bytes, as its manifest says ({manifest.digest})"
+        print(text + (f", signed with {key}" if key else "") + (f"; {CAME_WITHOUT}" if left_out else ""))
     return 0
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_servers import serve
 from makers import image_recipe, write_recipe
 from places import ROOT
+from registry_double import Registry
 from sample_projects import write_tensor_files
 from shortcuts import quick_run
 from typer.testing import CliRunner
@@ -93,6 +95,15 @@ def test_documents_of_a_recipe_and_its_bundle(project: Path, refuse: Refuse, tmp
     assert not refuse("parity", ask("parity", bundle, *cache))
     assert not refuse("compare", ask("compare", bundle, project / "b"))
     assert not refuse("reproduce", ask("reproduce", bundle, *cache))
+
+
+@pytest.mark.slow
+def test_the_document_of_a_push(project: Path, refuse: Refuse, tmp_path: Path) -> None:
+    registry = Registry(tokens={"": 10**6})  # one that asks nobody's name
+    with serve(registry.answer) as place:
+        assert not refuse("push", ask("push", project / "a", f"oci://{place}/a:v1"))
+    registry.pull("v1", tmp_path / "pulled")
+    assert not refuse("verify", ask("verify", tmp_path / "pulled"))
 
 
 @pytest.mark.slow

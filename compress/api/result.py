@@ -14,6 +14,7 @@ from runtime.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
+    from compress.commands.parcel import Push
     from compress.search.study import Study
     from runtime import Bundle
     from runtime.report.report import Report
@@ -66,6 +67,17 @@ class Result:
                 f"{self.folder}: how its model is built is not known; use compress.load_torch(folder, factory)"
             )
         return load_torch(self.folder, self._build)
+
+    def push_to_hub(self, repo_id: str, private: bool = True, with_evaluation: bool = False, licence: str = "") -> Push:
+        """Send the bundle to a model hub, in one commit, as `compress push` does; return what is there and what stayed.
+
+        `result.push_to_hub("me/resnet-int8")`. Evaluation data stays unless `with_evaluation` says otherwise: there the
+        bundle runs and verifies, and cannot be judged. `licence`: in the place of that of the model that was
+        compressed; a public one must have some. UsageError before anything is sent, PushError where sending failed.
+        """
+        from compress.commands.push import push_bundle
+
+        return push_bundle(self.folder, f"hf://{repo_id}", not private, with_evaluation, licence)
 
     def save(self, folder: Path | str) -> Path:
         """Copy the bundle to `folder`, in the place of one that is there; return it. PlaceError for anything else."""

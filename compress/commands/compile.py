@@ -18,7 +18,7 @@ from compress.store.output import publish, reserve_output
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.engine import EngineOrder
 from runtime.bundle.files import write_whole
-from runtime.bundle.format import BOM, PROVENANCE, SIGNATURE, Artifact, Manifest
+from runtime.bundle.format import BOM, PROVENANCE, SIGNATURE, Artifact, Manifest, require_evaluation
 from runtime.judge.passes import read_pass_table, write_pass_table
 from runtime.nvidia.gpu import gpu_here
 from runtime.report.report import Report
@@ -43,6 +43,7 @@ def compile_bundle(path: Path, again: bool = False) -> Report:
     orders = [for_this_gpu(order) for order in wanted if not troubles[order.name]]
     if not orders:
         raise ExportError([f"{order.name}: {troubles[order.name]}" for order in wanted])
+    require_evaluation(path, manifest)  # by which the new one is judged
     with reserve_output(path) as staging:
         with blame(path):
             _copy_bundle(path, staging)

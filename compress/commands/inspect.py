@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runtime.bundle.format import HOST, NO_LAYERS, Artifact, Gate, Manifest
+from runtime.bundle.format import CAME_WITHOUT, HOST, NO_LAYERS, Artifact, Gate, Manifest, find_left_out
 from runtime.bundle.records import to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
@@ -74,7 +74,7 @@ def inspect_bundle(path: Path, console: Console) -> None:
     for text in _describe_engines(manifest):
         console.print(escape(text))
     console.print(_format_signature(manifest.artifacts[0]) if manifest.artifacts else "no models")
-    _print_judgement(manifest, console)
+    _print_judgement(path, manifest, console)
     _print_layers(described["layers"], console)
 
 
@@ -106,9 +106,9 @@ def _format_tensors(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(escape(f"{s.name} {s.dtype}[{', '.join(map(str, s.shape))}]") for s in specs)
 
 
-def _print_judgement(manifest: Manifest, console: Console) -> None:
+def _print_judgement(path: Path, manifest: Manifest, console: Console) -> None:
     frozen = f"{manifest.evaluation.n_samples} frozen samples" if manifest.evaluation else "no samples to judge it on"
-    console.print(f"evaluation: {frozen}")
+    console.print(f"evaluation: {frozen}" + (f"; {CAME_WITHOUT}" if find_left_out(path, manifest) else ""))
     for gate in manifest.judgement.gates:
         console.print(escape(f"gate: {gate.metric} {gate_rules(gate)}"))
 

@@ -1,4 +1,7 @@
-"""The bundle's model card: what it is, how it was made, how to run and judge it. Nothing measured: see report.md."""
+"""Model cards: what a bundle is, how it was made, how to run and judge it.
+
+The bundle's own holds nothing measured (see report.md); that of a hub's repository, in which the bundle lies, does.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,17 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from runtime.bundle.format import NO_LAYERS, Manifest
+from runtime.judge.findings import Findings
+from runtime.report.report import table_rows
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT
 
-TEMPLATE = """\
----
-library_name: onnx
-tags: [compressed, {{ manifest.target }}]
----
+FOLDER = "bundle"
+"""Where a bundle lies in a hub's repository: what the hub and people add beside it is not the bundle's."""
+ABOUT = """\
 # {{ manifest.name }}
 
-{{ manifest.task }}, compressed for {{ manifest.target }} by {{ manifest.created_by }}. `report.md` holds what was
-measured, `recipe.yaml` what was asked for, `lock.json` every version, seed and digest that went in.
+{{ manifest.task }}, compressed for {{ manifest.target }} by {{ manifest.created_by }}. {{ holds }}
 
 | model | file | weights | bytes |
 |---|---|---|---|
@@ -39,6 +41,20 @@ measured, `recipe.yaml` what was asked for, `lock.json` every version, seed and 
 {% endif -%}
 - {{ note }}
 {% endfor %}
+"""
+ORIGIN = """
+Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}).
+The evaluation set has {{ manifest.evaluation.n_samples }} samples.
+"""
+BUNDLE = (
+    """\
+---
+library_name: onnx
+tags: [compressed, {{ manifest.target }}]
+---
+"""
+    + ABOUT
+    + """\
 ## Run it, judge it again
 `DIR` is this folder. {{ usage.needs }}
 
@@ -51,10 +67,48 @@ folder is at hand.
 {%- if usage.note %}
 {{ usage.note }}
 {%- endif %}
-
-Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}).
-The evaluation set has {{ manifest.evaluation.n_samples }} samples.
 """
+    + ORIGIN
+)
+HUB = (
+    """\
+---
+{{ header }}
+---
+"""
+    + ABOUT
+    + """\
+{% if rows -%}
+## What was measured
+Verdict: {{ report.verdict }}. Times are of {{ report.environment.get("cpu") or "the processor that judged it" }}.
+
+| | before | after | change |
+|---|---|---|---|
+{% for row in rows -%}
+| {{ row.name }} | {{ row.before }} | {{ row.after }} | {{ row.change }} |
+{% endfor %}
+{% endif -%}
+## Get it, run it
+{{ usage.needs }} `hf` comes with `huggingface_hub`, `compress-run` with the project that made this (`pip install .` in
+its folder).
+
+```
+hf download {{ repo_id }} --local-dir {{ name }}
+compress-run verify {{ folder }}
+{{ usage.command.replace("DIR", folder) }}
+{%- if judged %}
+compress-run validate {{ folder }}
+{%- endif %}
+```
+{%- if not judged %}
+Its evaluation data is not here, only its digests: the model runs, and whoever has that data can judge it again.
+{%- endif %}
+{%- if usage.note %}
+{{ usage.note }}
+{%- endif %}
+"""
+    + ORIGIN
+)
 
 
 @dataclass(frozen=True)
@@ -124,9 +178,48 @@ def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
 
 def model_card(manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> str:
     """Return the model card: Markdown with the YAML header that model hubs read."""
+    holds = (
+        "`report.md` holds what was\nmeasured, `recipe.yaml` what was asked for, `lock.json` every version, seed and "
+        "digest that went in."
+    )
+    return _render(BUNDLE, manifest, lock, layers, holds=holds)
+
+
+def hub_card(
+    manifest: Manifest,
+    lock: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Any]],
+    report: Findings | None,
+    header: str,
+    repo_id: str,
+    judged: bool,
+) -> str:
+    """Return the card of a hub's repository, in whose folder FOLDER the bundle lies.
+
+    `header`: its YAML. `judged`: whether the evaluation data is there, so that the model can be judged again.
+    """
+    name = repo_id.rpartition("/")[2]
+    return _render(
+        HUB,
+        manifest,
+        lock,
+        layers,
+        holds=f"It lies in\n`{FOLDER}`, where `recipe.yaml` holds what was asked for, and `lock.json` every version, "
+        "seed and digest that went in.",
+        report=report,
+        rows=[] if report is None else table_rows(report),
+        header=header,
+        repo_id=repo_id,
+        name=name,
+        folder=f"{name}/{FOLDER}",
+        judged=judged,
+    )
+
+
+def _render(
+    text: str, manifest: Manifest, lock: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], **more: Any
+) -> str:
     actions = Counter(str(layer["action"]) for layer in layers if layer.get("type") not in NO_LAYERS).most_common()
     notes = [str(row["reason"]) for row in layers if row.get("type") == "note" and row["action"] == "warning"]
-    template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(
-        TEMPLATE
-    )
-    return template.render(manifest=manifest, lock=lock, actions=actions, notes=notes, usage=usage_of(manifest))
+    template = Environment(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True).from_string(text)
+    return template.render(manifest=manifest, lock=lock, actions=actions, notes=notes, usage=usage_of(manifest), **more)

@@ -28,8 +28,8 @@ from runtime.words import did_you_mean
 if TYPE_CHECKING:
     import onnx
 
-CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "1_Pooling/*")
-"""Files of a hub repository that hold no weights and may be needed."""
+CONFIG_PATTERNS = ("*.json", "*.txt", "*.model", "*.py", "*.jinja", "1_Pooling/*", "README.md")
+"""Files of a hub repository that hold no weights and may be needed; its card names the licence."""
 PICKLES = (".pt", ".pth", ".bin")
 WEIGHTS = (".safetensors", *PICKLES)
 SHAPES = "shapes.json"

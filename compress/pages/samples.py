@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from PIL import Image
 
-from runtime.bundle.format import Manifest, read_samples
+from runtime.bundle.format import Manifest, find_left_out, read_samples
 from runtime.encode.audio import AUDIO, RATE
 from runtime.judge.changes import ChangedSample, Changes, shorten
 from runtime.tasks import find_task
@@ -73,7 +73,7 @@ class ShownSample:
 
 def show_samples(root: Path, manifest: Manifest, changes: Changes) -> list[ShownSample]:
     """Return the changed samples of the bundle in `root`, those of the report in its order. Raises BundleError."""
-    if not changes.samples or manifest.evaluation is None:
+    if not changes.samples or manifest.evaluation is None or find_left_out(root, manifest):
         return []
     columns = read_samples(root, manifest)
     left = MOST_BYTES

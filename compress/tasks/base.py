@@ -166,6 +166,8 @@ class TorchTask:
     """The class of transformers that opens a Hugging Face folder for the task; "": the one that optimum has for it."""
     model_task: str = ""
     """The task whose models this one's are in transformers; "": it has its own."""
+    pipeline_tag: str | None = None
+    """What model hubs call the task; "": they have no word for it; None: what transformers calls it, `model_task`."""
     problem_type: str = ""
     """What config.json says of such a model, where transformers' class is also that of a task of single classes."""
     filler: int | None = None
@@ -189,6 +191,11 @@ class TorchTask:
     def task(self) -> Task:
         """Return the runtime's side."""
         return find_task(self.name)
+
+    @property
+    def hub_tag(self) -> str:
+        """Return what model hubs call the task; "" where they have no word for it."""
+        return self.pipeline_tag if self.pipeline_tag is not None else self.model_task or self.name
 
     @property
     def chooses(self) -> bool:

@@ -52,6 +52,7 @@ CTC_SPEECH_RECOGNITION = TorchTask(
         "    - {metric: wer, max_drop: 0.005}\n",
     ),
     loss="outputs",
+    pipeline_tag="automatic-speech-recognition",
     auto_class="AutoModelForCTC",
     outputs={"logits": ("batch", "frames", "classes")},
     read_labels=read_references,

@@ -16,4 +16,5 @@ GENERIC = TorchTask(
         "    - {metric: sqnr_db, min: 25}            # against the baseline's outputs\n",
     ),
     loss="outputs",
+    pipeline_tag="",
 )

@@ -69,6 +69,7 @@ MULTI_LABEL_TASKS = tuple(
         starter=Starter(source, DATA.replace("KIND", data), passes, GATE),
         loss="label sets",
         model_task=f"{kind}-classification" if kind else "",
+        pipeline_tag=None if kind else "",
         problem_type="multi_label_classification",
         outputs={"logits": ("batch", "classes")},
         read_labels=read_labels,

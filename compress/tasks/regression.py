@@ -43,6 +43,7 @@ REGRESSIONS = (
         name="regression",
         starter=Starter("onnx:model.onnx", ARRAYS, INT8, GATE),
         loss="numbers",
+        pipeline_tag="",
         read_labels=read_labels,
     ),
     *(

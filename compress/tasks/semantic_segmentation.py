@@ -150,6 +150,7 @@ SEMANTIC_SEGMENTATION = TorchTask(
         "    - {metric: miou, max_drop: 0.01}\n",
     ),
     loss="pixel classes",
+    pipeline_tag="image-segmentation",
     auto_class="AutoModelForSemanticSegmentation",
     outputs={"logits": ("batch", "classes", "height", "width")},
     read_labels=_read_masks,

@@ -19,6 +19,7 @@ from compress.commands.blame import Blame
 from compress.commands.compare import Comparison, LayerChange, RecipeChange, SliceComparison
 from compress.commands.doctor import Finding
 from compress.commands.ladder import Ladder, Rung
+from compress.commands.parcel import Push
 from compress.commands.parity import Parity
 from compress.commands.reproduce import Reproduction
 from compress.facts import LayerDecision, Note
@@ -143,12 +144,14 @@ class StudyDocument(TypedDict):
 
 
 class Verified(TypedDict):
-    """All files are as the manifest says. `signed_with`: the key that was asked for."""
+    """All files are as the manifest says. `signed_with`: the key that was asked for; `left_out`: evaluation data that
+    the bundle came without."""
 
     verdict: Literal["pass"]
     files: int
     digest: str
     signed_with: NotRequired[str]
+    left_out: NotRequired[list[str]]
 
 
 class LadderDocument(TypedDict):
@@ -200,6 +203,7 @@ DOCUMENTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "verify": (Verified, ("verify",)),
     "parity": (extend(Parity, holds=bool) | LadderDocument, ("parity",)),
     "reproduce": (extend(Reproduction, verdict=Literal["pass", "fail"]), ("reproduce",)),
+    "push": (extend(Push, verdict=Literal["pass"]), ("push",)),
     "doctor": (Diagnosis, ("doctor",)),
 }
 """Name of a document -> (what it is made of, the commands of `compress` that print it)."""

@@ -6,7 +6,8 @@ model/model.onnx ...   the candidate, with the config and tokenizer that it need
 baseline/model.onnx    what it is judged against
 evaluation/            the frozen samples (samples.npz, samples.jsonl) and baseline_outputs.npz; candidate_outputs.npz
                        where the candidate is a checkpoint, which is not run here; slices.jsonl, by which samples are
-                       told apart, and recorded.npz, what the recipe's own metrics gave
+                       told apart, and recorded.npz, what the recipe's own metrics gave. The folder may be left out
+                       whole (`compress push` does): the bundle runs then, and cannot be judged
 report.json .md .xml   what validation measured, report.samples.npz, report.steps.json and compress.log: in no manifest,
                        because they are written afterwards; any other name that the manifest does not list is not the
                        bundle's
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,6 +84,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 __all__ = [
     "BOM",
+    "CAME_WITHOUT",
     "FORMAT_VERSION",
     "HOST",
     "MANIFEST",
@@ -104,6 +107,7 @@ __all__ = [
     "canonical_json",
     "checkpoint_files",
     "checkpoint_size",
+    "find_left_out",
     "inside",
     "is_hashed",
     "is_signed",
@@ -116,6 +120,7 @@ __all__ = [
     "read_remedies",
     "read_samples",
     "read_slices",
+    "require_evaluation",
     "seal_bundle",
     "verify_files",
     "write_candidate_outputs",
@@ -138,7 +143,9 @@ ARRAYS, TEXTS, BASELINE_OUTPUTS = (
 CANDIDATE_OUTPUTS = "evaluation/candidate_outputs.npz"
 SLICES, RECORDED = "evaluation/slices.jsonl", "evaluation/recorded.npz"
 REMEDIES_FILE = "remedies.json"
-FOLDERS = ("model/", "baseline/", "evaluation/", "module/")
+EVALUATION = "evaluation/"
+CAME_WITHOUT = "came without its evaluation data: it runs, and cannot be judged here"
+FOLDERS = ("model/", "baseline/", EVALUATION, "module/")
 """What every bundle may have; others are those of its artifacts."""
 REPORTS = tuple(f"report.{end}" for end in ("json", "md", "xml", "html", "earlier.html", "samples.npz", "steps.json"))
 LOG = "compress.log"
@@ -215,21 +222,29 @@ def load_manifest(path: Path, check: Check) -> Manifest:
 def verify_files(path: Path, check: Check) -> Manifest:
     """Read the manifest; check each file's size and sha256, that none is unlisted, and that models read no other file.
 
-    BundleError lists all problems, one a line.
+    Evaluation data may be left out, whole. BundleError lists all problems, one a line.
     """
     manifest = load_manifest(path, check)
+    left_out = find_left_out(path, manifest)
     files, problems = regular_files(path)
     unlisted = sorted(name for name in files.keys() - manifest.files.keys() if is_hashed(name))
     problems += [f"{name}: not in the manifest; remove it" for name in unlisted]
     problems += [code_problem(name) for name in files.keys() - manifest.files.keys() if code_problem(name)]
     for name, record in sorted(manifest.files.items()):
-        problems += _file_problems(files.get(name), name, record)
+        if name not in left_out:
+            problems += _file_problems(files.get(name), name, record)
     if not problems:
         for artifact in manifest.artifacts:
             problems += _artifact_problems(path, manifest, artifact)
     if problems:
         raise BundleError([f"{path}: not the bundle that its manifest describes", *problems])
     return manifest
+
+
+def find_left_out(path: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of the evaluation data of a bundle that came without it; () where any of it is there."""
+    names = tuple(sorted(name for name in manifest.files if name.startswith(EVALUATION)))
+    return () if any(os.path.lexists(path / name) for name in names) else names
 
 
 def write_samples(folder: Path, columns: Columns, slices: Mapping[str, Sequence[str]] | None = None) -> EvaluationSet:
@@ -259,7 +274,7 @@ def write_samples(folder: Path, columns: Columns, slices: Mapping[str, Sequence[
 
 def read_slices(path: Path, manifest: Manifest) -> dict[str, list[str]]:
     """Read the columns by which samples are told apart, `write_samples`'s `slices`; errors as in `read_samples`."""
-    evaluation = _require_evaluation(path, manifest)
+    evaluation = require_evaluation(path, manifest)
     if evaluation.slices is None:
         return {}
     columns = read_jsonl(inside(path, evaluation.slices))
@@ -280,7 +295,7 @@ def read_recorded(path: Path, manifest: Manifest) -> list[tuple[Array, Array]]:
     file = inside(path, RECORDED)
     columns = read_npz(file)
     sides = [columns.get(name, []) for name in ("baseline", "candidate")]
-    n = _require_evaluation(path, manifest).n_samples
+    n = require_evaluation(path, manifest).n_samples
     if any(not isinstance(side, list) or len(side) != len(manifest.recorded) for side in sides):
         raise BundleError(f"{file}: does not hold both sides of {len(manifest.recorded)} metrics; build it again")
     pairs = list(zip(*sides, strict=True))
@@ -297,7 +312,7 @@ def read_samples(path: Path, manifest: Manifest) -> dict[str, Any]:
 
     UsageError if the bundle has none; BundleError if they are not the n_samples that the manifest promises.
     """
-    evaluation = _require_evaluation(path, manifest)
+    evaluation = require_evaluation(path, manifest)
     columns: dict[str, Any] = {}
     if evaluation.arrays is not None:
         columns |= read_npz(inside(path, evaluation.arrays))
@@ -315,7 +330,7 @@ def write_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
 
 def read_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     """Read what `write_outputs` kept; errors as in `read_samples`."""
-    evaluation = _require_evaluation(path, manifest)
+    evaluation = require_evaluation(path, manifest)
     outputs = read_outputs_npz(inside(path, evaluation.baseline_outputs))
     _check_count(path, outputs, evaluation.n_samples)
     return outputs
@@ -332,7 +347,7 @@ def write_candidate_outputs(folder: Path, outputs: Mapping[str, Array]) -> None:
 
 def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     """Read what `write_candidate_outputs` kept; BundleError if the bundle has none, or not one row for each sample."""
-    evaluation = _require_evaluation(path, manifest)
+    evaluation = require_evaluation(path, manifest)
     if CANDIDATE_OUTPUTS not in manifest.files:
         raise BundleError(f"{path}: the candidate is a checkpoint, and {CANDIDATE_OUTPUTS} is missing; build it again")
     outputs = read_outputs_npz(inside(path, CANDIDATE_OUTPUTS))
@@ -340,9 +355,15 @@ def read_candidate_outputs(path: Path, manifest: Manifest) -> dict[str, Array]:
     return outputs
 
 
-def _require_evaluation(path: Path, manifest: Manifest) -> EvaluationSet:
+def require_evaluation(path: Path, manifest: Manifest) -> EvaluationSet:
+    """Return the record of the frozen samples; UsageError where the bundle has none, or came without them."""
     if manifest.evaluation is None:
         raise UsageError(f"{path}: this bundle has no evaluation set; give data.evaluation in its recipe")
+    if find_left_out(path, manifest):
+        raise UsageError(
+            f"{path}: {CAME_WITHOUT}, nor timed on its own samples; ask who published it for the folder "
+            f"evaluation/ ({manifest.evaluation.n_samples} samples, whose digests the manifest has), and put it there"
+        )
     return manifest.evaluation
 
 

@@ -1,7 +1,8 @@
 """A bundle's signature, `model.sig`, as the OpenSSF's library `model-signing` writes and verifies it, offline.
 
 Signed is what the manifest hashes, the manifest, and what `compress bom` and `compress sign` tell of the bundle; not
-what judging it writes anew (`UNSIGNED`). The library is imported when a signature is asked for.
+what judging it writes anew (`UNSIGNED`). Evaluation data that was left out counts by the digests of the manifest, which
+is signed itself: a signature holds with it and without. The library is imported when a signature is asked for.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from runtime.bundle.files import regular_files
-from runtime.bundle.format import SIGNATURE, is_signed
+from runtime.bundle.format import MANIFEST, SIGNATURE, find_left_out, is_signed, load_manifest
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 MAX_SIGNATURE_BYTES = 64 * 2**20
@@ -26,6 +28,7 @@ CURVES = "P-256, P-384 or P-521"
 def check_signature(root: Path, key: Path) -> None:
     """Raise BundleError unless the bundle in `root` is signed by `key`: each of its files, and no file more or less.
 
+    Evaluation data may be left out, whole.
     `key`: a PEM file with the signer's public key, or with root certificates that the signer's must lead to. UsageError
     where it is neither; MissingDependency where the library is not installed.
     """
@@ -58,12 +61,26 @@ def check_signature(root: Path, key: Path) -> None:
 def hash_signed_files(root: Path, ignored: Iterable[str] = ()) -> Any:
     """Return how the library hashes the bundle in `root`; `ignored`: names that the signature says it leaves out."""
     from model_signing import hashing
+    from model_signing.manifest import FileManifestItem, Manifest, SerializationType
+
+    files = regular_files(root)[0]
+    manifest = load_manifest(root, lambda _: None)
+    left_out = {name: manifest.files[name].sha256 for name in find_left_out(root, manifest)}
 
     class SignedFiles(hashing.Config):  # type: ignore[misc, unused-ignore]
         def add_ignored_paths(self, *, model_path: Any, paths: Any) -> None:
             """Ignore nothing more: verifying adds what a signature says it leaves out, which may be the model."""
 
-    unsigned = [name for name in regular_files(root)[0] if not is_signed(name)]
+        def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
+            """Return the digests of the files that are there, and the manifest's of those that were left out."""
+            hashed = super().hash(model_path, files_to_hash=files_to_hash)
+            found = {there.identifier: there.digest for there in hashed.resource_descriptors()}
+            like = found[MANIFEST]  # also a sha256
+            found |= {name: replace(like, digest_value=bytes.fromhex(digest)) for name, digest in left_out.items()}
+            items = [FileManifestItem(path=PurePosixPath(name), digest=digest) for name, digest in found.items()]
+            return Manifest(hashed.model_name, items, SerializationType.from_args(hashed.serialization_type))
+
+    unsigned = [name for name in files if not is_signed(name)]
     return SignedFiles().set_ignored_paths(paths=[*ignored, *unsigned], ignore_git_paths=False)
 
 

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from built_bundles import LOCK, RECIPE, reseal, write_key
 from tiny_bundles import make_bundle
 from tiny_bundles import sign as seal_manifest
 from typer.testing import CliRunner
@@ -29,7 +29,7 @@ from runtime.bundle.format import UNSIGNED
 from runtime.bundle.signature import check_signature
 from runtime.errors import BundleError, MissingDependency, UsageError
 from runtime.report.validate import validate
-from runtime.tasks.manifest import read_manifest, verify, write_bundle
+from runtime.tasks.manifest import verify
 
 pytest.importorskip("model_signing", reason="model-signing is not installed: pip install '.[trust]'")
 pytest.importorskip("cyclonedx", reason="cyclonedx-python-lib is not installed: pip install '.[trust]'")
@@ -39,45 +39,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from model_signing._cli import main as model_signing_cli
-
-RECIPE = """\
-version: 1
-name: tiny
-model: {source: 'dir:${base}', task: image-classification}
-vars: {base: /nowhere}
-passes: [{kind: int8, mode: static}]
-target: onnxruntime-cpu
-"""
-LOCK = {
-    "compress": {"version": "0.1.0", "code": "c0de"},
-    "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
-    "seed": 7,
-    "model": {"source": "dir:${base}", "digest": "aa11", "architecture": "Net"},
-    "data": {
-        "calibration": {"source": "npz:c.npz", "digest": "d1", "file_digest": "f1", "samples": 4},
-        "evaluation": {
-            "source": {"en": "npz:e.npz", "fr": "npz:f.npz"},
-            "digest": "d2",
-            "file_digest": "f2",
-            "samples": 4,
-        },
-    },
-}
-
-
-def reseal(root: Path) -> None:
-    """Make the manifest fit the files, as anybody can who may write into the folder."""
-    write_bundle(root, replace(read_manifest(root), files={}, digest=""))
-
-
-def write_key(path: Path, key: Any = None, password: bytes | None = None) -> Path:
-    """Write a private key as PEM, and its public key beside it as .pub; return the private key's file."""
-    key = key or ec.generate_private_key(ec.SECP256R1())
-    lock = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock))
-    public = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    path.with_suffix(".pub").write_bytes(key.public_key().public_bytes(*public))
-    return path
 
 
 def certify(folder: Path, name: str, key: Any, issuer: tuple[Any, Any] | None) -> x509.Certificate:
@@ -189,6 +150,26 @@ def test_a_bundle_is_replaced_and_compiled_without_what_is_told_of_it(signed: Pa
     refuse_foreign(signed, OSError)  # type: ignore[arg-type]
     _copy_bundle(signed, tmp_path / "staging")
     assert not {"model.sig", "bom.cdx.json", "provenance.json"} & {p.name for p in (tmp_path / "staging").iterdir()}
+
+
+def test_a_signature_holds_with_evaluation_data_and_without(signed: Path, keys: Path, tmp_path: Path) -> None:
+    shutil.copytree(signed / "evaluation", tmp_path / "evaluation")
+    shutil.rmtree(signed / "evaluation")
+    assert accepted(signed, keys / "key.pub") and not accepted_by_reference(signed, keys / "key.pub")
+    sign_bundle(signed, keys / "other.pem")  # somebody signs what came without it
+    shutil.copytree(tmp_path / "evaluation", signed / "evaluation")
+    assert accepted(signed, keys / "other.pub") and accepted_by_reference(signed, keys / "other.pub")
+    (signed / "evaluation/samples.npz").unlink()
+    assert not accepted(signed, keys / "other.pub")
+
+
+def test_digests_of_what_is_not_there_are_the_signed_ones(signed: Path, keys: Path) -> None:
+    shutil.rmtree(signed / "evaluation")
+    data = json.loads((signed / "manifest.json").read_text())
+    data["files"]["evaluation/samples.npz"]["sha256"] = "0" * 64
+    seal_manifest(signed, data)
+    verify(signed)
+    assert not accepted(signed, keys / "key.pub")
 
 
 def test_signing_again_replaces_the_signature(signed: Path, keys: Path) -> None:
