@@ -25,4 +25,5 @@ class Gptq(WeightPass):
     block_size: Annotated[int, Field(ge=1)] = 128
     """Inputs whose errors are spread over the rest of the weight at once: for speed, not for the result."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it."""
+    """The type of products in forward passes and Hessians; bfloat16 is faster on CPUs that have it. Its 8 bits leave a
+    Hessian less sure: of Qwen2.5-Coder 0.5B, 16 windows of 512 tokens, 19 layers needed 10 to 100 times the damping."""
