@@ -46,8 +46,8 @@ measured, `recipe.yaml` what was asked for, `lock.json` every version, seed and 
 {{ usage.command }}
 compress-run validate DIR
 ```
-Installing the project (`pip install .` in its folder) brings that command; `python -m runtime` is the same where its
-folder is at hand.
+The package `compress-models` brings that command; `python -m runtime` is the same where the project's folder is at
+hand.
 {%- if usage.note %}
 {{ usage.note }}
 {%- endif %}
