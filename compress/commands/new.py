@@ -15,6 +15,7 @@ from compress.recipe.goal import FORMS, read_goals, split_goal
 from compress.recipe.templates import format_draft, starter, write_with_schema
 from compress.store.output import name_output
 from compress.tasks import TORCH_TASKS
+from runtime.report.terminal import align, find_width, fold
 
 if TYPE_CHECKING:
     from compress.data.find_sets import DataGiven
@@ -75,8 +76,8 @@ def write_recipe(
 
 
 def _list_all() -> list[str]:
-    width = max(map(len, examples := list_examples()))
-    return [f"{name:<{width}}  {describe_example(file)}" for name, file in examples.items()]
+    rows = [(name, describe_example(file)) for name, file in list_examples().items()]
+    return [line for row in align(rows) for line in fold(row, find_width())]
 
 
 def _copy_example(name: str, out: Path) -> list[str]:

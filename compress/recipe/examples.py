@@ -33,7 +33,7 @@ def find_example(name: str) -> Path:
 def describe_example(recipe: Path) -> str:
     """Return the first sentence of the comment at the recipe's head."""
     lines = recipe.read_text(encoding="utf-8").partition("\nversion:")[0].splitlines()[1:]
-    return re.split(r"(?<=\.) |(?<=\.)$", " ".join(line.removeprefix("# ") for line in lines))[0]
+    return re.split(r"(?<=\.) ", " ".join(line.removeprefix("# ") for line in lines))[0]
 
 
 def find_pages(recipe: Path) -> list[Path]:
