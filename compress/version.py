@@ -5,5 +5,5 @@ DISTRIBUTION = "compress-models"
 """What package indexes call it: they have another `compress`."""
 BUILD_SIDE = (
     f"pip install '{DISTRIBUTION}[build]' installs the build side (without a GPU add --extra-index-url "
-    "https://download.pytorch.org/whl/cpu: 1.9 GB instead of 6.3)"
+    "https://download.pytorch.org/whl/cpu: 1.8 GB instead of 6.3)"
 )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from compress.errors import RecipeError
-from runtime.words import suggest
+from runtime.words import did_you_mean
 
 PACKAGE = Path(__file__).parents[1]
 SHARE = PACKAGE / "share" if (PACKAGE / "share").is_dir() else PACKAGE.parent
@@ -24,9 +24,8 @@ def find_example(name: str) -> Path:
     """Return the recipe of that name. RecipeError if there is none."""
     examples = list_examples()
     if name not in examples:
-        raise RecipeError(
-            f"--example {name}: no such recipe{suggest(name, examples)}; `compress new --example list` names all"
-        )
+        near = did_you_mean(name, list(examples))
+        raise RecipeError(f"--example {name}: no such recipe; `compress new --example list` names all{near}")
     return examples[name]
 
 
