@@ -1,4 +1,4 @@
-# The build side without a GPU, 2 GB. With finished work and downloads in .cache of the folder that is mounted:
+# The build side without a GPU. Finished work and downloads stay in .cache of the folder that is mounted:
 #   docker build -t compress .
 #   docker run --rm --user "$(id -u):$(id -g)" -v "$PWD":/work compress apply recipe.yaml
 FROM python:3.12-slim
