@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+BUILD_SIDE := $(VENV)/.installed-build
+ALL := $(VENV)/.installed
 # One thread for each of the processes; Python keeps what it compiled, because tests start many processes.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
@@ -10,15 +12,20 @@ BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .PHONY: setup demo quick test fuzz shelf check docs gpu-check format schema clean
 
-setup: $(STAMP)
+setup: $(ALL)
 
-$(STAMP): pyproject.toml constraints.txt
+$(BUILD_SIDE): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+	$(INSTALL) '.[build]'
+	touch $@
 
-demo: setup
-	$(BIN)/compress apply recipes/quickstart.yaml --out bundles/quickstart-digits
+$(ALL): $(BUILD_SIDE)
+	$(INSTALL) '.[dev]'
+	touch $@
+
+# Without a GPU: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+demo: $(BUILD_SIDE)
+	$(BIN)/compress demo
 
 # In two processes; which files come first and stay together: tests/conftest.py.
 test: setup

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from compress.version import BUILD_SIDE, __version__
+from compress.version import BUILD_SIDE, DISTRIBUTION, __version__
 
 try:
     import typer
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:  # a machine that only runs bundles
 
         diagnose("--json" in sys.argv)
         raise SystemExit(0) from error
-    raise SystemExit(f"{error}; {BUILD_SIDE}, which this command needs; `compress-run` runs bundles") from error
+    raise SystemExit(f"{error}; {BUILD_SIDE}; `compress-run` runs bundles without it") from error
 
 from compress.commands.endings import DEBUG, ending, print_json, quiet_stdout, run_program
 
@@ -106,7 +106,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"compress {__version__}")
+        typer.echo(f"compress {__version__} ({DISTRIBUTION})")
         raise typer.Exit
 
 
@@ -152,6 +152,16 @@ def apply(
             report = apply_recipe(loaded, out, cache, silent, verify, earlier)
         if report is not None:  # a further process of one launch has none
             _show_report(report, as_json, out, new=True, short=short)
+
+
+@app.command()
+def demo() -> None:
+    """Apply the recipe `quickstart` that comes with the project: a small CNN in int8, its bundle and its verdict."""
+    with ending():
+        from compress.recipe.examples import find_example
+
+        recipe = find_example("quickstart")
+    apply(recipe)
 
 
 @app.command()
@@ -637,15 +647,19 @@ def new(
     goal: Annotated[
         str | None, typer.Option("--goal", help="In the place of passes: 'size >= 6x, top1 drop <= 0.01'.")
     ] = None,
+    example: Annotated[
+        str | None,
+        typer.Option("--example", metavar="NAME", help="Copy a recipe that comes with the project; list: name all."),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
-    """Write a recipe to start from, with comments: of a model and its data, or of a task; asks in a terminal."""
+    """Write a recipe to start from: of a model and its data, of a task, or an example; asks in a terminal."""
     with ending():
         from compress.commands.new import NewAnswers, can_ask, write_recipe
 
         said = NewAnswers(model, weights, task, preprocess, data, calibration, train, evaluation, target, goal)
         ask = (lambda question, usual: typer.prompt(question, usual)) if can_ask() else None
-        typer.echo("\n".join(write_recipe(out, said, source, ask)))
+        typer.echo("\n".join(write_recipe(out, said, source, ask, example)))
 
 
 @app.command()
@@ -762,8 +776,9 @@ def _tell_code(recipe: Recipe) -> None:
     """Say on stderr whose Python is about to run, of a recipe that stands outside of the working directory."""
     if recipe.root.resolve().is_relative_to(Path.cwd()):
         return
-    if recipe.code_sources:
-        listed = ", ".join(recipe.code_sources)
+    foreign = [source for source in recipe.code_sources if not source.startswith("python:compress.")]
+    if foreign:
+        listed = ", ".join(foreign)
         typer.echo(f"note: Python of this recipe's model runs now, also to plan it: {listed} (SECURITY.md)", err=True)
     if recipe.own_metrics:
         listed = ", ".join(recipe.own_metrics)

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from compress.errors import CompressError
+from compress.version import DISTRIBUTION
 from runtime.bundle.engine import ENGINES, EngineOrder
 from runtime.clock.machine import cpu_info
 from runtime.plugins import (
@@ -27,8 +28,27 @@ from runtime.processes.endings import print_json
 from runtime.processes.isolated import run, trouble
 from runtime.report.terminal import align, find_width, fold
 
-OWN_NAME = "compress"
-SKIPPED_EXTRAS = {"dev"}
+EXTRAS = {
+    "build": "all of `compress`: recipes become bundles",
+    "text": "bundles that read texts",
+    "image": "bundles that read image files",
+    "audio": "bundles that read recordings",
+    "openvino": "the target openvino",
+    "genai": "trying what `compress deploy --to genai` wrote",
+    "gguf": "GGUF files, as a model's source and for llama.cpp",
+    "lm-eval": "tasks of lm-evaluation-harness on a bundle",
+    "minilm": "the text encoder that recipes called minilm-* compress",
+    "tensorrt": "the target tensorrt, on a machine with an NVIDIA GPU",
+    "tensorrt-rtx": "the target tensorrt-rtx, whose engines are compiled without a GPU, too",
+    "serve": "`compress-run serve`: a bundle over HTTP",
+    "triton": "asking a Triton server that serves a bundle",
+    "search": "`compress sweep` where a recipe has a search",
+    "mcp": "`compress mcp`: the commands as an agent's tools",
+    "ray": "`compress sweep --ray`: trials on a cluster",
+    "trust": "signatures and bills of materials",
+    "notebooks": "running the project's notebooks",
+}
+"""Extra -> what it is for. "dev" is for those who work on the project."""
 CODE = (".py", ".so", ".pyd")
 LOOK_UP = {
     PASS_GROUP: "from compress.passes import KINDS as table; from compress.work import find_work; find_work({name!r})",
@@ -61,6 +81,15 @@ class Requirement:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """One extra of the package, what it is for, and what of it is not installed."""
+
+    name: str
+    gives: str
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Finding:
     """How it stands with one requirement, backend or plug-in. `mend` is a command, "" where nothing is to be done."""
 
@@ -83,39 +112,60 @@ def diagnose(as_json: bool) -> None:
     wrong = [finding for finding in report["findings"] if finding["state"] != "ok"]
     mends = [": ".join(part for part in (found["name"], found["why"], found["mend"]) if part) for found in wrong]
     table = align([("for", "package", "state", "version"), *rows], width)
-    print("\n".join(line for text in (head, *table, *mends) for line in fold(text, width)))
+    extras = [(extra["name"], _count_missing(extra["missing"]), extra["gives"]) for extra in report["extras"]]
+    offered = align([("extra", "here", "gives"), *extras], width)
+    install = [f"an extra is installed by: pip install '{DISTRIBUTION}[NAME]'"] if extras else []
+    print("\n".join(line for text in (head, *table, *mends, *offered, *install) for line in fold(text, width)))
+
+
+def _count_missing(packages: Sequence[str]) -> str:
+    return f"{len(packages)} missing" if packages else "yes"
 
 
 def examine() -> dict[str, Any]:
     """Import each requirement, plug-in, backend and compiler of engines in other processes, for it may crash.
 
-    Returns {"python", "cpu", "cpu_flags", "findings"}.
+    Returns {"python", "cpu", "cpu_flags", "findings", "extras"}.
     """
     cpu, flags = cpu_info()
+    requirements = _list_requirements()
     with ThreadPoolExecutor(max_workers=4) as pool:
-        packages = pool.submit(_examine_packages, _list_requirements())
+        packages = pool.submit(_examine_packages, _list_once(requirements))
         found = [
             *pool.map(_examine_plugin, [plugin for group in GROUPS for plugin in find_plugins(group)]),
             *pool.map(_examine_backend, _list_backends()),
             *pool.map(_examine_compiler, ENGINES),
         ]
         findings = [asdict(finding) for finding in (*packages.result(), *found)]
-    return {"python": sys.version.split()[0], "cpu": cpu, "cpu_flags": flags, "findings": findings}
+    python, extras = sys.version.split()[0], [asdict(extra) for extra in _list_extras(requirements)]
+    return {"python": python, "cpu": cpu, "cpu_flags": flags, "findings": findings, "extras": extras}
 
 
 def _list_requirements() -> list[Requirement]:
-    """Return the requirements that compress itself states, each package once, the base before the extras."""
+    """Return the requirements that our own metadata states, but for those of who works on the project."""
     try:
-        lines = metadata.requires(OWN_NAME) or []
+        lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError as error:
-        raise CompressError(f"{OWN_NAME} is not installed, only its files are here: pip install -e .") from error
-    wanted = [
-        r for line in lines if (r := _parse_requirement(line)) and r.extra not in SKIPPED_EXTRAS and r.name != OWN_NAME
-    ]
+        raise CompressError(f"{DISTRIBUTION} is not installed, only its files are here: pip install -e .") from error
+    parsed = (_parse_requirement(line) for line in lines)
+    return [wanted for wanted in parsed if wanted and wanted.extra in ("", *EXTRAS) and wanted.name != DISTRIBUTION]
+
+
+def _list_once(requirements: Sequence[Requirement]) -> list[Requirement]:
+    """Return each package once, that of the base before those of extras."""
     first: dict[str, Requirement] = {}
-    for requirement in wanted:
+    for requirement in requirements:
         first.setdefault(requirement.name, requirement)
     return list(first.values())
+
+
+def _list_extras(requirements: Sequence[Requirement]) -> list[Extra]:
+    """Return the extras that are stated, in the order in which they are told."""
+    missing = {
+        extra: tuple(r.name for r in requirements if r.extra == extra and not _is_installed(r.name))
+        for extra in {requirement.extra for requirement in requirements}
+    }
+    return [Extra(name, gives, missing[name]) for name, gives in EXTRAS.items() if name in missing]
 
 
 def _parse_requirement(line: str) -> Requirement | None:
@@ -173,7 +223,7 @@ def _normalize(name: str) -> str:
 
 
 def _describe_part(wanted: Requirement) -> tuple[str, str]:
-    """Return what the package is for, and the command that installs it (the index has another `compress`)."""
+    """Return what the package is for, and the command that installs it."""
     least = f"'{wanted.name}>={wanted.least}'" if wanted.least else wanted.name
     return wanted.extra or "running bundles", f"pip install {least}"
 

@@ -1,4 +1,4 @@
-"""`compress new`: write a recipe to start from, of a model that is there, of answers, or of a task alone."""
+"""`compress new`: write a recipe to start from, of a model that is there, of answers, of a task, or an example."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from compress.errors import RecipeError
 from compress.formats.targets import TARGETS
+from compress.recipe.examples import describe_example, find_example, find_pages, list_examples
 from compress.recipe.goal import FORMS, read_goals, split_goal
-from compress.recipe.templates import format_draft, starter, write_new
+from compress.recipe.templates import format_draft, starter, write_with_schema
 from compress.store.output import name_output
 from compress.tasks import TORCH_TASKS
+from runtime.report.terminal import align, find_width, fold
 
 if TYPE_CHECKING:
     from compress.data.find_sets import DataGiven
@@ -45,29 +47,48 @@ class NewAnswers:
     calibration_samples: int | None = None
 
 
-def write_recipe(out: Path, said: NewAnswers, source: str | None = None, ask: Ask | None = None) -> list[str]:
+def write_recipe(
+    out: Path, said: NewAnswers, source: str | None = None, ask: Ask | None = None, example: str | None = None
+) -> list[str]:
     """Write a recipe to `out`: of the model if one is given, else of the task; return lines for the user.
 
     `source`: put into the template of a task, whatever it names. `ask`: asks for what was not said, where nothing was.
+    `example`: the name of a recipe that comes with the project, which is copied; "list" writes none and names all.
     Raises RecipeError, SourceError, PlanError; OutputError and UsageError where `out` cannot be written.
     """
+    if example is not None:
+        if said != NewAnswers() or source is not None:
+            raise RecipeError("--example is copied as it stands: give no other option but --out")
+        return _list_all() if example == "list" else _copy_example(example, out)
     if ask is not None and said == NewAnswers() and source is None:
         said = ask_for_answers(ask)
     if said.model is None:
         if extra := [name for name, value in asdict(said).items() if value is not None and name != "task"]:
             raise RecipeError(f"--{extra[0]} is of a model that is there: give --model, too")
-        write_new(out, starter(said.task, source))
+        write_with_schema(out, starter(said.task, source))
         return [_tell_next(out)]
     if source is not None:
         raise RecipeError("--source is put into a template as it stands; give --model alone")
     draft = make_draft(said, out.parent)
     text, notes = format_working_recipe(draft)
-    write_new(out, text)
+    write_with_schema(out, text)
     return [*(f"note: {note}" for note in notes), _tell_next(out)]
 
 
+def _list_all() -> list[str]:
+    rows = [(name, describe_example(file)) for name, file in list_examples().items()]
+    return [line for row in align(rows) for line in fold(row, find_width())]
+
+
+def _copy_example(name: str, out: Path) -> list[str]:
+    recipe = find_example(name)
+    write_with_schema(out, recipe.read_text(encoding="utf-8").partition("\n")[2])  # less the line that names its schema
+    return [*(f"explained in {page}" for page in find_pages(recipe)), _tell_next(out)]
+
+
 def _tell_next(out: Path) -> str:
-    return f"{out}: written; see what it says with `compress check {out}`, what it does with `compress plan {out}`"
+    next_commands = f"see what it says with `compress check {out}`, what it does with `compress plan {out}`"
+    return f"{out}: written, and schema.json for editors; {next_commands}"
 
 
 def can_ask() -> bool:

@@ -62,8 +62,8 @@ tags: [compressed, {{ manifest.target }}]
 {{ usage.command }}
 compress-run validate DIR
 ```
-Installing the project (`pip install .` in its folder) brings that command; `python -m runtime` is the same where its
-folder is at hand.
+The package `compress-models` brings that command; `python -m runtime` is the same where the project's folder is at
+hand.
 {%- if usage.note %}
 {{ usage.note }}
 {%- endif %}

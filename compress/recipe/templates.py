@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import OutputError, RecipeError
+from compress.recipe.examples import SCHEMA
 from compress.recipe.variables import escape
 from compress.specs import MODEL_SOURCES, OF_FOLDERS
 from compress.tasks import TORCH_TASKS
@@ -37,8 +38,7 @@ def starter(task: str | None = None, source: str | None = None) -> str:
 def _format_recipe(task: str, source: str, parts: Starter) -> str:
     weights = "  # weights: model.safetensors\n" if source.startswith("python:") else ""
     return f"""\
-# yaml-language-server: $schema=./schema.json
-# `compress schema --out schema.json` writes that schema: with it an editor completes keys and marks wrong ones.
+# With schema.json an editor completes keys and marks wrong ones; `compress schema --out schema.json` writes it anew.
 # Relative paths are looked for in the working directory, then in this file's folder.
 version: 1
 name: my-model
@@ -83,7 +83,7 @@ def format_draft(
 
     `reasons`: dotted key -> the comment behind its line. `head`: lines of comment above it.
     """
-    parts = [*(f"# {line}" for line in head), "# yaml-language-server: $schema=./schema.json"]
+    parts = [f"# {line}" for line in head]
     for key, value in recipe.items():
         if key == "preprocess" or not isinstance(value, (Mapping, list)):
             parts.append(f"{key}: {_format_value(value)}{_format_reason(reasons, key)}")
@@ -123,6 +123,16 @@ def _format_value(value: Any) -> str:
 
 WORDS_OF_YAML = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 """Which would read back as something else than text."""
+
+
+def write_with_schema(file: Path, text: str) -> None:
+    """Write a recipe to `file`, and the schema that its first line names beside it, where none is there.
+
+    Raises as `write_new`.
+    """
+    write_new(file, f"# yaml-language-server: $schema=./{SCHEMA.name}\n{text}")
+    if not (beside := file.parent / SCHEMA.name).exists():
+        write_new(beside, SCHEMA.read_text(encoding="utf-8"))
 
 
 def write_new(file: Path, text: str, *, replace: bool = False) -> None:

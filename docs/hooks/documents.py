@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from compress.commands.bench_rows import BenchTable
 from compress.commands.blame import Blame
 from compress.commands.compare import Comparison, LayerChange, RecipeChange, SliceComparison
-from compress.commands.doctor import Finding
+from compress.commands.doctor import Extra, Finding
 from compress.commands.ladder import Ladder, Rung
 from compress.commands.parcel import Push
 from compress.commands.parity import Parity
@@ -182,6 +182,7 @@ class Diagnosis(TypedDict):
     cpu: str
     cpu_flags: list[str]
     findings: list[Finding]
+    extras: list[Extra]
 
 
 LadderDocument.__doc__ = Ladder.__doc__

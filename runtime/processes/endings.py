@@ -28,7 +28,7 @@ class CommandLine:
     """Errors that are raised on purpose; each has `problems` and an `exit_code`."""
     interrupted: str = "stopped"
     """What to say after Ctrl-C or SIGTERM."""
-    missing: str = "pip install . in the project's folder installs what bundles need"
+    missing: str = "pip install compress-models installs what bundles need"
     """What to do about a module that is not installed."""
     debug: str = f"{DEBUG}=1"
     """How to see a traceback."""

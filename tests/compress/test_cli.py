@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import ROOT
+from places import RECIPES, ROOT
 from typer.testing import CliRunner, Result
 
 import compress
@@ -28,6 +28,7 @@ from compress.passes import PASSES
 from compress.recipe.load import load_recipe
 from compress.recipe.network import OFFLINE, restrict_network
 from compress.recipe.vocabulary import editor_schema
+from compress.version import DISTRIBUTION
 from runtime.backends import BACKENDS
 from runtime.bundle.format import Artifact, Gate, Judgement, Manifest
 from runtime.bundle.tensors import TensorSpec
@@ -105,11 +106,11 @@ def test_quick_commands_import_nothing_heavy() -> None:
     code = f"""
 import sys
 from compress.cli import app
-for args in (["--help"], ["check", "recipe.yaml"], ["schema"], ["new", "--out", "new.yaml"]):
+for words in ("--help", "check recipe.yaml", "schema", "new --out new.yaml", "new --example list"):
     try:
-        app(args)
+        app(words.split())
     except SystemExit as end:
-        assert not end.code, (args, end.code)
+        assert not end.code, (words, end.code)
 print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 """
     done = fresh(code)
@@ -127,7 +128,7 @@ def test_the_face_of_the_package() -> None:
     assert compress.load_recipe is load_recipe
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert compress.__version__ == version
-    assert run("--version").stdout == f"compress {version}\n"
+    assert run("--version").stdout == f"compress {version} ({DISTRIBUTION})\n"
     with pytest.raises(AttributeError, match="no attribute 'aply'"):
         compress.aply  # noqa: B018
 
@@ -163,11 +164,34 @@ def test_a_wrong_call_ends_with_2(args: list[str]) -> None:
 @pytest.mark.parametrize("source", [None, "hf:org/model", 'python:a "b".py:f'])
 def test_new_writes_a_recipe_that_checks(task: str, source: str | None) -> None:
     assert run("new", "--task", task, "--out", "new.yaml", *(["--source", source] if source else [])).exit_code == 0
-    assert Path("new.yaml").read_text().startswith("# yaml-language-server: $schema=")
+    assert Path("new.yaml").read_text().startswith("# yaml-language-server: $schema=./schema.json\n")
+    assert json.loads(Path("schema.json").read_text()) == editor_schema()
     recipe = load_recipe("new.yaml")
     assert recipe.model.task == task and source in (None, recipe.model.source)
     assert not rejected(editor_schema(), recipe_text("new.yaml"))
     assert run("check", "new.yaml").exit_code == 0
+
+
+def test_new_copies_a_recipe_that_comes_with_the_project_with_what_it_names() -> None:
+    listed = run("new", "--example", "list").stdout
+    assert "quickstart" in listed and "A small residual CNN for handwritten digits" in listed
+    for name in (line.split()[0] for line in listed.splitlines()):
+        done = run("new", "--example", name, "--out", f"{name}.yaml")
+        assert done.exit_code == 0, done.stderr
+        text = Path(f"{name}.yaml").read_text()
+        assert (schema := re.match(r"# yaml-language-server: \$schema=(\S+)\n# \w", text)) and Path(schema[1]).is_file()
+        assert all(Path(page).is_file() for page in re.findall("explained in (.+)", done.stdout))
+    assert load_recipe("quickstart.yaml") == load_recipe(RECIPES / "quickstart.yaml")
+    assert "did you mean 'quickstart'?" in run("new", "--example", "quickstrat").stderr
+    assert run("new", "--example", "quickstart", "--task", "generic").exit_code == 2
+
+
+def test_the_demo_applies_the_quickstart_to_the_usual_place(room: Callable[..., None]) -> None:
+    asked = []
+    room("compress.execution.run", apply_recipe=lambda recipe, out, *rest: asked.append((recipe.name, out)))
+    done = run("demo")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert asked == [("quickstart-digits", Path("bundles/quickstart-digits"))]
 
 
 def test_check_refuses_a_model_that_does_not_say_how_its_inputs_are_made() -> None:
@@ -353,7 +377,7 @@ def test_apply_ends_as_the_verdict_says(verdict: str, code: int, room: Callable[
         (
             ModuleNotFoundError("No module named 'torch'", name="torch"),
             1,
-            "No module named 'torch'; pip install '.[build]' in the project's folder",
+            "No module named 'torch'; pip install 'compress-models[build]' installs the build side",
         ),
         (KeyError("x"), 1, "KeyError: 'x' (a defect, or a library that failed; COMPRESS_DEBUG=1 or"),
     ],
@@ -441,12 +465,19 @@ def test_doctor_reads_its_requirements_from_the_metadata(install: Install) -> No
     lines = [
         "numpy>=2.0",
         "pillow>=11; extra == 'image'",
-        'compress[image]; extra == "build"',
+        'compress-models[image]; extra == "build"',
         "numpy; extra == 'build'",
     ]
-    install("compress", requires=[*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"])
-    found = [(r.name, r.least, r.extra) for r in doctor._list_requirements()]
+    install(DISTRIBUTION, requires=[*lines, "x-y[z]<9,>=1.2; extra == 'build'", "ruff; extra == 'dev'"])
+    found = [(r.name, r.least, r.extra) for r in doctor._list_once(doctor._list_requirements())]
     assert found == [("numpy", "2.0", ""), ("pillow", "11", "image"), ("x-y", "1.2", "build")]
+    extras = {extra.name: extra.missing for extra in doctor._list_extras(doctor._list_requirements())}
+    assert extras == {"build": ("x-y",), "image": ()}
+
+
+def test_doctor_knows_what_each_extra_gives() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras.keys() == {*doctor.EXTRAS, "dev"}
 
 
 def test_doctor_tells_missing_old_broken_and_good_apart(install: Install) -> None:
@@ -500,19 +531,21 @@ def test_doctor_imports_together_what_can_be_and_alone_what_fails(tmp_path: Path
 
 
 def test_doctor_answers(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install("compress", requires=["sound>=2.0"])
+    install(DISTRIBUTION, requires=["sound>=2.0", "surely-not-here; extra == 'trust'"])
     install("sound", {"sound.py": ""})
     monkeypatch.setattr(doctor, "trouble", lambda code: "not today")
     monkeypatch.setattr(engines, "why_not_here", lambda order: f"no {order.runtime} today")
     findings = json.loads(run("doctor", "--json").stdout)["findings"]
     assert [(f["part"], f["name"], f["state"]) for f in findings if f["part"] != "plug-in"] == [
         ("running bundles", "sound", "ok"),
+        ("trust", "surely-not-here", "missing"),
         *(("backend", name, "missing") for name in BACKENDS.own),
         ("compiler", "tensorrt", "missing"),
         ("compiler", "tensorrt-rtx", "missing"),
     ]
     said = run("doctor").stdout
     assert "openvino: not today" in said
+    assert re.search(r"trust +1 missing +signatures and bills of materials", said)
     assert "tensorrt: no tensorrt today" in said
 
 
@@ -536,7 +569,7 @@ import compress.cli
 
 def test_the_python_face_says_how_the_build_side_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compress.recipe.load", None)
-    with pytest.raises(ModuleNotFoundError, match=r"compress\.load_recipe: .*; pip install '\.\[build\]' in the"):
+    with pytest.raises(ModuleNotFoundError, match=r"compress\.load_recipe: .*; pip install 'compress-models\[build\]'"):
         compress.load_recipe  # noqa: B018
 
 

@@ -61,7 +61,11 @@ def array(image_bundle: Path) -> str:
         (KeyError("x"), 1, "KeyError: 'x' (a defect, or a library that failed; COMPRESS_DEBUG=1 shows where)"),
         (OSError(28, "No space left", "/d/x"), 1, "/d/x: No space left"),
         (MemoryError("of 9 GB"), 1, "out of memory: of 9 GB"),
-        (ModuleNotFoundError("No module named 'numpy'", name="numpy"), 1, "No module named 'numpy'; pip install . in"),
+        (
+            ModuleNotFoundError("No module named 'numpy'", name="numpy"),
+            1,
+            "No module named 'numpy'; pip install compress-",
+        ),
         (KeyboardInterrupt(), 130, "stopped"),
         (BrokenPipeError(errno.EPIPE, "gone"), 141, ""),
     ],
