@@ -89,8 +89,7 @@ Verdict: {{ report.verdict }}. Times are of {{ report.environment.get("cpu") or 
 {% endfor %}
 {% endif -%}
 ## Get it, run it
-{{ usage.needs }} `hf` comes with `huggingface_hub`, `compress-run` with the project that made this (`pip install .` in
-its folder).
+{{ usage.needs }} `hf` comes with `huggingface_hub`, `compress-run` with the package `compress-models`.
 
 ```
 hf download {{ repo_id }} --local-dir {{ name }}
