@@ -153,8 +153,13 @@ def find_model_source(text: str, root: Path) -> str:
         raise SourceError(f"{text}: holds neither config.json nor one .onnx file, so it is no model's folder{many}")
     if path.suffix in (".onnx", ".gguf"):
         return f"{path.suffix[1:]}:{text}"
-    way = f"name its factory: {text}:FACTORY" if path.suffix == ".py" else "weights alone are no model: name the "
-    way += "" if path.suffix == ".py" else "factory that builds it, FILE.py:FACTORY, and give these with --weights"
+    ways = {
+        ".py": f"name its factory: {text}:FACTORY",
+        ".pt2": "a program of torch.export has lost its modules: give the factory that it was exported from, or make an "
+        f"ONNX file of it, torch.onnx.export(torch.export.load({text!r})).save('model.onnx')",
+    }
+    usual = "weights alone are no model: name the factory that builds it, FILE.py:FACTORY, and give these with --weights"
+    way = ways.get(path.suffix, usual)
     raise SourceError(f"{text}: a model is {', '.join(MODEL_SOURCES)}; {way}")
 
 

@@ -34,6 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text_folder(folder / "classifier", "classifier")
     text_folder(folder / "encoder", "encoder")
     write_texts(folder / "texts.jsonl", 50)
+    (folder / "net.pt2").touch()
     return folder
 
 
@@ -151,6 +152,7 @@ def test_one_column_that_can_be_meant_is_named(place: Path) -> None:
         ("net.py:make", {}, "a factory does not say what its model reads; give --data, and --task"),
         ("net.py", {}, "name its factory: net.py:FACTORY"),
         ("net.safetensors", {}, "weights alone are no model"),
+        ("net.pt2", {}, "torch.onnx.export(torch.export.load('net.pt2')).save('model.onnx')"),
         ("nowhere/model.onnx", {}, "no such file or folder"),
         ("sets", {}, "holds neither config.json nor one .onnx file"),
         ("classifier", {"task": "text-clasification"}, "--task text-clasification: unknown task; did you mean 'text-"),
