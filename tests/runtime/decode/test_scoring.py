@@ -142,6 +142,19 @@ def test_logits_are_reduced_in_pieces_of_any_size() -> None:
         assert all(np.allclose(pieces[name], whole[name], rtol=1e-12) for name in whole)
 
 
+@pytest.mark.parametrize(
+    ("other", "theirs", "divergence"),
+    [(-np.inf, -np.inf, "finite"), (0.0, -np.inf, "finite"), (-np.inf, 0.0, np.inf), (np.nan, 0.0, np.nan)],
+    ids=["neither says it", "the reference never says it", "the model never says it", "broken"],
+)
+def test_tokens_that_a_model_never_says(other: float, theirs: float, divergence: Any) -> None:
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
+    logits[0, 1, 4], logits[1, 1, 4] = other, theirs
+    found = scoring.measure_tokens(list(logits), np.zeros(3, np.int64))["kl"]
+    assert np.isfinite(found[[0, 2]]).all()
+    assert np.isfinite(found[1]) if divergence == "finite" else np.array_equal(found[1], divergence, equal_nan=True)
+
+
 def test_logits_of_a_batch_have_a_bound() -> None:
     widths = [16, 5, 9, 16, 2, 40]
     batches = list(scoring.split_batches([np.zeros(width) for width in widths], 4, 258, most_bytes=4 * 258 * 32))
