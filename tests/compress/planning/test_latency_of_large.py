@@ -18,7 +18,7 @@ from compress.planning import latency
 from compress.planning.measured_speed import FLOAT_ELSEWHERE, LatencyForecast
 from compress.planning.plan import plan_html
 
-N_BLOCKS = 8
+N_BLOCKS, SHALLOW = 4, (1, 2)
 
 
 @pytest.fixture
@@ -26,13 +26,14 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A recipe of a decoder that counts as large, where a block takes 1 ms, a rounded one 0.25 ms, the head 10 ms."""
 
     def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any) -> tuple[list[float], list[float]]:
-        ms = [1.0, 0.25] * len(latency.SHALLOW)
+        ms = [1.0, 0.25] * len(SHALLOW)
         costs = [n_cached_layers(graph) * each for graph, each in zip(graphs, ms, strict=True)]
         return [20 + 5 * cost for cost in costs], [10 + cost for cost in costs]
 
     monkeypatch.setenv("COMPRESS_TIMING", "on")
-    for name in ("compress.planning.latency.LARGEST_BYTES", "compress.planning.in_files.WHOLE_BYTES"):
-        monkeypatch.setattr(name, 0)
+    small = {"latency.LARGEST_BYTES": 0, "in_files.WHOLE_BYTES": 0, "latency.SHALLOW": SHALLOW}
+    for name, value in small.items():
+        monkeypatch.setattr(f"compress.planning.{name}", value)
     monkeypatch.setattr(latency, "time_decoders", time_decoders)
     language_folder(tmp_path / "lm", num_hidden_layers=N_BLOCKS)
     passes = [{"kind": "rtn", "scheme": "W4A16", "group_size": 32}]
@@ -41,17 +42,17 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_each_further_block_takes_what_those_between_took(large: dict[str, Any], tmp_path: Path) -> None:
     made = plan(large, tmp_path, tmp_path / "cache")
-    assert made.latency is not None and made.latency.blocks == latency.SHALLOW
+    assert made.latency is not None and made.latency.blocks == SHALLOW
     assert (made.latency.float_ms, made.latency.compressed_ms) == (10 + N_BLOCKS, 10 + 0.25 * N_BLOCKS)
     assert made.latency.first_ms == (20 + 5 * N_BLOCKS, 20 + 5 * 0.25 * N_BLOCKS)
     text = plan_html(made)
-    assert "measured on models of this shape with 2 and 6 blocks" in text and "the first token about 60 ms" in text
+    assert "measured on models of this shape with 1 and 2 blocks" in text and "the first token about 40 ms" in text
     assert plan(large, tmp_path, tmp_path / "cache").latency == made.latency, "it is not kept"
 
 
 @pytest.mark.parametrize(
     ("memory_bytes", "n_blocks", "said"),
-    [(1 << 20, N_BLOCKS, "to time a few blocks takes"), (2**40, latency.SHALLOW[1], "its 6 blocks are too few")],
+    [(1 << 20, N_BLOCKS, "to time a few blocks takes"), (2**40, SHALLOW[1], "its 2 blocks are too few")],
 )
 def test_what_has_no_twin_is_said(
     large: dict[str, Any], host: Host, memory_bytes: int, n_blocks: int, said: str, tmp_path: Path
