@@ -155,10 +155,10 @@ def find_model_source(text: str, root: Path) -> str:
         return f"{path.suffix[1:]}:{text}"
     ways = {
         ".py": f"name its factory: {text}:FACTORY",
-        ".pt2": "a program of torch.export has lost its modules: give the factory that it was exported from, or make an "
-        f"ONNX file of it, torch.onnx.export(torch.export.load({text!r})).save('model.onnx')",
+        ".pt2": "a program of torch.export has lost its modules: give the factory that it was exported from, or an "
+        f"ONNX file, torch.onnx.export(torch.export.load({text!r})).save('model.onnx')",
     }
-    usual = "weights alone are no model: name the factory that builds it, FILE.py:FACTORY, and give these with --weights"
+    usual = "weights alone are no model: name the factory that builds it, FILE.py:FACTORY, and give these by --weights"
     way = ways.get(path.suffix, usual)
     raise SourceError(f"{text}: a model is {', '.join(MODEL_SOURCES)}; {way}")
 

@@ -90,8 +90,9 @@ nothing of those of other structures. ResNet-20's, which lacked none, gave 0.41 
 FAR = 1.1
 """How many times less than what is needed a structure may give and still be compared with the others."""
 LONG_JUDGING = 0.1
-"""Part of the time left from which on judging is long, and structures are compared on a part of the samples. Of a
-sixteenth of 5,000 images top-1 was known within 3 to 5 points, and a ResNet-20's structures lay 0.6 apart."""
+"""Part of the time left before the first structure, from which on judging is long, and they are compared on a part of
+the samples. Of a sixteenth of 5,000 images top-1 was known within 3 to 5 points; a ResNet-20's structures lay 0.6
+apart."""
 MOST_FITTINGS, USUAL_FITTINGS = 3, 1.5
 """Times that a structure is judged untrained and changed."""
 SLACK = 0.04
@@ -116,8 +117,9 @@ class GoalEvidence:
 
     `sizes`, `speeds`: format -> times smaller, and faster, as foreseen. `base`: the format that structures end in.
     `structures`: name -> what is cut. `fitted`: depth -> the structure that has what is needed; `raced`: those
-    of them that may be the best. `yields`: what was learned of how size and time follow. `planned_s`: of the last
-    training, as it was planned for the race.
+    of them that may be the best. `rough`: whether they are compared on a part of the samples; None: not decided.
+    `yields`: what was learned of how size and time follow. `planned_s`: of the last training, as it was planned for the
+    race.
     """
 
     sizes: dict[str, float] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class GoalEvidence:
     structures: dict[str, dict[str, Any]] = field(default_factory=dict)
     fitted: dict[str, str] = field(default_factory=dict)
     raced: list[str] = field(default_factory=list)
+    rough: bool | None = None
     yields: Yields = field(default_factory=Yields)
     planned_s: float = 0.0
 
@@ -348,6 +351,8 @@ class Pursuit:
         taste, n = self.plan_race()
         mixtures = DEPTHS if len(self.ground.facts.removable or ()) > 1 else DEPTHS[-1:]
         last = self.seconds_left() * (1 - RACE)
+        if self.known.rough is None:  # once, for what is compared is judged alike
+            self.known.rough = self.judging_s() > LONG_JUDGING * self.seconds_left()
         for depth in (depth for depth in map(str, mixtures) if depth not in self.known.fitted):
             if len(self.list_fitted()) >= n:
                 break
@@ -402,7 +407,7 @@ class Pursuit:
             self.keep()
             name, begun = f"{structure.name}{UNTRAINED}", self.seconds_left()
             passes = [*structure.passes(), *self.formats[self.known.base]]
-            run = self.try_chain(name, SHORT, passes, rough=self.judging_s() > LONG_JUDGING * self.seconds_left())
+            run = self.try_chain(name, SHORT, passes, rough=bool(self.known.rough))
             if run is None or run.state != "judged":
                 break
             tried[structure.name] = left = self.read_needs(name)
