@@ -47,9 +47,8 @@ def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Push:
         with _name_failure(repo_id, "no file was sent"):
             there = _open_repository(api, repo_id, public)
             kept = _read_header(api, repo_id, there)
-        names = {file.rfilename for file in there.siblings or ()}
         card = _write_card(parcel, repo_id, kept)
-        gone = [name for name in names if name.startswith(f"{FOLDER}/") and name not in new]
+        gone = [name for name in _list_files(there) if name.startswith(f"{FOLDER}/") and name not in new]
         with _name_failure(repo_id, "a push is one commit: all of it is there, or what was there before; push again"):
             commit = api.create_commit(
                 repo_id,
@@ -78,17 +77,21 @@ def _open_repository(api: HfApi, repo_id: str, public: bool) -> ModelInfo:
     if bool(there.private) == public:
         is_now, way = ("private", "leave --public out") if there.private else ("public", "say --public")
         raise UsageError(f"hf://{repo_id} is {is_now}, and stays so: {way}, or change it in its settings on the hub")
-    names = {file.rfilename for file in there.siblings or ()} - {".gitattributes"}
+    names = _list_files(there) - {".gitattributes"}
     if names and f"{FOLDER}/{MANIFEST}" not in names:
         raise UsageError(f"hf://{repo_id} holds something else than a bundle, which stays: push to another name")
     return there
+
+
+def _list_files(there: ModelInfo) -> set[str]:
+    return {file.rfilename for file in there.siblings or ()}
 
 
 def _read_header(api: HfApi, repo_id: str, there: ModelInfo) -> dict[str, Any]:
     """Return the header of the repository's card without what the last push knew; {} where none can be read."""
     from huggingface_hub import ModelCard
 
-    if CARD not in {file.rfilename for file in there.siblings or ()}:
+    if CARD not in _list_files(there):
         return {}
     text = Path(api.hf_hub_download(repo_id, CARD, revision=there.sha)).read_text("utf-8")
     try:

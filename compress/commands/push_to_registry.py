@@ -58,9 +58,13 @@ class Repository:
     header: dict[str, str] = field(default_factory=dict)
 
     @property
-    def address(self) -> str:
+    def registry(self) -> str:
         scheme = "http" if self.host.partition(":")[0] in LOCAL else "https"
-        return f"{scheme}://{self.host}/v2/{self.name}"
+        return f"{scheme}://{self.host}/"
+
+    @property
+    def address(self) -> str:
+        return f"{self.registry}v2/{self.name}"
 
     def send(
         self,
@@ -89,7 +93,7 @@ class Repository:
     def _send_once(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | Path | None
     ) -> tuple[int, Message]:
-        own = self.header if url.startswith(self.address.removesuffix(f"/v2/{self.name}") + "/") else {}
+        own = self.header if url.startswith(self.registry) else {}
         with ExitStack() as stack:
             data: Any = body
             if isinstance(body, Path):
