@@ -122,7 +122,8 @@ def _interpret(words: list[str], cwd: Path, environment: dict[str, str], outputs
     first = {"-m": str(cwd), "-c": ""}.get(kind) or str(Path(words[0]).parent)
     search = environment.get("PYTHONPATH", "").split(os.pathsep)
     ours = {*map(os.path.abspath, ENVIRONMENT["PYTHONPATH"].split(os.pathsep)), ""}
-    sys.path[:] = [first, *filter(None, search), *(path for path in sys.path if path not in ours)]
+    # The root last: an editable install puts it there, which the server, that had it already, does not show.
+    sys.path[:] = [first, *filter(None, search), *(path for path in sys.path if path not in ours), str(ROOT)]
     if kind == "-m":
         sys.argv = words
         run_module(words[0], run_name="__main__", alter_sys=True)
