@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from compress.errors import ExportError
 from compress.export.onnx import Weight, export_program
+from compress.export.repeated import Reread, repeat_blocks
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
+from compress.graph.stored import StoredTensor, make_stored_weight
+from compress.structure.alike import cut_chain
 
 EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""
@@ -62,13 +65,47 @@ class CachedDecoder(nn.Module):
         return result.logits, [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
-def export_decoder(module: nn.Module, opset: int = 21, weights: Mapping[str, Weight] | None = None) -> ir.Model:
+def export_decoder(
+    module: nn.Module, opset: int = 21, weights: Mapping[str, Weight] | None = None, repeat: bool = True
+) -> ir.Model:
     """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
-    either is quantized. `weights`: as of `export_program`. Raises ExportError: a cache that is not keys and values of
-    one shape in every layer, or what the exporter said.
+    either is quantized. `weights`: as of `export_program`; then, with `repeat`, a deep model's first blocks alone are
+    exported, and the others are made like them (`repeat_blocks`). Raises ExportError: a cache that is not keys and
+    values of one shape in every layer, or what the exporter said.
     """
+    from onnxscript.optimizer import fold_constants_ir
+
+    with cut_chain(module, repeated=True) if weights is not None and repeat else nullcontext() as cut:
+        model = _export_cached(module, opset, weights)
+    if cut is not None and not repeat_blocks(model, cut, _rereading(module, weights or {})):
+        model = _export_cached(module, opset, weights)
+    if weights is not None:
+        fold_constants_ir(model)
+    _name_tied_tables(model)
+    _count_positions(model)
+    length = getattr(module.config, "max_position_embeddings", None) or getattr(module.config, "n_positions", None)
+    if length:
+        model.metadata_props[MAX_LENGTH] = str(length)
+    tidy(model)
+    return model
+
+
+def _rereading(module: nn.Module, weights: Mapping[str, Weight]) -> Reread:
+    """Return what gives the tensors of blocks that were not exported: of their files, or held by the module."""
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def reread(name: str, like: ir.TensorProtocol) -> ir.TensorProtocol:
+        if isinstance(like, StoredTensor) and like.origin is not None:
+            shape, read = weights[name]
+            return make_stored_weight(name, shape, read, like.origin[1])
+        return ir.tensor(held[name].detach().numpy())
+
+    return reread
+
+
+def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] | None) -> ir.Model:
     with nullcontext() if weights is None else shapes_alone():
         shape = cache_shape(module)
     sizes = EXAMPLE
@@ -96,13 +133,7 @@ def export_decoder(module: nn.Module, opset: int = 21, weights: Mapping[str, Wei
         opset=opset,
         weights=weights,
     )
-    _name_tied_tables(model)
-    _count_positions(model)
     _declare_shapes(model, names, shape)
-    length = getattr(module.config, "max_position_embeddings", None) or getattr(module.config, "n_positions", None)
-    if length:
-        model.metadata_props[MAX_LENGTH] = str(length)
-    tidy(model)
     return model
 
 

@@ -9,7 +9,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -363,8 +363,11 @@ def export_program(
 ) -> ir.Model:
     """Export the module as a graph. Raises NotExportable with what the exporter said of `name`.
 
-    `weights`: parameters whose values the module does not hold, by plain name; the graph leaves them in their files.
+    `weights`: parameters whose values the module does not hold, by plain name; the graph leaves them in their files,
+    and what is computed from parameters alone is left to be.
     """
+    from onnxscript.optimizer import optimize_ir
+
     module = without_computed(module)
     with _silence_exporter(), leave_untouched(module), count_free_sizes(module):
         try:
@@ -383,13 +386,23 @@ def export_program(
             )
             if program is not None and weights is not None:
                 _leave_in_files(program.model, weights)
-                program.optimize()
+                optimize_ir(program.model, should_fold=_make_choice({name for name, _ in module.named_parameters()}))
         except (RuntimeError, ValueError, TypeError, torch.onnx.OnnxExporterError) as error:
             raise NotExportable(f"{name}: {_explain_failure(error)}; {WAY_OUT}") from error
     assert program is not None
     _check_free_sizes(program.model, name, [dynamic_shapes[key] for key in kwargs])
     pool_globally(program.model)
     return program.model
+
+
+def _make_choice(parameters: Collection[str]) -> Callable[[ir.Node], bool | None]:
+    """Return what says of a node that it is not to be computed once, as it reads a parameter; None: as usual."""
+
+    def choose(node: ir.Node) -> bool | None:
+        read = (value.name for value in node.inputs if value is not None and value.is_initializer())
+        return False if any(name in parameters for name in read) else None
+
+    return choose
 
 
 def _make_translations() -> dict[Any, Callable[..., Any]]:

@@ -118,19 +118,27 @@ class CutChain:
 
 
 @contextmanager
-def cut_chain(module: nn.Module) -> Iterator[CutChain | None]:
-    """Cut the module's one chain of blocks while the context is open; None where there is nothing to gain."""
+def cut_chain(module: nn.Module, repeated: bool = False) -> Iterator[CutChain | None]:
+    """Cut the module's one chain of blocks while the context is open; None where there is nothing to gain.
+
+    `repeated`: what is left out repeats, in order, what the last kept blocks are: in threes, where every third block is
+    of another kind. Those stand behind their like once more, and behind at least one block.
+    """
     lists = [
         (name, part)
         for name, part in module.named_modules()
         if type(part) is nn.ModuleList and not isinstance(part, Experts) and any(map(is_layer, part.modules()))
     ]
     outermost = [(name, part) for name, part in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
-    cut = _plan_cut(*outermost[0], _list_by_block(module, outermost[0][1])) if len(outermost) == 1 else None
+    cut = None
+    if len(outermost) == 1:
+        name, blocks = outermost[0]
+        kinds = _find_kinds(blocks, _list_by_block(module, blocks)) if len(blocks) > FEWEST_LEFT_OUT else []
+        models = _find_repeats(kinds) if repeated else _find_models(kinds)
+        cut = CutChain(name, plain(name), min(models), models) if len(models) >= FEWEST_LEFT_OUT else None
     if cut is None:
         yield None
         return
-    blocks = outermost[0][1]
     whole = dict(blocks._modules)
     try:
         blocks._modules = dict(list(whole.items())[: cut.n_kept])
@@ -146,22 +154,34 @@ def _list_by_block(module: nn.Module, blocks: nn.ModuleList) -> list[Any]:
     return [value for value in values if isinstance(value, tuple | list) and len(value) == len(blocks)]
 
 
-def _plan_cut(name: str, blocks: nn.ModuleList, by_block: list[Any]) -> CutChain | None:
-    if len(blocks) < FEWEST_LEFT_OUT:
-        return None
+def _find_kinds(blocks: nn.ModuleList, by_block: list[Any]) -> list[Any]:
+    """Return what each block is, equal for blocks of one kind."""
     settings = [dict(_list_settings(block)) for block in blocks]
     counts = {key for key in settings[0] if _counts_blocks([known.get(key) for known in settings])}
+    return [
+        (tuple((key, _describe(value)) for key, value in known.items() if key not in counts), *map(repr, values))
+        for known, *values in zip(settings, *by_block, strict=True)
+    ]
+
+
+def _find_models(kinds: list[Any]) -> dict[int, int]:
+    """Return block to leave out -> block of its kind to keep: the last of OF_EACH, which lie before all left out."""
     seen: dict[Any, list[int]] = {}
-    kinds = []
-    for number, known in enumerate(settings):
-        said = tuple((key, _describe(value)) for key, value in known.items() if key not in counts)
-        kinds.append((said, tuple(repr(values[number]) for values in by_block)))
-        seen.setdefault(kinds[-1], []).append(number)
-    n_kept = 1 + max(numbers[:OF_EACH][-1] for numbers in seen.values())
-    if len(blocks) - n_kept < FEWEST_LEFT_OUT:
-        return None
-    models = {n: max(k for k in seen[kinds[n]] if k < n_kept) for n in range(n_kept, len(blocks))}
-    return CutChain(name, plain(name), n_kept, models)
+    for number, kind in enumerate(kinds):
+        seen.setdefault(kind, []).append(number)
+    n_kept = 1 + max((numbers[:OF_EACH][-1] for numbers in seen.values()), default=0)
+    return {n: max(k for k in seen[kinds[n]] if k < n_kept) for n in range(n_kept, len(kinds))}
+
+
+def _find_repeats(kinds: list[Any]) -> dict[int, int]:
+    """Return block to leave out -> block of its kind to keep: the last kept ones, in order, again and again."""
+    n = len(kinds)
+    for n_kept in range(3, n):
+        for width in range(1, (n_kept + 1) // 2):
+            start = n_kept - 2 * width
+            if (n - n_kept) % width == 0 and all(kinds[i] == kinds[i + width] for i in range(start, n - width)):
+                return {i: n_kept - width + (i - n_kept) % width for i in range(n_kept, n)}
+    return {}
 
 
 def _list_settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
