@@ -102,10 +102,6 @@ class DecoderCache:
         return "" if unlike is None else f"layer {unlike} keeps values of another size than its keys"
 
 
-def _has_keys(cache: DynamicCache) -> bool:
-    return any(isinstance(getattr(layer, "keys", None), Tensor) for layer in cache.layers)
-
-
 class CachedDecoder(nn.Module):
     """The model as a function of tensors: the past comes in, and the present goes out, as a flat list of tensors."""
 
@@ -116,19 +112,27 @@ class CachedDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
+        logits, after = self.call(input_ids, attention_mask, position_ids, past)
+        return logits, [state.read(after) for state in self.cache.states]
+
+    def call(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, DynamicCache]:
+        """Return the logits, and the cache as the model leaves it."""
         cache = _copy_cache(self.cache.filled)
         for state, tensor in zip(self.cache.states, past, strict=True):
             state.write(cache, tensor if 0 in state.shape else tensor.clone())  # transformers writes into it
         self.recurrences.follow(cache)
         # a model without keys reads the mask of the tokens that it is given, one with keys that of all
-        mask = attention_mask if _has_keys(cache) else attention_mask[:, -input_ids.shape[1] :]
-        feeds = {"input_ids": input_ids, "attention_mask": mask}
+        keys = any(isinstance(getattr(layer, "keys", None), Tensor) for layer in cache.layers)
+        feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if not keys:
+            feeds["attention_mask"] = attention_mask[:, -input_ids.shape[1] :]
         # without them the model counts positions from the mask itself
         if "position_ids" in inspect.signature(self.wrapped.forward).parameters:
             feeds["position_ids"] = position_ids
         result = self.wrapped(**feeds, **{self.cache.argument: cache}, use_cache=True, return_dict=True)
-        after = getattr(result, self.cache.argument)
-        return result.logits, [state.read(after) for state in self.cache.states]
+        return result.logits, getattr(result, self.cache.argument)
 
 
 def export_decoder(module: nn.Module, opset: int = 21, weights: Mapping[str, Weight] | None = None) -> ir.Model:
@@ -222,7 +226,7 @@ def _find_states(module: nn.Module, argument: str) -> DecoderCache:
                 _compare(module, *pair) for pair in zip(_list_states(after), _list_states(longer), strict=True)
             )
         except FAILURES as error:
-            raise _refuse(module, "does not go on from its own cache", error) from error
+            raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
         _refuse_counters(module, after, longer)
         with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
             if few == many:
@@ -232,12 +236,8 @@ def _find_states(module: nn.Module, argument: str) -> DecoderCache:
     return DecoderCache(argument, cache.filled, states, recurrences.used)
 
 
-def _refuse(module: nn.Module, reason: str, error: Exception | None = None) -> ExportError:
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    unseen = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-    said = "" if error is None else f": {str(error).partition(chr(10))[0]}"
-    return (ExportError if unseen else NotExportable)(f"{type(module).__name__}: {reason}{said}; {WAY_OUT}")
+def _refuse(module: nn.Module, reason: str) -> NotExportable:
+    return NotExportable(f"{type(module).__name__}: {reason}; {WAY_OUT}")
 
 
 def _read_first(module: nn.Module, argument: str) -> DynamicCache:
@@ -248,7 +248,10 @@ def _read_first(module: nn.Module, argument: str) -> DynamicCache:
     try:
         result = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, return_dict=True)
     except FAILURES as error:
-        raise _refuse(module, "does not run with a cache", error) from error
+        # of shapes alone this shows nothing: kernels of experts, say, have rules of their own there
+        raise ExportError(
+            f"{type(module).__name__}: does not run with a cache: {str(error).partition(chr(10))[0]}; {WAY_OUT}"
+        ) from error
     cache = getattr(result, argument, None)
     if type(cache) is not DynamicCache:
         raise _refuse(module, f"keeps a {type(cache).__name__}, whose tensors no call can be given")
@@ -260,11 +263,9 @@ def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
     ids = torch.zeros(EXAMPLE["batch"], length, dtype=torch.int64, device=_find_device(wrapper))
     mask = ids.new_ones(len(ids), READ + length)
     positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
-    cache = _copy_cache(wrapper.cache.filled)
+    past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
     with _Counter() as counter:
-        _, present = wrapper(ids, mask, positions, [state.read(cache) for state in wrapper.cache.states])
-    for state, tensor in zip(wrapper.cache.states, present, strict=True):
-        state.write(cache, tensor)
+        _, cache = wrapper.call(ids, mask, positions, past)
     return cache, counter.count
 
 

@@ -44,8 +44,8 @@ CROSS = "cross.{layer}.{kind}"
 class KeptState:
     """A tensor that one call of a decoder gives, as output `present`, and the next one reads, as input `past`.
 
-    The input's first axis is the batch. Along an axis with a name it grows by what each call reads, from nothing; with
-    numbers alone, as a convolution's last inputs and a recurrence's matrix have them, it is replaced, and zeros at first.
+    The input's first axis is the batch. Along an axis with a name it grows by what each call reads, from nothing. With
+    numbers alone, as of a convolution's last inputs or a recurrence's matrix, it is replaced, and zeros at first.
     """
 
     past: TensorSpec

@@ -1,9 +1,9 @@
 """Run a decoder's graph token by token; what its layers keep stays where the backend computes.
 
 In ONNX Runtime no copy of the cache passes through numpy: a plain graph gives keys and values of all tokens so far, and
-the states of convolutions and recurrences, as new tensors, which are bound as the next call's past as they are; a graph with `shared_buffer` writes into one buffer
-for each layer, made once and bound as past and as present. In an engine's device memory, what a call gives as present,
-the next reads as past. In OpenVINO they are the model's state.
+the states of convolutions and recurrences, as new tensors, which are bound as the next call's past as they are; a graph
+with `shared_buffer` writes into one buffer for each layer, made once and bound as past and as present. In an engine's
+device memory, what a call gives as present, the next reads as past. In OpenVINO they are the model's state.
 """
 
 from __future__ import annotations

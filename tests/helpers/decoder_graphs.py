@@ -76,10 +76,16 @@ def make(kind: str) -> nn.Module:
 
     name, layers, fields = CONFIGS[kind]
     count = {"n_layer" if "GPT2" in name or "Bloom" in name else "num_hidden_layers": layers}
+    return build(getattr(transformers, name)(**fields, **count))
+
+
+def build(config: Any) -> nn.Module:
+    """Make a random model whose layers all matter."""
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = getattr(transformers, name)(**fields, **count)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         for parameter in model.eval().requires_grad_(False).parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
