@@ -206,7 +206,7 @@ def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
         raise _refuse(module, f"its forward pass takes no {ARGUMENTS[0]}: what it keeps cannot be exported")
     try:
         with shapes_alone():
-            return _find_states(module, argument)
+            return _find_states(module, argument, LONG)
     except NotExportable:
         raise
     except ExportError:
@@ -215,7 +215,8 @@ def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
         return _find_states(module, argument)
 
 
-def _find_states(module: nn.Module, argument: str) -> DecoderCache:
+def _find_states(module: nn.Module, argument: str, long: Sequence[int] = ()) -> DecoderCache:
+    """Return what `find_states` does. `long`: lengths of calls that only shapes alone make cheap."""
     with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
         cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
         held = _list_states(cache.filled)
@@ -229,8 +230,8 @@ def _find_states(module: nn.Module, argument: str) -> DecoderCache:
             raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
         _refuse_counters(module, after, longer)
         with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
-            if few == many:
-                few, many = (_read_on(wrapper, length)[1] for length in LONG)
+            if long and few == many:
+                few, many = (_read_on(wrapper, length)[1] for length in long)
         if few != many:
             raise _refuse(module, "its code walks over the text in Python, and a graph of that reads one length alone")
     return DecoderCache(argument, cache.filled, states, recurrences.used)
@@ -300,7 +301,7 @@ def _copy_cache(cache: DynamicCache) -> DynamicCache:
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in other.layers:
-        layer.__class__ = whole.get(type(layer), type(layer))  # type: ignore[assignment, arg-type]
+        layer.__class__ = whole.get(type(layer), type(layer))  # type: ignore[arg-type]
     return other
 
 
@@ -383,5 +384,8 @@ def _declare_shapes(model: ir.Model, states: Sequence[LayerState]) -> None:
     for name, dims in sizes.items():
         values[name].shape = ir.Shape(dims)
     for state in states:
-        for name, length in ((past_name, "past"), (present_name, "total")):
-            values[name(state.layer, state.kind)].shape = ir.Shape(("batch", *(size or length for size in state.shape)))
+        for name, length in (
+            (past_name(state.layer, state.kind), "past"),
+            (present_name(state.layer, state.kind), "total"),
+        ):
+            values[name].shape = ir.Shape(("batch", *(size or length for size in state.shape)))

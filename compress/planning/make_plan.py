@@ -281,7 +281,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
         try:
             cache = find_states(getattr(module, "wrapped", module))
         except NotExportable as error:
-            return list(error.problems)
+            return [f"export.{graphs[0][0]}: {problem}" for problem in error.problems]
         except (CompressError, *USER_ERRORS):
             return []  # its code looks at values, which the export has
         known = {"recurrent": cache.recurrent, "fixed": cache.find_fixed(), "unlike": cache.find_unlike()}

@@ -54,6 +54,8 @@ class KeptState:
     def __post_init__(self) -> None:
         if not self.past.shape or sum(isinstance(size, str) for size in self.past.shape[1:]) > 1:
             raise ValueError(f"'{self.past.name}' {self.past.shape}: all sizes but the batch and one must be numbers")
+        if not all(1 <= size <= MOST_BATCH for size in self.past.shape if isinstance(size, int)):
+            raise ValueError(f"'{self.past.name}' {self.past.shape}: give sizes of 1 to {MOST_BATCH}")
 
 
 @dataclass(frozen=True)

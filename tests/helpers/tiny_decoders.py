@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from decoder_graphs import VOCABULARY, build
+from tiny_lm import write_tokenizer
 from torch import nn
 
 SIZES: dict[str, Any] = {
@@ -101,7 +103,17 @@ REFUSED = ("minimax", "recurrent_gemma", "rwkv")
 
 @cache
 def make(kind: str) -> nn.Module:
+    return _build(kind)
+
+
+def tiny_folder(kind: str, folder: Path) -> None:
+    """Write the model as a folder of transformers, of 64 channels, with the tokenizer of `tiny_lm`."""
+    _build(kind, hidden_size=64).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def _build(kind: str, **sizes: Any) -> Any:
     """The model with weights that make its layers matter."""
     from transformers import AutoConfig
 
-    return build(AutoConfig.for_model(kind, **{**SIZES, **CONFIGS[kind]}))
+    return build(AutoConfig.for_model(kind, **{**SIZES, **CONFIGS[kind], **sizes}))
