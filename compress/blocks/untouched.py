@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
+from typing import Any
 
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn, sym_max, sym_min
 from torch.utils._pytree import tree_leaves
 
 
@@ -35,18 +37,42 @@ def leave_untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def count_free_sizes(module: nn.Module) -> Iterator[None]:
-    """Let `len(tensor)` in the model's own code give a size that stays free, as `tensor.shape[0]`, while it is open.
+    """Let `len`, `min` and `max` in the model's own code give sizes that stay free, while the context is open.
 
-    Python's own wants a number: `batch_size = len(x)` fixed the batch of RT-DETR's graph at the example's.
+    Python's own want numbers: `batch_size = len(x)` fixed the batch of RT-DETR's graph at the example's, and
+    `min(index_topk, keys.shape[-1])` a sparse attention's choice at one of the two.
     """
-    files = [file for file in _list_files(_list_classes(module)) if "len" not in vars(file)]
-    for file in files:
-        vars(file)["len"] = lambda x: x.shape[0] if isinstance(x, Tensor) else len(x)
+    exchanged = [
+        (vars(file), name, function)
+        for file in list_files(module)
+        for name, function in FREE.items()
+        if name not in vars(file)
+    ]
+    for names, name, function in exchanged:
+        names[name] = function
     try:
         yield
     finally:
-        for file in files:
-            del vars(file)["len"]
+        for names, name, _ in exchanged:
+            del names[name]
+
+
+def _count(x: Any) -> Any:
+    return x.shape[0] if isinstance(x, Tensor) else len(x)
+
+
+def _choose(plain: Callable[..., Any], free: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute `free` of two sizes one of which is free, `plain` of all else."""
+    return free(*args) if len(args) == 2 and any(isinstance(x, SymInt) for x in args) else plain(*args, **kwargs)
+
+
+FREE = {"len": _count, "min": partial(_choose, min, sym_min), "max": partial(_choose, max, sym_max)}
+"""Functions of Python, by name, that keep free sizes free."""
+
+
+def list_files(module: nn.Module) -> list[ModuleType]:
+    """Return the files of Python that the modules' code is in, but for torch's own."""
+    return _list_files(_list_classes(module))
 
 
 def _list_classes(module: nn.Module) -> set[type]:

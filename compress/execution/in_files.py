@@ -23,7 +23,7 @@ from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBat
 from compress.export.decoder import export_decoder
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import Feeds, clone
-from compress.graph.specs import input_specs, n_cached_layers, output_specs, past_name, present_name
+from compress.graph.specs import cache_pairs, input_specs, output_specs
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.models.batch_axis import TOLERANCE
 from compress.rounding.measure import relative_difference
@@ -142,8 +142,7 @@ def _torch_logits(streamed: StreamedModel, texts: Sequence[np.ndarray], context:
 
 def _cached_logits(graph: ir.Model, texts: Sequence[Feeds]) -> list[np.ndarray]:
     """Return the logits [1, t, vocab] of each text: all but its last token in one call, then that one."""
-    layers = range(n_cached_layers(graph))
-    names = {past_name(i, kind): present_name(i, kind) for i in layers for kind in ("key", "value")}
+    names = cache_pairs(graph)
     starts = [
         {
             "input_ids": feeds["input_ids"][:, :-1],

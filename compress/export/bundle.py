@@ -269,7 +269,8 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
         if isinstance(contents.preprocess, Seq2SeqPreprocess):
             _copy_file(contents.folder, folder, contents.preprocess.target.tokenizer)
         notes += write_first_token(folder, contents.preprocess)
-        if artifact.cache is not None and artifact.cache.shared_buffer and (folder / "config.json").is_file():
+        shared = artifact.cache is not None and artifact.cache.shared_buffer and not artifact.cache.states
+        if shared and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
 

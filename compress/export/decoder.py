@@ -1,26 +1,32 @@
-"""A causal language model as one float graph with an explicit key-value cache: prefill, decoding, batches, padding.
+"""A causal language model as one float graph with an explicit cache: prefill, decoding, batches, padding.
 
 Inputs: input_ids [batch, sequence], attention_mask [batch, total] (int64, 1 where a token is; total = past + sequence),
-past_key_values.{layer}.key and .value [batch, kv_heads, past, head_size]. Outputs: logits [batch, sequence, vocab],
-present.{layer}.key and .value [batch, kv_heads, total, head_size]. Positions are counted from the mask, so that padding
-may stand on the left.
+and what each layer keeps between calls, past_key_values.{layer}.{kind}: keys and values [batch, heads, past, size], of
+sizes of their own in each layer, and whatever else the model's code keeps, as a convolution's last inputs or a
+recurrence's matrix, of fixed size and zeros before the first token. Outputs: logits [batch, sequence, vocab] and
+present.{layer}.{kind}. Positions are counted from the mask, so that padding may stand on the left; states of fixed size
+see no padding, for the model's own code masks what it puts into them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.errors import ExportError
-from compress.export.onnx import Weight, export_program
+from compress.blocks.untouched import leave_untouched
+from compress.errors import ExportError, NotExportable
+from compress.export.onnx import Weight, export_program, silence
+from compress.export.recurrence import Recurrences, exchange_recurrences
 from compress.export.repeated import Reread, repeat_blocks
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
@@ -28,41 +34,108 @@ from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.structure.alike import cut_chain
 
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
 EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""
+ARGUMENTS = ("past_key_values", "cache_params")
+"""How transformers calls a cache, as an argument and in what a model gives back."""
+READ = 1
+"""Tokens of a first call, fewer than any window keeps."""
+SHORT, LONG = (3, 7), (640, 1280)
+"""Tokens of calls of which the second takes more operators where code walks over a text, by tokens or by chunks."""
+WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
+FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError)
+"""What a model's own code raises on a cache, or on lengths, that it does not take."""
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """What each layer keeps for a token: keys and values of [n_heads, head_size] each."""
+class LayerState:
+    """A tensor that a layer of a cache keeps: an attribute, or an entry of one."""
 
-    n_layers: int
-    n_heads: int
-    head_size: int
+    layer: int
+    attribute: str
+    key: int | None
+    """Of an entry."""
+    shape: tuple[int, ...]
+    """Without the batch; 0 along the axis that grows with each token, if any does."""
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> str:
+        """Return its name in the graph: key, value, conv_state, recurrent_state, recurrent_state_1, ..."""
+        return self.attribute.removesuffix("s") + (f"_{self.key}" if self.key else "")
+
+    def read(self, cache: DynamicCache) -> Tensor:
+        value = getattr(cache.layers[self.layer], self.attribute)
+        tensor: Tensor = value if self.key is None else value[self.key]
+        return tensor
+
+    def write(self, cache: DynamicCache, tensor: Tensor) -> None:
+        layer = cache.layers[self.layer]
+        value = tensor if self.key is None else {**getattr(layer, self.attribute), self.key: tensor}
+        setattr(layer, self.attribute, value)
+
+
+@dataclass(frozen=True)
+class DecoderCache:
+    """What a decoder keeps between calls, found by running it."""
+
+    argument: str
+    """Of the forward pass."""
+    filled: DynamicCache
+    """As it was after a call."""
+    states: tuple[LayerState, ...]
+    recurrent: bool
+    """Whether the graph computes a recurrence by an operator that only ONNX Runtime has."""
+
+    def find_fixed(self) -> str:
+        """Return the first state that does not grow, by its name in the graph; "" where all do."""
+        return next((past_name(state.layer, state.kind) for state in self.states if 0 not in state.shape), "")
+
+    def find_unlike(self) -> str:
+        """Return why the layers' caches are not all keys and values of one size; "" where they are."""
+        if other := [state for state in self.states if state.kind not in ("key", "value")]:
+            return f"layer {other[0].layer} keeps {other[0].kind}"
+        shapes: dict[int, set[tuple[int, ...]]] = {}
+        for state in self.states:
+            shapes.setdefault(state.layer, set()).add(state.shape)
+        unlike = next((layer for layer, found in shapes.items() if len(found) > 1), None)
+        return "" if unlike is None else f"layer {unlike} keeps values of another size than its keys"
 
 
 class CachedDecoder(nn.Module):
     """The model as a function of tensors: the past comes in, and the present goes out, as a flat list of tensors."""
 
-    def __init__(self, wrapped: nn.Module) -> None:
+    def __init__(self, wrapped: nn.Module, cache: DecoderCache, recurrences: Recurrences) -> None:
         super().__init__()
-        self.wrapped = wrapped
+        self.wrapped, self.cache, self.recurrences = wrapped, cache, recurrences
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        from transformers import DynamicCache
+        logits, after = self.call(input_ids, attention_mask, position_ids, past)
+        return logits, [state.read(after) for state in self.cache.states]
 
-        cache = DynamicCache()
-        for index in range(0, len(past), 2):
-            cache.update(past[index], past[index + 1], index // 2)
+    def call(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, DynamicCache]:
+        """Return the logits, and the cache as the model leaves it."""
+        cache = _copy_cache(self.cache.filled)
+        for state, tensor in zip(self.cache.states, past, strict=True):
+            state.write(cache, tensor if 0 in state.shape else tensor.clone())  # transformers writes into it
+        self.recurrences.follow(cache)
+        # a model without keys reads the mask of the tokens that it is given, one with keys that of all
+        keys = any(isinstance(getattr(layer, "keys", None), Tensor) for layer in cache.layers)
         feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if not keys:
+            feeds["attention_mask"] = attention_mask[:, -input_ids.shape[1] :]
         # without them the model counts positions from the mask itself
         if "position_ids" in inspect.signature(self.wrapped.forward).parameters:
             feeds["position_ids"] = position_ids
-        result = self.wrapped(**feeds, past_key_values=cache, use_cache=True, return_dict=True)
-        layers = result.past_key_values.layers
-        return result.logits, [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+        result = self.wrapped(**feeds, **{self.cache.argument: cache}, use_cache=True, return_dict=True)
+        return result.logits, getattr(result, self.cache.argument)
 
 
 def export_decoder(
@@ -72,8 +145,8 @@ def export_decoder(
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
     either is quantized. `weights`: as of `export_program`; then, with `repeat`, a deep model's first blocks alone are
-    exported, and the others are made like them (`repeat_blocks`). Raises ExportError: a cache that is not keys and
-    values of one shape in every layer, or what the exporter said.
+    exported, and the others are made like them (`repeat_blocks`). Raises ExportError: a cache or code that no graph
+    holds, or what the exporter said.
     """
     from onnxscript.optimizer import fold_constants_ir
 
@@ -106,35 +179,41 @@ def _rereading(module: nn.Module, weights: Mapping[str, Weight]) -> Reread:
 
 
 def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] | None) -> ir.Model:
-    with nullcontext() if weights is None else shapes_alone():
-        shape = cache_shape(module)
-    sizes = EXAMPLE
+    cache = find_states(module, run=weights is None)
+    states, sizes = cache.states, EXAMPLE
     batch, sequence, past = (sizes[name] for name in ("batch", "sequence", "past"))
     dims = {name: torch.export.Dim(name, min=0 if name == "past" else 1) for name in (*sizes, "total")}
-    kept = torch.zeros(batch, shape.n_heads, past, shape.head_size)
-    names = [(layer, kind) for layer in range(shape.n_layers) for kind in ("key", "value")]
-    model = export_program(
-        CachedDecoder(module).eval(),
-        type(module).__name__,
-        kwargs={
-            "input_ids": torch.zeros(batch, sequence, dtype=torch.int64),
-            "attention_mask": torch.ones(batch, past + sequence, dtype=torch.int64),
-            "position_ids": torch.arange(past, past + sequence).repeat(batch, 1),
-            "past": [kept.clone() for _ in names],
-        },
-        input_names=["input_ids", "attention_mask", POSITIONS, *(past_name(*name) for name in names)],
-        output_names=["logits", *(present_name(*name) for name in names)],
-        dynamic_shapes={
-            "input_ids": {0: dims["batch"], 1: dims["sequence"]},
-            "attention_mask": {0: dims["batch"], 1: dims["total"]},
-            "position_ids": {0: dims["batch"], 1: dims["sequence"]},
-            "past": [{0: dims["batch"], 2: dims["past"]} for _ in names],
-        },
-        opset=opset,
-        weights=weights,
-    )
-    _declare_shapes(model, names, shape)
+    names = [(state.layer, state.kind) for state in states]
+    with exchange_recurrences(module) as recurrences:
+        model = export_program(
+            CachedDecoder(module, cache, recurrences).eval(),
+            type(module).__name__,
+            kwargs={
+                "input_ids": torch.zeros(batch, sequence, dtype=torch.int64),
+                "attention_mask": torch.ones(batch, past + sequence, dtype=torch.int64),
+                "position_ids": torch.arange(past, past + sequence).repeat(batch, 1),
+                "past": _make_past(states, batch, past),
+            },
+            input_names=["input_ids", "attention_mask", POSITIONS, *(past_name(*name) for name in names)],
+            output_names=["logits", *(present_name(*name) for name in names)],
+            dynamic_shapes={
+                "input_ids": {0: dims["batch"], 1: dims["sequence"]},
+                "attention_mask": {0: dims["batch"], 1: dims["total"]},
+                "position_ids": {0: dims["batch"], 1: dims["sequence"]},
+                "past": [
+                    {0: dims["batch"], **({1 + state.shape.index(0): dims["past"]} if 0 in state.shape else {})}
+                    for state in states
+                ],
+            },
+            opset=opset,
+            weights=weights,
+        )
+    _declare_shapes(model, states)
     return model
+
+
+def _make_past(states: Sequence[LayerState], batch: int, past: int) -> list[Tensor]:
+    return [torch.zeros(batch, *(size or past for size in state.shape), dtype=state.dtype) for state in states]
 
 
 @contextmanager
@@ -146,58 +225,149 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-def cache_shape(module: nn.Module) -> CacheShape:
-    """Return what the model keeps, found by running it on two tokens. ExportError for a cache of another kind."""
-    name = type(module).__name__
-    layers = _find_cache_layers(module, name)
-    shapes = set()
-    for index, layer in enumerate(layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == values.ndim == 4):
-            raise ExportError(
-                f"{name}: layer {index} keeps a {type(layer).__name__}, not keys and values; only attention with a "
-                "key-value cache in every layer can be exported"
-            )
-        shapes |= {(tensor.shape[1], tensor.shape[3]) for tensor in (keys, values)}
-    if len(shapes) != 1:
-        shown = ", ".join(f"{heads} heads of {size}" for heads, size in sorted(shapes))
-        raise ExportError(f"{name}: keys and values differ in shape ({shown}); the exported cache has one shape")
-    heads, size = shapes.pop()
-    return CacheShape(len(layers), heads, size)
+def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
+    """Return what the model keeps between calls: it is run by shapes alone, a first call and others that go on from it.
 
-
-def _find_cache_layers(module: nn.Module, name: str) -> Sequence[object]:
-    from transformers import DynamicCache
-
-    if "past_key_values" not in inspect.signature(module.forward).parameters:
-        raise ExportError(f"{name}: its forward pass takes no past_key_values; a key-value cache cannot be exported")
-    _refuse_other_layers(module, name)
-    ids = torch.zeros(1, 2, dtype=torch.int64)
+    `run`: it may be run in earnest where its code looks at values. Raises NotExportable for a cache that is no list of
+    tensors, and for code that walks over a text in Python, of which no graph reads another length; ExportError where
+    shapes alone do not show it.
+    """
+    argument = next((name for name in ARGUMENTS if name in inspect.signature(module.forward).parameters), None)
+    if argument is None:
+        raise _refuse(module, f"its forward pass takes no {ARGUMENTS[0]}: what it keeps cannot be exported")
     try:
-        with torch.no_grad():
-            result = module(
-                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=DynamicCache(), use_cache=True
+        with shapes_alone():
+            return _find_states(module, argument, LONG)
+    except NotExportable:
+        raise
+    except ExportError:
+        if not run:
+            raise
+        return _find_states(module, argument)
+
+
+def _find_states(module: nn.Module, argument: str, long: Sequence[int] = ()) -> DecoderCache:
+    """Return what `find_states` does. `long`: lengths of calls that only shapes alone make cheap."""
+    with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
+        cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
+        held = _list_states(cache.filled)
+        wrapper = CachedDecoder(module, DecoderCache(argument, cache.filled, held, False), recurrences)
+        try:
+            (after, few), (longer, many) = (_read_on(wrapper, length) for length in SHORT)
+            states = tuple(
+                _compare(module, *pair) for pair in zip(_list_states(after), _list_states(longer), strict=True)
             )
-    except (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError) as error:
-        raise ExportError(f"{name}: does not run with a plain key-value cache: {error}") from error
-    cache = getattr(result, "past_key_values", None)
-    if not isinstance(cache, DynamicCache) or not cache.layers:
-        raise ExportError(f"{name}: gives back {type(cache).__name__} and not a filled key-value cache")
-    return cache.layers
+        except FAILURES as error:
+            raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
+        _refuse_counters(module, after, longer)
+        with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
+            if long and few == many:
+                few, many = (_read_on(wrapper, length)[1] for length in long)
+        if few != many:
+            raise _refuse(module, "its code walks over the text in Python, and a graph of that reads one length alone")
+    return DecoderCache(argument, cache.filled, states, recurrences.used)
 
 
-def _refuse_other_layers(module: nn.Module, name: str) -> None:
-    """Refuse what transformers itself would keep another cache for: states of convolutions, linear attention, ..."""
+def _refuse(module: nn.Module, reason: str) -> NotExportable:
+    return NotExportable(f"{type(module).__name__}: {reason}; {WAY_OUT}")
+
+
+def _read_first(module: nn.Module, argument: str) -> DynamicCache:
+    """Return the cache that the model makes for itself."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
 
-    config: Any = module.config
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if not isinstance(layer, DynamicLayer):  # a sliding window's is one too: it becomes a full cache and a mask
-            raise ExportError(
-                f"{name}: layer {index} keeps a {type(layer).__name__}, not keys and values; only attention with a "
-                "key-value cache in every layer can be exported"
-            )
+    ids = torch.zeros(EXAMPLE["batch"], READ, dtype=torch.int64, device=_find_device(module))
+    try:
+        result = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, return_dict=True)
+    except FAILURES as error:
+        # of shapes alone this shows nothing: kernels of experts, say, have rules of their own there
+        raise ExportError(
+            f"{type(module).__name__}: does not run with a cache: {str(error).partition(chr(10))[0]}; {WAY_OUT}"
+        ) from error
+    cache = getattr(result, argument, None)
+    if type(cache) is not DynamicCache:
+        raise _refuse(module, f"keeps a {type(cache).__name__}, whose tensors no call can be given")
+    return cache
+
+
+def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
+    """Return the cache after a call that goes on from the first, and how many operators that took."""
+    ids = torch.zeros(EXAMPLE["batch"], length, dtype=torch.int64, device=_find_device(wrapper))
+    mask = ids.new_ones(len(ids), READ + length)
+    positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
+    past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
+    with _Counter() as counter:
+        _, cache = wrapper.call(ids, mask, positions, past)
+    return cache, counter.count
+
+
+def _find_device(module: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+class _Counter(TorchDispatchMode):
+    """Count the operators that run while it is open."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_cache(cache: DynamicCache) -> DynamicCache:
+    """Return a cache of the same tensors whose layers can be given others, and keep all tokens."""
+    from transformers.cache_utils import (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+    )
+
+    # The mask hides what lies before a window; one that moves has no size that a graph knows.
+    whole = {
+        DynamicSlidingWindowLayer: DynamicLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer: LinearAttentionAndFullAttentionLayer,
+    }
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        layer.__class__ = whole.get(type(layer), type(layer))  # type: ignore[arg-type]
+    return other
+
+
+def _list_states(cache: DynamicCache) -> tuple[LayerState, ...]:
+    """Return the tensors of all layers, their shapes as they are."""
+    states = []
+    for index, layer in enumerate(cache.layers):
+        for attribute, value in vars(layer).items():
+            entries = value.items() if isinstance(value, dict) else [(None, value)]
+            states += [
+                LayerState(index, attribute, key, tuple(tensor.shape), tensor.dtype)
+                for key, tensor in entries
+                if isinstance(tensor, Tensor) and not attribute.startswith("_")
+            ]
+    return tuple(states)
+
+
+def _compare(module: nn.Module, one: LayerState, other: LayerState) -> LayerState:
+    """Return the state with 0 along the axis that grew between two calls."""
+    extra = SHORT[1] - SHORT[0]
+    steps = [b - a for a, b in zip(one.shape, other.shape, strict=True)]
+    if one.shape[:1] != (EXAMPLE["batch"],) or sorted(steps)[:-1] != [0] * (len(steps) - 1) or steps[0]:
+        raise _refuse(module, f"layer {one.layer} keeps {one.attribute} {one.shape}, which is no row for each text")
+    if max(steps) not in (0, extra) or (max(steps) and one.shape[steps.index(extra)] != READ + SHORT[0]):
+        raise _refuse(module, f"layer {one.layer} keeps {one.attribute}, which grows by something else than each token")
+    shape = tuple(0 if step else size for size, step in zip(one.shape, steps, strict=True))[1:]
+    return LayerState(one.layer, one.attribute, one.key, shape, one.dtype)
+
+
+def _refuse_counters(module: nn.Module, one: DynamicCache, other: DynamicCache) -> None:
+    """Refuse a layer that counts tokens in Python: a graph would hold the number of the example."""
+    for index, (layer, longer) in enumerate(zip(one.layers, other.layers, strict=True)):
+        for name, value in vars(layer).items():
+            if isinstance(value, int) and value != getattr(longer, name):
+                raise _refuse(module, f"layer {index} keeps a {type(layer).__name__} that counts its tokens in {name}")
 
 
 def _name_tied_tables(model: ir.Model) -> None:
@@ -238,12 +408,15 @@ def _count_positions(model: ir.Model) -> None:
     reroute(uses, last)
 
 
-def _declare_shapes(model: ir.Model, names: Sequence[tuple[int, str]], shape: CacheShape) -> None:
+def _declare_shapes(model: ir.Model, states: Sequence[LayerState]) -> None:
     """Set the shape of every input and output, in place, with dimensions by name."""
     sizes = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "total")}
     values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
     for name, dims in sizes.items():
         values[name].shape = ir.Shape(dims)
-    for layer, kind in names:
-        values[past_name(layer, kind)].shape = ir.Shape(("batch", shape.n_heads, "past", shape.head_size))
-        values[present_name(layer, kind)].shape = ir.Shape(("batch", shape.n_heads, "total", shape.head_size))
+    for state in states:
+        for name, length in (
+            (past_name(state.layer, state.kind), "past"),
+            (present_name(state.layer, state.kind), "total"),
+        ):
+            values[name].shape = ir.Shape(("batch", *(size or length for size in state.shape)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ExportError
-from compress.export.decoder import CacheShape
 from compress.export.onnx import export_program
 from compress.graph.edit import tidy
 from compress.graph.halves import same_content
@@ -30,6 +30,15 @@ from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT
 EXAMPLE = {"batch": 2, "source": 7, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and no two alike."""
 DECODER_IDS = "decoder_input_ids"
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What each layer keeps for a token: keys and values of [n_heads, head_size] each."""
+
+    n_layers: int
+    n_heads: int
+    head_size: int
 
 
 class _Encoder(nn.Module):

@@ -10,7 +10,8 @@ from typing import Any
 import onnx_ir as ir
 
 from compress.errors import ExportError
-from compress.graph.specs import PAST, PRESENT, cache_of
+from compress.graph.specs import cache_of
+from runtime.bundle.manifest import PAST, PRESENT
 
 FILE = "genai_config.json"
 TYPE = "decoder"

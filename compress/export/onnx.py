@@ -55,7 +55,7 @@ from compress.graph.halves import cross_names, share_weights, split_halves
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
-from compress.graph.specs import cache_of, n_cached_layers
+from compress.graph.specs import cache_of
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
 from compress.models.facts import user_line
 from compress.models.load import OnnxModel, TorchModel
@@ -119,7 +119,7 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
         to_half(model, state.half, state.half_kept)
     if target.cpu_operators:
         look_up_in_blocks(model)
-        if n_cached_layers(model):
+        if cache_of(model) is not None:
             model, notes = _prepare_decoder_for_cpu(model, state)
         elif cross_names(model):
             _speed_up_single_rows(model)
@@ -369,7 +369,7 @@ def export_program(
     from onnxscript.optimizer import optimize_ir
 
     module = without_computed(module)
-    with _silence_exporter(), leave_untouched(module), count_free_sizes(module):
+    with silence(), leave_untouched(module), count_free_sizes(module):
         try:
             program = torch.onnx.export(
                 module,
@@ -477,8 +477,8 @@ def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
 
 
 @contextmanager
-def _silence_exporter() -> Iterator[None]:
-    """Hide what the exporter's libraries log while the context is open: what matters is in what they raise."""
+def silence() -> Iterator[None]:
+    """Hide what torch and its exporter log while the context is open: what matters is in what they raise."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     shown = io.StringIO()  # a failing trace is printed, too

@@ -19,7 +19,7 @@ from compress.graph.cleanup import HALVES
 from compress.graph.halves import split_halves
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
-from compress.graph.specs import n_cached_layers, past_name, present_name
+from compress.graph.specs import cache_pairs
 from compress.models.batch_axis import MOST_CHOICES, SMALLEST, TOLERANCE
 from compress.models.load import OnnxModel, TorchModel
 from compress.rounding.measure import CHOOSERS, relative_difference, share_of_strangers
@@ -171,7 +171,7 @@ def check_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[
     for feeds in batches:
         tensors = {name: torch.from_numpy(feeds[name]) for name in loaded.input_names}
         expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [1, t, vocab]
-        got = np.concatenate(list(_run_by_pieces(session, n_cached_layers(model), feeds)), axis=1)
+        got = np.concatenate(list(_run_by_pieces(session, cache_pairs(model), feeds)), axis=1)
         worst = max(worst, relative_difference(expected, got))
     if worst > TOLERANCE:
         raise ExportError(
@@ -221,15 +221,16 @@ def _run_halves(
         yield logits
 
 
-def _run_by_pieces(session: InferenceSession, n_layers: int, feeds: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+def _run_by_pieces(
+    session: InferenceSession, pairs: Mapping[str, str], feeds: Mapping[str, np.ndarray]
+) -> Iterator[np.ndarray]:
     """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
-    names = [(past_name(i, kind), present_name(i, kind)) for i in range(n_layers) for kind in ("key", "value")]
     ids = feeds["input_ids"]
     length = ids.shape[1]
-    cache = {past: feeds[past] for past, _ in names}
+    cache = {past: feeds[past] for past in pairs}
     start = max(length - DECODED, 1)
     for low, high in [(0, start), *((t, t + 1) for t in range(start, length))]:
         inputs = {"input_ids": ids[:, low:high], "attention_mask": np.ones((1, high), np.int64), **cache}
-        logits, *present = session.run(["logits", *(present for _, present in names)], inputs)
-        cache = {past: values for (past, _), values in zip(names, present, strict=True)}
+        logits, *present = session.run(["logits", *pairs.values()], inputs)
+        cache = dict(zip(pairs, present, strict=True))
         yield logits

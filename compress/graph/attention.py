@@ -25,7 +25,15 @@ from compress.graph.attention_parts import (
 from compress.graph.edit import append, initializer, replace_output, reroute, tidy, uses_of
 from compress.graph.layers import constant, int_attribute, is_constant
 from compress.graph.run import clone
-from compress.graph.specs import ATTENTION, MAX_LENGTH, POSITIONS, n_cached_layers, past_name, present_name
+from compress.graph.specs import (
+    ATTENTION,
+    MAX_LENGTH,
+    POSITIONS,
+    attention_layers,
+    cache_pairs,
+    past_name,
+    present_name,
+)
 
 DOMAIN = "com.microsoft"
 SCALE_INPUT = 12
@@ -54,7 +62,7 @@ def to_group_query_attention(
     length = max_length or int(model.metadata_props.get(MAX_LENGTH, 0))
     copy = clone(model)
     plan = _plan_layers(copy, length)
-    if len(plan.layers) < n_cached_layers(model):
+    if 2 * len(plan.layers) < len(cache_pairs(model)):
         return model, [*plan.notes, "attention keeps its plain form: one buffer needs every layer to use it"]
     _rewrite(copy, plan, scales or {})
     stray = _name_other_readers(copy)
@@ -66,9 +74,11 @@ def to_group_query_attention(
 def _plan_layers(model: ir.Model, length: int) -> _Plan:
     plan = _Plan()
     windows: dict[ir.Value, int] = {}
-    for layer in range(n_cached_layers(model)):
+    for layer in attention_layers(model):
         try:
             attention = find_attention(model, layer)
+            if _get_size(attention.key, 3) != _get_size(attention.value, 3):
+                raise NotMatched("its values have another size than its keys")
             if attention.mask not in windows:
                 windows[attention.mask] = mask_window(model, attention.mask, length)
         except NotMatched as error:
@@ -240,7 +250,7 @@ def _count_positions(model: ir.Model) -> None:
 def _name_other_readers(model: ir.Model) -> str:
     """Name the nodes beside ours that read which tokens exist: padding has changed sides, and a past has its room."""
     readers = [use.node for use in _find_input(model, "attention_mask").uses() if use.node.op_type != "Shape"]
-    for layer in range(n_cached_layers(model)):
+    for layer in attention_layers(model):
         for kind in ("key", "value"):
             readers += [
                 use.node for use in _find_input(model, past_name(layer, kind)).uses() if not _is_batch(use.node)

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from compress.graph.edit import tidy
 from compress.graph.layers import constant, int_attribute, is_constant, node_scope
 from compress.graph.run import clone, open_session
-from compress.graph.specs import POSITIONS, n_cached_layers, past_name, present_name
+from compress.graph.specs import POSITIONS, attention_layers, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
 LONGEST_TABLE = 2**25
@@ -245,10 +245,10 @@ def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
 def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:
     """Return which of past + sequence tokens each new one may look at: bool [sequence, past + sequence]."""
     kept = np.zeros((1, 1, past, 1), np.float32)
-    count = n_cached_layers(model)
     tokens = np.ones((1, past + sequence), np.int64)
     tokens[:, :padding] = 0
-    feeds: dict[str, np.ndarray] = {past_name(i, kind): kept for i in range(count) for kind in ("key", "value")}
+    layers = attention_layers(model)
+    feeds: dict[str, np.ndarray] = {past_name(i, kind): kept for i in layers for kind in ("key", "value")}
     feeds |= {"input_ids": np.zeros((1, sequence), np.int64), "attention_mask": tokens}
     results = evaluate(model, [mask.name or ""], feeds)
     if results is None or results[0].size != sequence * (past + sequence):

@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from compress.graph.edit import reroute, tidy, uses_of
 from compress.graph.run import clone
-from compress.graph.specs import describe_cache
-from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT, KvCacheSpec
+from compress.graph.specs import input_specs
+from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 
 LEAST_SHARED, PAGE = 2**16, 4096
 """Bytes of a weight below which both files hold it; what a weight in a file of its own begins at, to be mapped."""
@@ -105,7 +105,9 @@ def same_content(one: ir.Value, other: ir.Value) -> bool:
 
 def cache_of_decoder(model: ir.Model) -> KvCacheSpec:
     """Return what a bundle says of the cache of a whole graph's decoder."""
-    return describe_cache(model, len(cross_names(model)) // 2, SELF_PAST, SELF_PRESENT)
+    cache = find_cache(input_specs(model), SELF_PAST, SELF_PRESENT)
+    assert cache is not None
+    return cache
 
 
 def _keep_outputs(model: ir.Model, names: Iterable[str]) -> None:

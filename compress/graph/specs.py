@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
-from runtime.bundle.manifest import CROSS, SELF_PRESENT, KvCacheSpec
+from runtime.bundle.manifest import CROSS, PAST, PRESENT, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.language import CACHE
 
-PAST = "past_key_values.{layer}.{kind}"
-PRESENT = "present.{layer}.{kind}"
 POSITIONS = "position_ids"
 """The value, inside the graph, that holds each token's position."""
 MAX_LENGTH = "max_length"
 """Key of a model's metadata: the longest sequence it was made for."""
 ATTENTION = "GroupQueryAttention"
 CACHE_OUTPUTS = re.compile(
-    "|".join(p.replace(".", r"\.").format(layer=r"\d+", kind="(key|value)") for p in (PRESENT, SELF_PRESENT, CROSS))
+    "|".join(p.replace(".", r"\.").format(layer=r"\d+", kind="[a-z0-9_]+") for p in (PRESENT, SELF_PRESENT, CROSS))
 )
-"""Names of outputs that are keys and values."""
+"""Names of outputs that the next call reads."""
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
@@ -28,7 +28,7 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 
 
 def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Return what a graph reads: what the float graph does, but for a decoder, which may keep fewer keys and values."""
+    """Return what a graph reads: what the float graph does, but for a decoder, whose cache may have another form."""
     keeps = any(is_cache(value.name or "") for value in model.graph.outputs)
     return input_specs(model) if keeps else float_inputs
 
@@ -57,36 +57,24 @@ def present_name(layer: int, kind: str) -> str:
 
 
 def is_cache(name: str) -> bool:
-    """Return whether an output of that name is of keys and values, a decoder's or an encoder-decoder's."""
+    """Return whether an output of that name is of the cache, a decoder's or an encoder-decoder's."""
     return CACHE_OUTPUTS.fullmatch(name) is not None
 
 
-def n_cached_layers(model: ir.Model) -> int:
-    """Count the layers of the graph that keep keys and values; 0 where it is no decoder."""
+def attention_layers(model: ir.Model) -> list[int]:
+    """Return the layers of a decoder's graph that keep keys and values, by their numbers."""
     names = {value.name for value in model.graph.inputs}
-    count = 0
-    while past_name(count, "key") in names:
-        count += 1
-    return count
+    return [n for n in range(len(names)) if {past_name(n, "key"), past_name(n, "value")} <= names]
+
+
+def cache_pairs(model: ir.Model) -> dict[str, str]:
+    """Return what a decoder's graph keeps, past -> present; {} where it is no decoder."""
+    cache = cache_of(model)
+    return {} if cache is None else dict(cache.pairs())
 
 
 def cache_of(model: ir.Model) -> KvCacheSpec | None:
     """Return what a bundle says of a decoder's cache; None for a graph without one."""
-    count = n_cached_layers(model)
-    if not count:
-        return None
+    cache = find_cache(_make_specs([value for value in model.graph.inputs if (value.name or "").startswith(CACHE)]))
     shared = any(node.op_type == ATTENTION for node in model.graph)
-    return describe_cache(model, count, PAST, PRESENT, shared)
-
-
-def describe_cache(model: ir.Model, n_layers: int, past: str, present: str, shared: bool = False) -> KvCacheSpec:
-    """Return what a bundle says of a cache whose inputs and outputs have such names, by its first layer's keys.
-
-    `past`, `present`: with {layer} and {kind}. `shared`: keys and values of earlier and new tokens lie in one buffer.
-    """
-    name = past.format(layer=0, kind="key")
-    first = next(value for value in model.graph.inputs if value.name == name)
-    assert first.shape is not None and first.dtype is not None
-    heads, size = first.shape[1], first.shape[3]
-    assert isinstance(heads, int) and isinstance(size, int)
-    return KvCacheSpec(n_layers, heads, size, str(first.dtype.numpy()), shared, past, present)
+    return replace(cache, shared_buffer=True) if cache is not None and shared else cache

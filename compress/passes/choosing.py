@@ -69,7 +69,7 @@ def tell_float_share(
         share = sum(layer.n_bytes for layer in reached) / facts.n_bytes
         what = f"layer {reached[0].name}" if len(reached) == 1 else f"{len(reached)} layers"
         text = f"{kind} reaches only {what} ({share:.0%} of the weights): use {other[0]}, which takes "
-        return [Note("warning", text + _list_some([layer.name for layer in left]))]
+        return [Note("warning", text + list_some([layer.name for layer in left]))]
     worth = WORTH_NAMING * max(facts.n_bytes, 1)
     told = {why: sizes for why, sizes in by_reason.items() if sum(sizes.values()) >= worth}
     if facts.outside:
@@ -79,10 +79,10 @@ def tell_float_share(
 
 def _tell_share(kind: str, facts: ModelFacts, sizes: Mapping[str, int], why: str) -> Note:
     share = sum(sizes.values()) / max(facts.n_bytes, 1)
-    return Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {_list_some(list(sizes))} ({why})")
+    return Note("warning", f"{kind}: {share:.0%} of the weights' bytes stay float: {list_some(list(sizes))} ({why})")
 
 
-def _list_some(names: Sequence[str]) -> str:
+def list_some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 

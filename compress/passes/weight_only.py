@@ -23,7 +23,7 @@ from compress.facts import (
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, Pass, PassCost, Stage
-from compress.passes.choosing import choose_layers, pattern_problems, target_word, tell_float_share
+from compress.passes.choosing import choose_layers, list_some, pattern_problems, target_word, tell_float_share
 from compress.passes.int8 import Int8
 from compress.passes.layer_schemes import (
     count_stored_bits,
@@ -59,7 +59,11 @@ if TYPE_CHECKING:
 TABLE_KEYS = {"table": "embeddings", "head": "lm_head", "tied": "embeddings"}
 """Role of a layer -> the key that rounds it."""
 MUCH = 0.25
-"""Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %."""
+"""Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %; of the
+weights to round, from which narrow layers are no exception but a group size that does not suit the model."""
+WORD = 32
+"""Bits in which engines read the weights of an input's outputs: a gate of one output fills none."""
+NARROW = "too narrow for a group of inputs, or for a word of 32 bits"
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -97,9 +101,11 @@ class WeightPass(WeightNumbers, Pass):
     weight with the embeddings there is one table, and either key is for both."""
     overrides: tuple[WeightOverride, ...] = ()
     """Exceptions for some of the layers; where several select a layer, later ones win key by key."""
-    indivisible: Literal["refuse", "fit"] = "refuse"
-    """What becomes of a layer whose inputs `group_size` does not divide: an error in the plan, or the nearest group
-    size that divides them and that the target takes (else one scale for each output channel), named in the report."""
+    indivisible: Literal["keep_narrow", "refuse", "fit"] = "keep_narrow"
+    """What becomes of a layer whose inputs `group_size` does not divide: an error in the plan, but for one with fewer
+    inputs than a group, or outputs that fill no word of 32 bits, which stays float (keep_narrow); an error for these,
+    too (refuse); or the nearest group size that divides them and that the target takes, else one scale for each output
+    channel, named in the report (fit)."""
 
     @model_validator(mode="after")
     def _check_mixed_bits(self) -> WeightPass:
@@ -118,7 +124,13 @@ class WeightPass(WeightNumbers, Pass):
             return "its largest outputs choose what runs (a router)"
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
-        return None if layer.op in ("MatMul", "Gemm") else "not a matrix product"
+        if layer.op not in ("MatMul", "Gemm"):
+            return "not a matrix product"
+        return NARROW if self.indivisible == "keep_narrow" and self._is_narrow(layer) else None
+
+    def _is_narrow(self, layer: LayerFacts) -> bool:
+        weights = self.find_scheme(layer).weights
+        return layer.shape[1] < weights.group_size or layer.shape[0] * weights.bits < WORD
 
     def table_scheme(self, layer: LayerFacts) -> str | None:
         """Return the scheme that `embeddings` or `lm_head` asks for a layer; None: it is no table, or neither does."""
@@ -227,23 +239,29 @@ class WeightPass(WeightNumbers, Pass):
             idle = find_uncalled(taken, facts.structure)
             taken = [layer for layer in taken if layer not in idle]
             kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
+        names = {decision.layer for decision in kept if decision.reason == NARROW}
+        narrow = [layer for layer in facts.layers if layer.name in names]
+        much = sum(layer.n_weights for layer in narrow) > MUCH * sum(layer.n_weights for layer in (*taken, *narrow))
+        misfits = [
+            text
+            for layer in (*taken, *(narrow if much else ()))
+            if (text := explain_misfit(self.kind, layer, self.setting(layer, target), target, self.ways))
+        ]
         problems = pattern_problems(facts.layers, self.kind, self._collect_patterns())
-        if not taken:
+        if not taken and not misfits:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else ""
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
         notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
+        if narrow and not much:
+            notes.append(Note("info", f"{self.kind}: {list_some([x.name for x in narrow])} stay float: {NARROW}"))
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:
             problems.append(f"{self.kind}: does not round to {k_formats[0]}; use gptq or rtn")
-        problems += [
-            text
-            for layer in taken
-            if (text := explain_misfit(self.kind, layer, settings[layer.name], target, self.ways))
-        ]
+        problems += misfits
         problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
         notes += [Note("warning", text) for layer in taken if (text := self.fit_remark(layer, target))]
         decisions = [self.decision(layer, target) for layer in taken]

@@ -14,13 +14,15 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.training import n_rows
-from compress.errors import ExportError, PlanError, SourceError
+from compress.errors import CompressError, ExportError, NotExportable, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
+from compress.export.decoder import find_states
 from compress.export.gguf import describe_gguf
 from compress.facts import ModelFacts, Note, PassPlan, SampleShapes, sample_bytes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.graph.cleanup import describe_clean_up
+from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds, zeros
 from compress.models.feeds import parameters
 from compress.models.language import has_chat_template
@@ -51,7 +53,7 @@ from compress.pruning.configuration import fit_config
 from compress.pruning.coupling import find_coupling
 from compress.pruning.shrink import remove_all
 from compress.pruning.surgery import remove
-from compress.recipe.exports import CheckpointExport, GgufExport
+from compress.recipe.exports import CheckpointExport, GgufExport, GraphExport
 from compress.recipe.network import restrict_network
 from compress.recipe.schema import Recipe
 from compress.store.cache import ResultCache, default_root
@@ -68,6 +70,7 @@ from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, SIZES
 from runtime.processes.memory import available_bytes
+from runtime.tasks import find_task
 from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
@@ -124,6 +127,8 @@ def make_plan(
     problems = [*inputs.problems, *packed, *collect_problems(inputs, expected, store.root), *others]
     if not problems:  # of a layer that a pass cannot take its checkpoint needs no word
         problems = [problem for found, _ in checkpoints for problem in found]
+    if not problems:
+        problems = _check_decoder(inputs, keys, done, store.root)
     if problems:
         raise PlanError(problems)
     cleaned = (Note("info", describe_clean_up(before.clean_up)),) if before.clean_up else ()
@@ -260,6 +265,39 @@ def _check_checkpoint(
             )
         )
     return [f"export.{index}: {problem}" for problem in checkpoint_problems(*about)], notes
+
+
+def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root: Path) -> list[str]:
+    """Return why no graph of a language model can be made, or none for a target: its code is run by shapes alone."""
+    recipe = inputs.recipe
+    graphs = [(index, recipe.target_of(e)) for index, e in enumerate(recipe.export) if isinstance(e, GraphExport)]
+    if not graphs or not recipe.generates or find_task(recipe.model.task).encodes or inputs.facts.source == "onnx":
+        return []
+    keep, key = Kept(root), [keys.float_graph]
+    known = keep.read("decoder", key)
+    if known is None:
+        module, _ = module_on_meta(inputs.source)
+        unstack_experts(module)
+        try:
+            cache = find_states(getattr(module, "wrapped", module))
+        except NotExportable as error:
+            return [f"export.{graphs[0][0]}: {problem}" for problem in error.problems]
+        except (CompressError, *USER_ERRORS):
+            return []  # its code looks at values, which the export has
+        known = {"recurrent": cache.recurrent, "fixed": cache.find_fixed(), "unlike": cache.find_unlike()}
+        keep.write("decoder", key, known)
+    problems = []
+    if known["unlike"] and (index := next((i for i, each in enumerate(done) if each.plan.kv_cache), None)) is not None:
+        text = "an ONNX graph keeps 8-bit keys and values where all layers keep them alike"
+        problems.append(f"passes.{index}: kv_cache: {text}, and {known['unlike']}; leave it out")
+    for index, target in graphs:
+        if known["recurrent"] and not target.startswith("onnxruntime"):
+            text = f"its recurrence is written as an operator of ONNX Runtime, which {target} does not have"
+            problems.append(f"export.{index}: {text}; use target: onnxruntime-cpu, or target: transformers")
+        elif known["fixed"] and target.startswith("tensorrt"):
+            text = f"{known['fixed']} is zeros before each text, and an engine's memory is not"
+            problems.append(f"export.{index}: {text}; use target: onnxruntime-cpu, or target: transformers")
+    return problems
 
 
 def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]]:

@@ -290,6 +290,7 @@ MANIFEST_RECORDS = (
     "runtime.bundle.manifest.Artifact",
     "runtime.bundle.tensors.TensorSpec",
     "runtime.bundle.manifest.KvCacheSpec",
+    "runtime.bundle.manifest.KeptState",
     "runtime.bundle.manifest.Generation",
     "runtime.bundle.manifest.EvaluationSet",
     "runtime.bundle.manifest.BuildScore",

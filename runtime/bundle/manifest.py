@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
@@ -32,7 +33,7 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
 
 
 PAST, PRESENT = "past_key_values.{layer}.{kind}", "present.{layer}.{kind}"
-"""A decoder's earlier tokens: names of an input and an output; layer from 0, kind is key or value."""
+"""What a decoder's layer keeps between calls: names of an input and an output; layer from 0, kind is key, value, ..."""
 SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"
 """In an encoder-decoder: its decoder's own earlier tokens."""
 CROSS = "cross.{layer}.{kind}"
@@ -40,17 +41,36 @@ CROSS = "cross.{layer}.{kind}"
 
 
 @dataclass(frozen=True)
-class KvCacheSpec:
-    """The keys and values of earlier tokens, as inputs and outputs of a decoder's graph.
+class KeptState:
+    """A tensor that one call of a decoder gives, as output `present`, and the next one reads, as input `past`.
 
-    Each of `past` and `present` is [batch, n_heads, length, head_size]. In a graph with `shared_buffer` past and
-    present are one buffer of fixed length, texts are padded on the right, and the attention mask says how long each row
-    is; in any other graph past grows by what each call reads, and texts are padded on the left.
+    The input's first axis is the batch. Along an axis with a name it grows by what each call reads, from nothing. With
+    numbers alone, as of a convolution's last inputs or a recurrence's matrix, it is replaced, and zeros at first.
+    """
+
+    past: TensorSpec
+    present: str
+
+    def __post_init__(self) -> None:
+        if not self.past.shape or sum(isinstance(size, str) for size in self.past.shape[1:]) > 1:
+            raise ValueError(f"'{self.past.name}' {self.past.shape}: all sizes but the batch and one must be numbers")
+        if not all(1 <= size <= MOST_BATCH for size in self.past.shape if isinstance(size, int)):
+            raise ValueError(f"'{self.past.name}' {self.past.shape}: give sizes of 1 to {MOST_BATCH}")
+
+
+@dataclass(frozen=True)
+class KvCacheSpec:
+    """What a decoder keeps of earlier tokens, as inputs and outputs of its graph.
+
+    Where all layers keep keys and values of one shape, each of `past` and `present` is [batch, n_heads, length,
+    head_size]. In a graph with `shared_buffer` past and present are one buffer of fixed length, texts are padded on the
+    right, and the attention mask says how long each row is; in any other graph past grows by what each call reads, and
+    texts are padded on the left.
     """
 
     n_layers: int
     n_heads: int
-    """Of keys and values: fewer than the queries' where those share them."""
+    """Of keys and values: fewer than the queries' where those share them. 0, as `head_size`, where `states` says it."""
     head_size: int
     dtype: str = "float32"
     shared_buffer: bool = False
@@ -58,21 +78,39 @@ class KvCacheSpec:
     """Name of an input; layer from 0, kind is key or value."""
     present: str = PRESENT
     """Name of an output."""
+    states: tuple[KeptState, ...] = ()
+    """All that is kept, where it is something else than keys and values of one shape in every layer."""
 
     def __post_init__(self) -> None:
+        least = 0 if self.states else 1
         for name in ("n_layers", "n_heads", "head_size"):
-            _check_range(self, name, 1, MOST_BATCH)
+            _check_range(self, name, least, MOST_BATCH)
         for name in ("past", "present"):
             if not all(part in getattr(self, name) for part in ("{layer}", "{kind}")):
                 raise ValueError(f"{name} is '{getattr(self, name)}': it must hold {{layer}} and {{kind}}")
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Return the names (past, present) for each layer's keys and values."""
+        """Return the names (past, present) of all that is kept."""
+        if self.states:
+            return tuple((state.past.name, state.present) for state in self.states)
         return tuple(
             (self._fill_pattern(self.past, layer, kind), self._fill_pattern(self.present, layer, kind))
             for layer in range(self.n_layers)
             for kind in ("key", "value")
         )
+
+    def shapes(self, n_rows: int, length: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each past of `n_rows` texts, `length` tokens long, by its name."""
+        if not self.states:
+            return dict.fromkeys((past for past, _ in self.pairs()), (n_rows, self.n_heads, length, self.head_size))
+        return {
+            state.past.name: (n_rows, *(length if isinstance(size, str) else size for size in state.past.shape[1:]))
+            for state in self.states
+        }
+
+    def fixed(self) -> tuple[str, ...]:
+        """Return the names of the pasts that do not grow."""
+        return tuple(past for past, shape in self.shapes(1, 0).items() if 0 not in shape)
 
     @staticmethod
     def _fill_pattern(pattern: str, layer: int, kind: str) -> str:
@@ -82,19 +120,25 @@ class KvCacheSpec:
 def find_cache(inputs: Iterable[TensorSpec], past: str = PAST, present: str = PRESENT) -> KvCacheSpec | None:
     """Return the cache of a decoder whose inputs are named after `past`; None without one.
 
-    BundleError for one whose heads or size are free.
+    BundleError for one with a size that is free and is not its length.
     """
-    named = {spec.name: spec for spec in inputs}
-    count = 0
-    while past.format(layer=count, kind="key") in named:
-        count += 1
-    if not count:
+    pattern = re.escape(past).replace(r"\{layer\}", r"(\d+)").replace(r"\{kind\}", r"([a-z0-9_]+)")
+    named = [(spec, match) for spec in inputs if (match := re.fullmatch(pattern, spec.name))]
+    if not named:
         return None
-    spec = named[past.format(layer=0, kind="key")]
-    heads, size = spec.shape[1], spec.shape[3]
-    if not isinstance(heads, int) or not isinstance(size, int):
-        raise BundleError(f"cache input '{spec.name}' {spec.shape}: heads and size must be numbers")
-    return KvCacheSpec(count, heads, size, spec.dtype, False, past, present)
+    first = named[0][0]
+    layers = {int(match[1]) for _, match in named}
+    both = [(layer, kind) for layer in range(len(layers)) for kind in ("key", "value")]
+    alike = {(*spec.shape[:2], *spec.shape[3:], spec.dtype, len(spec.shape)) for spec, _ in named}
+    if [(int(match[1]), match[2]) for _, match in named] == both and len(alike) == 1 and len(first.shape) == 4:
+        heads, size = first.shape[1], first.shape[3]
+        if isinstance(heads, int) and isinstance(size, int):
+            return KvCacheSpec(len(layers), heads, size, first.dtype, False, past, present)
+    try:
+        states = tuple(KeptState(spec, present.format(layer=match[1], kind=match[2])) for spec, match in named)
+    except ValueError as error:
+        raise BundleError(f"cache input {error}") from error
+    return KvCacheSpec(len(layers), 0, 0, first.dtype, False, past, present, states)
 
 
 @dataclass(frozen=True)

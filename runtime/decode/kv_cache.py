@@ -1,9 +1,9 @@
-"""Run a decoder's graph token by token; keys and values stay where the backend computes.
+"""Run a decoder's graph token by token; what its layers keep stays where the backend computes.
 
-In ONNX Runtime no copy of the cache passes through numpy: a plain graph gives keys and values of all tokens so far as
-new tensors, which are bound as the next call's past as they are; a graph with `shared_buffer` writes into one buffer
-for each layer, made once and bound as past and as present. In an engine's device memory, what a call gives as present,
-the next reads as past. In OpenVINO they are the model's state.
+In ONNX Runtime no copy of the cache passes through numpy: a plain graph gives keys and values of all tokens so far, and
+the states of convolutions and recurrences, as new tensors, which are bound as the next call's past as they are; a graph
+with `shared_buffer` writes into one buffer for each layer, made once and bound as past and as present. In an engine's
+device memory, what a call gives as present, the next reads as past. In OpenVINO they are the model's state.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ class BoundKeys:
         self._binding, self._single = check_open(self._session.path, self._session.handle).io_binding(), None
         for name, array in (given or {}).items():
             self._binding.bind_ortvalue_input(name, _make_value(array, self._session.device))
-        for past, present in self._cache.pairs():
-            length = self._past_length(self._inputs[past], capacity)
-            shape = (n_rows, self._cache.n_heads, length, self._cache.head_size)
-            buffer = _make_value(np.zeros(shape, self._inputs[past].dtype), self._session.device)
+        pairs = self._cache.pairs()
+        shapes = self._cache.shapes(n_rows, self._past_length(self._inputs[pairs[0][0]], capacity))
+        for past, present in pairs:
+            buffer = _make_value(np.zeros(shapes[past], self._inputs[past].dtype), self._session.device)
             self._binding.bind_ortvalue_input(past, buffer)
             if self._cache.shared_buffer:
                 self._binding.bind_ortvalue_output(present, buffer)
@@ -267,14 +267,17 @@ class ResidentKeys:
     """Keep `Keys` of a session that leaves tensors on its device."""
 
     def __init__(self, session: Resident, cache: KvCacheSpec) -> None:
+        if fixed := cache.fixed():
+            # an engine's memory is not zeroed before a text, and what grows reads none of it
+            raise UsageError(f"an engine begins no text with zeros, which {fixed[0]} needs: run it in ONNX Runtime")
         self._session, self._cache = session, cache
 
     def begin(self, n_rows: int, capacity: int, given: Feeds | None = None) -> None:
         """Begin a batch with nothing read yet. UsageError where the engine takes less than `capacity`."""
         if given:
             raise UsageError("an engine keeps nothing that an encoder gives: run encoder-decoders in ONNX Runtime")
-        past = self._cache.pairs()[0][0]
-        most = self._session.largest(past)[2] + 1  # the past that the last token reads is one shorter
+        past, empty = next(iter(self._cache.shapes(n_rows, 0).items()))
+        most = self._session.largest(past)[empty.index(0)] + 1  # the past that the last token reads is one shorter
         if capacity > most:
             raise UsageError(f"{capacity} tokens do not fit into the engine's profiles, which take {most}")
         self._session.keeper = self
@@ -286,10 +289,8 @@ class ResidentKeys:
             raise UsageError(
                 "another text has been begun in this session, whose keys are there now; open the bundle twice"
             )
-        shape = (self._rows, self._cache.n_heads, self._read, self._cache.head_size)
-        pairs = self._cache.pairs()
-        logits = self._session.resume(feeds, {past: shape for past, _ in pairs}, ["logits"])["logits"]
-        for past, present in pairs:
+        logits = self._session.resume(feeds, self._cache.shapes(self._rows, self._read), ["logits"])["logits"]
+        for past, present in self._cache.pairs():
             self._session.exchange(past, present)
         self._read += feeds["input_ids"].shape[1]
         return logits

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from runtime.bundle.tensors import TensorSpec
 
 FEEDS = ("input_ids", "attention_mask", "position_ids")
+CACHE = "past_key_values."
+"""How the names begin of inputs that are what a decoder keeps of earlier tokens."""
 IDS, LOSS_MASK, POSITIONS = "input_ids", "loss_mask", "position_ids"
 """Columns of samples that are tokens already: their ids; 1 for each token whose prediction counts, else 0; and, of rows
 that hold several samples, each token's place in its own."""
@@ -197,10 +199,10 @@ def make_language_encoder(
     BundleError if the tokenizer cannot be read; UsageError for inputs that do not fit.
     """
     names = [i.name for i in inputs]
-    other = [i.name for i in inputs if i.name not in FEEDS and len(i.shape) != 4]
+    other = [i.name for i in inputs if i.name not in FEEDS and not i.name.startswith(CACHE)]
     if other or "input_ids" not in names:
         raise UsageError(
-            f"a language model takes {', '.join(FEEDS)} and caches [batch, heads, length, size]; this one takes "
+            f"a language model takes {', '.join(FEEDS)} and caches, {CACHE}...; this one takes "
             f"{', '.join(names)}: export it with those inputs"
         )
     fixed = [i.name for i in inputs if any(isinstance(size, int) for size in i.shape[: 2 if i.name in FEEDS else 1])]
@@ -221,8 +223,7 @@ def positions(mask: Array) -> Array:
 
 
 def empty_past(spec: TensorSpec, n_rows: int) -> Array:
-    """Return a cache input without any token: [n_rows, heads, 0, size], or zeros of the graph's fixed length."""
-    _, heads, length, size = spec.shape
-    if not isinstance(heads, int) or not isinstance(size, int):
-        raise UsageError(f"cache input '{spec.name}' {spec.shape}: heads and size must be numbers")
-    return np.zeros((n_rows, heads, length if isinstance(length, int) else 0, size), spec.dtype)
+    """Return a cache input before any token: nothing along the axis that grows, zeros where sizes are fixed."""
+    if sum(isinstance(size, str) for size in spec.shape[1:]) > 1:
+        raise UsageError(f"cache input '{spec.name}' {spec.shape}: all sizes but one must be numbers")
+    return np.zeros((n_rows, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])), spec.dtype)

@@ -13,6 +13,7 @@ import pytest
 from hosts import Host
 from makers import changed, write_recipe
 from safetensors.torch import load_file, save_file
+from tiny_decoders import tiny_folder
 from tiny_lm import language_folder, language_recipe, write_texts
 from typer.testing import CliRunner, Result
 
@@ -229,3 +230,39 @@ def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatc
     assert "tiny-lm: passes.0: the recipe, its model, its data or the code has changed since a run that did not" in log
     assert "so this pass starts afresh" in log and "going on after them" not in log
     assert not list(Path("cache").glob("partial-*"))
+
+
+@pytest.fixture
+def hybrid(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe about a model with a recurrence beside attention."""
+    tiny_folder("qwen3_5_text", Path("hybrid"))
+    return changed(recipe, model={"source": "dir:hybrid", "task": "text-generation"})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"target": "openvino"},
+            "export.0: its recurrence is written as an operator of ONNX Runtime, which openvino does",
+        ),
+        (
+            {"passes": [GPTQ, {"kind": "kv_cache", "scheme": "int8"}]},
+            "passes.1: kv_cache: an ONNX graph keeps 8-bit keys",
+        ),
+    ],
+)
+def test_what_a_layer_keeps_is_held_against_the_target(
+    hybrid: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    done = run("plan", changed(hybrid, **change))
+    assert done.exit_code == 2 and said in done.stderr, done.output
+
+
+def test_a_model_of_which_no_graph_is_made_is_refused_by_the_plan(recipe: dict[str, Any]) -> None:
+    tiny_folder("rwkv", Path("loop"))
+    asked = changed(recipe, model={"source": "dir:loop", "task": "text-generation"})
+    done = run("plan", asked)
+    assert done.exit_code == 2 and "export.0: RwkvForCausalLM: its forward pass takes no past_key_values" in done.stderr
+    assert "use target: transformers" in done.stderr
+    assert run("plan", changed(asked, **TRANSFORMERS)).exit_code == 0, "the way out is one"

@@ -16,7 +16,7 @@ from torch import nn
 
 from compress.export.decoder import export_decoder
 from compress.graph.run import clone, open_session
-from compress.graph.specs import n_cached_layers, past_name
+from compress.graph.specs import cache_pairs
 
 VOCABULARY = 101
 LENGTH = 64
@@ -76,10 +76,16 @@ def make(kind: str) -> nn.Module:
 
     name, layers, fields = CONFIGS[kind]
     count = {"n_layer" if "GPT2" in name or "Bloom" in name else "num_hidden_layers": layers}
+    return build(getattr(transformers, name)(**fields, **count))
+
+
+def build(config: Any) -> nn.Module:
+    """Make a random model whose layers all matter."""
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = getattr(transformers, name)(**fields, **count)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         for parameter in model.eval().requires_grad_(False).parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -119,17 +125,16 @@ class Decoder:
         self, model: ir.Model, length: int = 0, open_: Callable[..., ort.InferenceSession] = open_session
     ) -> None:
         self.session = open_(model, threads=1)
-        self.layers = n_cached_layers(model)
+        self.pairs = cache_pairs(model)
         self.length = length
         self.past: dict[str, np.ndarray] = {}
 
     def start(self, rows: int) -> None:
         shapes = {value.name: value for value in self.session.get_inputs()}
-        for layer in range(self.layers):
-            for kind in ("key", "value"):
-                value = shapes[past_name(layer, kind)]
-                dtype = np.int8 if value.type == "tensor(int8)" else np.float32
-                self.past[value.name] = np.zeros((rows, value.shape[1], self.length, value.shape[3]), dtype)
+        for past in self.pairs:
+            dtype = np.int8 if shapes[past].type == "tensor(int8)" else np.float32
+            sizes = [size if isinstance(size, int) else self.length for size in shapes[past].shape[1:]]
+            self.past[past] = np.zeros((rows, *sizes), dtype)
 
     def __call__(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Logits [B, S, V]; the present becomes the past."""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
 from decoder_graphs import CONFIGS, Decoder, exported, kinds, make, relative, stepwise, tokens, torch_logits
 from safetensors.numpy import load, save
-from torch import nn
 
-from compress.errors import ExportError
-from compress.export.decoder import cache_shape, export_decoder
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.layers import find_layers
@@ -83,48 +78,6 @@ def test_a_tied_table_is_one_until_either_is_quantized(tmp_path: Path) -> None:
         if v.const_value and 101 in v.const_value.shape
     ]
     assert sorted(kind.name for kind in kinds) == ["FLOAT", "FLOAT", "INT8", "INT8"], "table, scales, integers, zeros"
-
-
-def test_a_cache_of_another_kind_is_refused_by_name() -> None:
-    with pytest.raises(ExportError, match="MambaForCausalLM: its forward pass takes no past_key_values"):
-        export_decoder(make("mamba"))
-
-
-def test_what_a_model_gives_back_for_a_cache_is_looked_at() -> None:
-    from transformers import LlamaConfig
-
-    class Odd(nn.Module):
-        def __init__(self, layers: list[object]) -> None:
-            super().__init__()
-            self.layers, self.config = layers, LlamaConfig(num_hidden_layers=1)
-
-        def forward(self, input_ids: torch.Tensor, past_key_values: object = None, **_: object) -> object:
-            if not self.layers:
-                raise ValueError("no conv_states")
-            past_key_values.layers = self.layers  # type: ignore[union-attr]
-            return SimpleNamespace(past_key_values=past_key_values if len(self.layers) < 3 else None)
-
-    pair = [torch.zeros(1, heads, 2, 8) for heads in (2, 4)]
-    odd = SimpleNamespace(conv_states=pair[0])
-    unlike = SimpleNamespace(keys=pair[0], values=pair[1])
-    for layers, said in (
-        ([odd], "Odd: layer 0 keeps a SimpleNamespace, not keys and values"),
-        ([unlike], "Odd: keys and values differ in shape .2 heads of 8, 4 heads of 8."),
-        ([], "Odd: does not run with a plain key-value cache: no conv_states"),
-        ([odd, odd, odd], "Odd: gives back NoneType and not a filled key-value cache"),
-    ):
-        with pytest.raises(ExportError, match=said):
-            cache_shape(Odd(layers))
-
-
-def test_a_hybrid_of_attention_and_other_layers_is_refused() -> None:
-    from transformers import AutoConfig
-
-    module = nn.Linear(1, 1)
-    module.forward = lambda past_key_values=None: None  # type: ignore[method-assign]
-    module.config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
-    with pytest.raises(ExportError, match="Linear: layer 0 keeps a LinearAttentionLayer, not keys and values"):
-        cache_shape(module)
 
 
 def test_a_state_remembers_how_its_cache_and_its_floats_are_kept() -> None:

@@ -17,7 +17,7 @@ from compress.graph.attention_parts import evaluate, find_attention
 from compress.graph.fast_forms import divide_by_root, merge_products
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import clone, open_session
-from compress.graph.specs import ATTENTION, MAX_LENGTH, cache_of, n_cached_layers
+from compress.graph.specs import ATTENTION, MAX_LENGTH, attention_layers, cache_of
 from compress.rounding.qdq import in_kernel_blocks, write_state
 from compress.rounding.quantized_weight import QuantizedWeight, round_to_nearest
 from compress.rounding.state import GraphState
@@ -35,7 +35,7 @@ def counted(model: ir.Model) -> Counter[str]:
 
 def rewritten(kind: str) -> ir.Model:
     model, notes = to_group_query_attention(exported(kind))
-    assert notes == [] and counted(model)[ATTENTION] == n_cached_layers(model)
+    assert notes == [] and counted(model)[ATTENTION] == len(attention_layers(model))
     return model
 
 

@@ -13,7 +13,7 @@ from hosts import Host
 from makers import plan
 from tiny_lm import QUICK_DECODING, language_folder, language_recipe
 
-from compress.graph.specs import n_cached_layers
+from compress.graph.specs import attention_layers
 from compress.planning import latency
 from compress.planning.measured_speed import FLOAT_ELSEWHERE, LatencyForecast
 from compress.planning.plan import plan_html
@@ -27,7 +27,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any) -> tuple[list[float], list[float]]:
         ms = [1.0, 0.25] * len(SHALLOW)
-        costs = [n_cached_layers(graph) * each for graph, each in zip(graphs, ms, strict=True)]
+        costs = [len(attention_layers(graph)) * each for graph, each in zip(graphs, ms, strict=True)]
         return [20 + 5 * cost for cost in costs], [10 + cost for cost in costs]
 
     monkeypatch.setenv("COMPRESS_TIMING", "on")

@@ -328,8 +328,8 @@ def test_inputs_that_are_refused(tiny: Any, tmp_path: Path) -> None:
         make(TensorSpec("input_ids", "int64", (1, "s")))
     with pytest.raises(UsageError, match="give the model's folder"):
         make(ids, where=None)
-    past = make(ids, TensorSpec("past", "float32", ("b", "heads", "t", 8)))
-    with pytest.raises(UsageError, match=r"cache input 'past' .* heads and size must be numbers"):
+    past = make(ids, TensorSpec("past_key_values.0.key", "float32", ("b", "heads", "t", 8)))
+    with pytest.raises(UsageError, match=r"cache input 'past_key_values.0.key' .* all sizes but one must be numbers"):
         past.encode({"text": ["ab"]})
 
 

@@ -1,0 +1,229 @@
+"""Whatever a layer keeps between calls: the model's own logits from a graph, or a refusal that names the way out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoder_graphs import VOCABULARY, kinds
+from tiny_decoders import CONFIGS, REFUSED, make
+from torch import nn
+
+from compress.blocks.experts import unstack_experts
+from compress.errors import ExportError, NotExportable
+from compress.export.decoder import export_decoder, find_states
+from compress.export.onnx import finish, save_graph
+from compress.export.recurrence import KERNELS, OPERATOR, exchange_recurrences
+from compress.formats.targets import TARGETS
+from compress.graph.specs import cache_of
+from compress.rounding.state import GraphState
+from runtime.backends import find_backend
+from runtime.decode.kv_cache import Decoder
+
+N_GREEDY = 16
+ALWAYS = ("qwen3_5_text", "lfm2", "mimo_v2_flash", "mamba2")
+"""Between them: a recurrence beside keys, a convolution, values unlike keys, a window, experts, and no keys at all."""
+
+
+def last_logits(module: nn.Module, row: list[int]) -> np.ndarray:
+    """Logits after a text that is read in one call, without a cache."""
+    with torch.no_grad():
+        result: np.ndarray = module(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1].numpy()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds([kind for kind in CONFIGS if kind not in REFUSED], ALWAYS))
+def test_a_graph_says_what_the_model_says(kind: str, tmp_path: Path) -> None:
+    reference = make(kind)
+    module = copy.deepcopy(reference)
+    unstack_experts(module)
+    graph, _ = finish(GraphState(export_decoder(module)), TARGETS["onnxruntime-cpu"])
+    save_graph(graph, tmp_path / "model.onnx")
+    session = find_backend("onnxruntime-cpu").open(tmp_path / "model.onnx", 1, {})
+    decoder = Decoder(session, cache_of(graph))
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, VOCABULARY, n).tolist() for n in (9, 5, 14)]  # the shorter ones get padding on the left
+    got = decoder.start([np.array(row) for row in rows], 14 + N_GREEDY)
+    for step in range(N_GREEDY):
+        expected = np.stack([last_logits(reference, row) for row in rows])
+        assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
+        tokens = expected.argmax(axis=1)
+        assert got.argmax(axis=1).tolist() == tokens.tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            row.append(int(token))
+        if step < N_GREEDY - 1:
+            got = decoder.step(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    {
+        "mimo_v2_flash": "0.key [2, 0, 16], 0.value [2, 0, 8], 1.key [4, 0, 16], 1.value [4, 0, 8]",
+        "lfm2": "0.conv_state [32, 3], 1.key [2, 0, 8], 1.value [2, 0, 8]",
+        "gemma4_text": "0.key [2, 0, 16], 0.value [2, 0, 16], 1.key [2, 0, 32], 1.value [2, 0, 32]",
+        "deepseek_v32": "0.key [1, 0, 32], 0.value [1, 0, 8], 0.indexer_key [0, 16]",
+        "falcon_h1": "0.key [2, 0, 8], 0.value [2, 0, 8], 0.conv_state [128, 4], 0.recurrent_state [4, 16, 16]",
+    }.items(),
+)
+def test_states_are_found_by_running_the_model(kind: str, shown: str) -> None:
+    module = copy.deepcopy(make(kind))
+    unstack_experts(module)
+    cache = find_states(module)
+    assert ", ".join(f"{each.layer}.{each.kind} {list(each.shape)}" for each in cache.states) == shown
+    assert cache.recurrent == ("recurrent" in shown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("minimax", "MiniMaxForCausalLM: keeps a MiniMaxCache, whose tensors no call can be given"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM: keeps a NoneType"),
+        ("rwkv", "RwkvForCausalLM: its forward pass takes no past_key_values"),
+    ],
+)
+def test_what_no_graph_holds_is_refused_by_shapes_alone(kind: str, said: str) -> None:
+    module = copy.deepcopy(make(kind))
+    unstack_experts(module)
+    with pytest.raises(NotExportable, match=rf"{said}.*; use target: transformers"):
+        find_states(module)
+
+
+class Odd(nn.Module):
+    """A decoder of one layer whose `keep` says what its cache has after a call."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.keep, self.table = keep, nn.Embedding(9, 8)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any = None, **_: Any
+    ) -> object:
+        from transformers import DynamicCache
+
+        hidden = self.table(input_ids)
+        cache = DynamicCache() if past_key_values is None else past_key_values
+        self.keep(cache, hidden)
+        return SimpleNamespace(logits=hidden, past_key_values=cache)
+
+
+def walk(cache: Any, hidden: torch.Tensor) -> None:
+    for token in hidden.split(1, dim=1):
+        cache.update(token[:, None], token[:, None], 0)
+
+
+def walk_by_chunks(cache: Any, hidden: torch.Tensor) -> None:
+    for chunk in hidden.split(64, dim=1):
+        cache.update(chunk[:, None], chunk[:, None], 0)
+
+
+def count(cache: Any, hidden: torch.Tensor) -> None:
+    cache.update(hidden[:, None], hidden[:, None], 0)
+    cache.layers[0].n_read = cache.get_seq_length()
+
+
+def keep_twice(cache: Any, hidden: torch.Tensor) -> None:
+    cache.update(hidden.repeat(1, 2, 1)[:, None], hidden.repeat(1, 2, 1)[:, None], 0)
+
+
+def keep_without_rows(cache: Any, hidden: torch.Tensor) -> None:
+    cache.update(hidden[:1, None], hidden[:1, None], 0)
+
+
+def look(cache: Any, hidden: torch.Tensor) -> None:
+    if hidden.sum() > 0:
+        cache.update(hidden[:, None], hidden[:, None], 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (walk, "its code walks over the text in Python"),
+        (walk_by_chunks, "its code walks over the text in Python"),
+        (count, "layer 0 keeps a DynamicLayer that counts its tokens in n_read"),
+        (keep_twice, "layer 0 keeps keys, which grows by something else than each token"),
+        (keep_without_rows, r"layer 0 keeps keys \(1, 1, 4, 8\), which is no row for each text"),
+    ],
+)
+def test_a_cache_that_no_graph_can_follow_is_refused(keep: Any, said: str) -> None:
+    with pytest.raises(NotExportable, match=f"Odd: {said}"):
+        find_states(Odd(keep))
+
+
+def test_code_that_looks_at_values_is_run_where_there_are_some() -> None:
+    module = Odd(look)
+    nn.init.ones_(module.table.weight)
+    with pytest.raises(ExportError, match="Odd: does not run with a cache") as raised:
+        find_states(module)
+    assert not isinstance(raised.value, NotExportable), "the plan cannot know"
+    assert [each.kind for each in find_states(module, run=True).states] == ["key", "value"]
+
+
+def by_steps(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, decay: np.ndarray, state: np.ndarray, beta: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence as it is written, token by token."""
+    outputs = []
+    for t in range(query.shape[1]):
+        kept = decay[:, t, :, None, None] if decay.ndim == 3 else decay[:, t, :, :, None]
+        state = state * np.exp(kept)
+        new = value[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - np.einsum("bhkv,bhk->bhv", state, key[:, t]))
+        state = state + key[:, t, :, :, None] * new[:, :, None]
+        outputs.append(np.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return np.stack(outputs, axis=1), state
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("by_delta", [False, True])
+def test_the_operator_is_the_recurrence(by_channel: bool, by_delta: bool) -> None:
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    rng = np.random.default_rng(0)
+    b, t, h, k, v = 2, 7, 3, 4, 5
+    query, key = (rng.standard_normal((b, t, h, k)).astype(np.float32) / 2 for _ in range(2))
+    value, state = rng.standard_normal((b, t, h, v)), rng.standard_normal((b, h, k, v))
+    decay = -rng.random((b, t, h, k) if by_channel else (b, t, h))
+    beta = rng.random((b, t, h)) if by_delta else None
+    given = [query.reshape(b, t, -1), key.reshape(b, t, -1), value.reshape(b, t, -1), state, decay.reshape(b, t, -1)]
+    feeds = {f"x{i}": x.astype(np.float32) for i, x in enumerate([*given, *([beta] if by_delta else [])])}
+    rule = "gated_delta" if by_delta else "gated"
+    node = helper.make_node(
+        OPERATOR,
+        list(feeds),
+        ["y", "z"],
+        domain="com.microsoft",
+        q_num_heads=h,
+        kv_num_heads=h,
+        update_rule=rule,
+        scale=1.0,
+    )
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape) for name, x in feeds.items()]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "yz"]
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", inputs, outputs), opset_imports=imports, ir_version=10)
+    got, last = onnxruntime.InferenceSession(model.SerializeToString()).run(None, feeds)
+    expected, kept = by_steps(query, key, value, decay, state, beta)
+    np.testing.assert_allclose(got.reshape(b, t, h, v), expected, atol=1e-5)
+    np.testing.assert_allclose(last, kept, atol=1e-5)
+
+
+def test_every_kernel_that_is_exchanged_is_one_of_transformers_and_comes_back() -> None:
+    import sys
+
+    found = set()
+    for kind in ("qwen3_5_text", "kimi_linear", "mamba2", "jamba"):
+        module = make(kind)
+        file = sys.modules[type(module).__module__]
+        before = dict(vars(file))
+        with exchange_recurrences(module):
+            found |= {value.func for name, value in vars(file).items() if value is not before[name]}
+        assert vars(file) == before
+    assert found == set(KERNELS.values())
