@@ -10,6 +10,7 @@
     result = compress.apply(recipe, "bundle")   # a Result: `.verdict`, `.report`, `.bundle`, `.torch()`, `.save()`
     study = compress.sweep(recipe, "study")     # of a recipe with `search:`; draws its front in a notebook
     compress.blame("bundle")                    # the layers that carry its loss
+    compress.tabulate({"INT8": result})         # several results side by side: which one to take when
 
 The functions are imported when they are first asked for, so that `import compress` is quick and needs no torch.
 """
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from compress.version import BUILD_SIDE, __version__
 
 if TYPE_CHECKING:
+    from compress.api.choices import tabulate
     from compress.api.jobs import apply, auto, bench, plan, prune, quantize, sweep
     from compress.api.result import Result
     from compress.commands.blame import blame_bundle as blame
@@ -52,12 +54,14 @@ __all__ = [
     "quantize",
     "recipe_to_yaml",
     "sweep",
+    "tabulate",
 ]
 
 _JOBS = ("apply", "auto", "bench", "plan", "prune", "quantize", "sweep")
 _HOMES = {
     **{name: ("compress.api.jobs", name) for name in _JOBS},
     "Result": ("compress.api.result", "Result"),
+    "tabulate": ("compress.api.choices", "tabulate"),
     "load_torch": ("compress.export.torch_module", "load_torch"),
     "load_recipe": ("compress.recipe.load", "load_recipe"),
     "recipe_to_yaml": ("compress.recipe.load", "recipe_to_yaml"),

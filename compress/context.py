@@ -14,6 +14,8 @@ from compress.formats.targets import Target
 from runtime.progress import Progress
 
 Feeds = dict[str, np.ndarray]
+Redraw = Callable[[np.ndarray, int], tuple[Feeds, np.ndarray | None]]
+"""Rows int64 [n], a seed -> the model's inputs for these rows, drawn anew, and their labels."""
 Form_co = TypeVar("Form_co", covariant=True)
 """A model in one of its three forms: `TorchModel`, `StreamedModel`, `GraphState`."""
 
@@ -29,6 +31,11 @@ class TrainSet(Protocol):
     @property
     def labels(self) -> np.ndarray | None:
         """Return int64 [n] classes or float64 [n] scores; None where the set has none."""
+        ...
+
+    @property
+    def redraw(self) -> Redraw | None:
+        """Return what draws samples anew, of a set that a program holds and that draws at random; None for others."""
         ...
 
     def feeds(self, rows: np.ndarray) -> Feeds:

@@ -164,11 +164,6 @@ class ModelSpec(Record):
         return self
 
     @property
-    def is_held(self) -> bool:
-        """Return whether the model is an object of this process, which no other has."""
-        return self.source.startswith("live:")
-
-    @property
     def decoder_only(self) -> bool:
         """Return whether the model writes text by its prompt alone."""
         return find_task(self.task).decoder_only
@@ -252,6 +247,16 @@ class DataSpec(Record):
     read as if it stood alone, unless the plan notes that the model attends across the samples of a row."""
     also: tuple[DataSpec, ...] = ()
     """Further sets whose samples come after these; they must have the same columns (by role)."""
+    redraw: str | None = None
+    """Of data.train, written for a set that was given as an object and draws its samples at random: the name under
+    which the process holds it. What is learned from is drawn anew there each time; all else is of `source`, which has
+    one draw of each sample. No other process can: leave it out there."""
+
+    @model_validator(mode="after")
+    def _refuse_redrawn_parts(self) -> DataSpec:
+        if self.also and any(part.redraw for part in self.parts):
+            raise ValueError("also: a set that is drawn anew stands alone; leave `redraw` out, or the other sets")
+        return self
 
     @model_validator(mode="after")
     def _refuse_packing_of_parts(self) -> DataSpec:

@@ -1,6 +1,7 @@
 """Execute notebooks and keep their outputs: `python -m notebooks.execute [NAME ...]`, all of them without a name.
 
-Each runs in a folder of its own, offline, with an empty cache. What changes from run to run without being a result
+Each runs in a folder of its own, offline, with an empty cache, on the models of COMPRESS_BENCH where
+that names a folder. What changes from run to run without being a result
 (times of execution, versions of Python) is not kept.
 """
 
@@ -58,6 +59,7 @@ def execute(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")))),
         "COMPRESS_BENCH": bench,
+        "CI": "true",  # no bars, which would be kept
         "COMPRESS_CACHE": str(folder / "cache"),
         "IPYTHONDIR": str(folder / "ipython"),
         "TMPDIR": str(folder),  # the notebooks' own temporary folders
@@ -92,7 +94,7 @@ def main(names: list[str]) -> None:
     """Execute and rewrite the notebooks of these names (01_first_recipe), or all."""
     for path in [NOTEBOOKS / f"{name.removesuffix('.ipynb')}.ipynb" for name in names] or notebooks():
         with tempfile.TemporaryDirectory() as folder:
-            nbformat.write(cleaned(execute(path, Path(folder))), path)
+            nbformat.write(cleaned(execute(path, Path(folder), os.environ.get("COMPRESS_BENCH", ""))), path)
         print(path.name)
 
 

@@ -30,27 +30,15 @@ gc.freeze()
 del gc, sys, quick_judge, quick_export
 """
 """What is drawn is of fewer measurements: no other backends, no probes of load time and memory."""
-CALLS = {"iterations: ": "warmup: 1, throughput_batch_size: 4, iterations: "}
-FEW_IMAGES = {'train.npz"}\n  evaluation': 'train.npz", samples: 128}\n  evaluation', "samples: 256": "samples: 64"}
 ALONE = {"import runtime\nfrom runtime.report": f"{QUICK_ALONE}import runtime\nfrom runtime.report"}
 """In the process that judges a bundle without torch."""
 SHORTER = {
-    "01_first_recipe": ALONE
-    | {"min_speedup: 1.2}": "min_speedup: 1.2}\n  benchmark: {warmup: 1, throughput_batch_size: 4}"},
-    "02_accuracy_vs_speed": CALLS | FEW_IMAGES | {"trials: 7": "trials: 3", "epochs: 2,": "epochs: 1,"},
-    "04_prune_distill_quantize": ALONE | CALLS | FEW_IMAGES | {"epochs: 15": "epochs: 2"},
-    "05_where_did_the_accuracy_go": CALLS,
+    "01_first_recipe": ALONE,
+    "02_accuracy_vs_speed": {"(1.3, 1.7), 120": "(1.7,), 2", "speedup=speedup": "max_params=0.5"},
+    "04_prune_distill_quantize": {"SECONDS = 60": "SECONDS = 2"},
+    "06_language_model_bits": {"steps=300": "steps=20", '"W4A16", "W2A16")': '"W2A16")'},
     "07_your_own_model": {"max_seconds=60": "max_seconds=2"},
-    "06_language_model_bits": CALLS
-    | {
-        "steps=300": "steps=20",
-        "new_tokens: 16": "new_tokens: 4",
-        "samples: 128": "samples: 16",
-        "samples: 100": "samples: 50",
-        "[8, 4, 3, 2]": "[8, 3]",
-        "choice: [3, 2]": "choice: [3, 2]",
-        "trials: 6": "trials: 3",
-    },
+    "08_find_objects": {"STEPS = 1200": "STEPS = 60", "max_seconds=60": "max_seconds=2"},
 }
 """Of what takes longest: what is written there -> less of it, which draws the same kinds of pictures."""
 MOST_PNG_BYTES = 60_000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import numpy as np
 
 from compress.data.columns import USUAL_NAMES
 from compress.data.find_sets import DataGiven
+from compress.data.live import DrawRows, hold_draws, seeded
 from compress.data.table import hide_bars
 from compress.errors import SourceError
-from runtime.bundle.files import write_whole
+from runtime.bundle.files import sha256_of, write_whole
 
 LABEL = "label"
 LABELS = (*USUAL_NAMES[LABEL], "targets", "y")
 """What mappings call the label."""
+TRIED = 64
+"""Samples drawn twice to see whether they change: a flip of each of 64 with probability 0.1 is missed once in 850."""
 WAY_OUT = "say which is which by transform_fn=lambda item: (inputs, label)"
 NO_BOX = -1.0
 """The class of the rows that fill up a sample's boxes, as arrays of boxes are read."""
@@ -45,6 +49,7 @@ def write_set(
     reads: Reads,
     transform_fn: Transform | None = None,
     most: int | None = None,
+    learned: bool = False,
 ) -> DataGiven:
     """Return a set as recipes have it; of objects it is written to `<stem>.npz`, or .parquet.
 
@@ -52,6 +57,8 @@ def write_set(
     images, mappings or tuples, a function that yields samples or batches. A path, a hub id and a recipe's own set stay
     as they are. `argument`: what the caller calls it. `transform_fn`: makes (inputs, label), or a mapping, of an item.
     `most`: samples that are read, drawn where they can be: what stands in order, class by class, calibrates badly.
+    `learned`: it is trained on: where samples of images or arrays are drawn at random, as augmentation does, the set
+    says `redraw`, and each is drawn anew whenever it is learned from (see `compress.data.live`).
     SourceError: no samples, or inputs and label cannot be told apart.
     """
     if isinstance(dataset, str | Path):
@@ -64,10 +71,43 @@ def write_set(
     if isinstance(dataset, Mapping):
         arrays = {LABEL if name in LABELS else str(name): _to_array(values) for name, values in dataset.items()}
         return _write_columns({name: values[_draw(len(values), most)] for name, values in arrays.items()}, stem)
-    rows = list(itertools.islice(_iter_rows(_thin_out(dataset, most), argument, reads, transform_fn), most))
+    read = partial(_read_columns, argument=argument, transform_fn=transform_fn)
+    n = _count_places(dataset) if learned else None
+    if n is None:
+        return _write_columns(read(_thin_out(dataset, most), reads=reads, most=most), stem)
+    with seeded(0):  # so that the file is the same again
+        columns = read(_take(dataset, range(n), workers=True), reads=reads)
+
+    def draw(rows: np.ndarray) -> dict[str, Any]:
+        return read(_take(dataset, rows.tolist()), reads=replace(reads, call=None))
+
+    given = _write_columns(columns, stem)
+    if not _draws_at_random(draw, columns):
+        return given
+    digest = sha256_of(Path(given["source"].partition(":")[2]))
+    name = f"{type(getattr(dataset, 'dataset', dataset)).__name__}-{digest[:12]}"
+    hold_draws(name, draw)
+    return {**given, "redraw": name}
+
+
+def _read_columns(
+    dataset: Any, *, argument: str, reads: Reads, transform_fn: Transform | None, most: int | None = None
+) -> dict[str, Any]:
+    rows = list(itertools.islice(_iter_rows(dataset, argument, reads, transform_fn), most))
     if not rows:
         raise SourceError(f"{argument}: gives no samples; give a generator as the function that makes it")
-    return _write_columns(_gather_columns(rows, argument), stem)
+    return _gather_columns(rows, argument)
+
+
+def _draws_at_random(draw: DrawRows, columns: Mapping[str, Any]) -> bool:
+    """Return whether inputs that are arrays are others when they are drawn again."""
+    inputs = {name: values for name, values in columns.items() if name != LABEL}
+    n = min(TRIED, len(next(iter(inputs.values()))))
+    if not all(isinstance(values[0], np.ndarray | np.generic) for values in inputs.values()):
+        return False
+    with seeded(1):
+        again = draw(np.arange(n))
+    return any(not np.array_equal(inputs[name][place], again[name][place]) for name in inputs for place in range(n))
 
 
 def _draw(n: int, most: int | None) -> list[int]:
@@ -79,15 +119,45 @@ def _draw(n: int, most: int | None) -> list[int]:
 
 def _thin_out(dataset: Any, most: int | None) -> Any:
     """Return a data set, or a loader that keeps its order, with a part of its samples alone; any other as it is."""
-    from torch.utils.data import DataLoader, SequentialSampler, Subset
+    from torch.utils.data import DataLoader, SequentialSampler
 
-    if isinstance(dataset, DataLoader):
-        has_own_batches = dataset.batch_size is None and dataset.batch_sampler is not None
-        if has_own_batches or not isinstance(dataset.sampler, SequentialSampler):
-            return dataset
-        part = Subset(dataset.dataset, _draw(len(dataset.sampler), most))
-        return DataLoader(part, dataset.batch_size, collate_fn=dataset.collate_fn)
-    return Subset(dataset, _draw(len(dataset), most)) if _has_places(dataset) else dataset
+    n = _count_places(dataset)
+    if n is None or (isinstance(dataset, DataLoader) and not isinstance(dataset.sampler, SequentialSampler)):
+        return dataset
+    return _take(dataset, _draw(n, most))
+
+
+def _count_places(dataset: Any) -> int | None:
+    """Return how many samples a data set has, or that of a loader which gives each once; None where that is unknown."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+    if not isinstance(dataset, DataLoader):
+        return len(dataset) if _has_places(dataset) else None
+    sampler: Any = dataset.sampler
+    own_batches = type(dataset.batch_sampler) not in (BatchSampler, type(None))
+    once = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    whole: Any = dataset.dataset
+    if not once or own_batches or not _has_places(whole):
+        return None
+    return len(whole) if len(whole) == len(sampler) else None
+
+
+def _take(dataset: Any, places: Sequence[int], workers: bool = False) -> Any:
+    """Return the samples at these places of a data set, or of a loader, which makes its batches of them.
+
+    `workers`: by the loader's processes, if it has any; a few samples come sooner without.
+    """
+    from torch.utils.data import DataLoader, Subset
+
+    if not isinstance(dataset, DataLoader):
+        return Subset(dataset, places)
+    return DataLoader(
+        Subset(dataset.dataset, places),
+        dataset.batch_size,
+        collate_fn=dataset.collate_fn,
+        num_workers=dataset.num_workers if workers else 0,
+        worker_init_fn=dataset.worker_init_fn,
+    )
 
 
 def _has_places(dataset: Any) -> bool:
@@ -267,7 +337,7 @@ def _stack(values: list[Any], name: str, argument: str) -> Any:
     raise SourceError(f"{argument}: {name} is {told} in two samples; give one shape to all, by transform_fn")
 
 
-def _write_columns(columns: Mapping[str, Any], stem: Path) -> DataGiven:
+def _write_columns(columns: Mapping[str, Any], stem: Path) -> dict[str, str]:
     if all(isinstance(values, np.ndarray) and values.dtype.kind in "biuf" for values in columns.values()):
         file = io.BytesIO()
         np.savez(file, **columns)
@@ -288,7 +358,7 @@ def _to_cell(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _write_parquet(dataset: Any, stem: Path) -> DataGiven:
+def _write_parquet(dataset: Any, stem: Path) -> dict[str, str]:
     file = io.BytesIO()
     with hide_bars():
         dataset.to_parquet(file)

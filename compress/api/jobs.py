@@ -10,11 +10,9 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
-
-from torch import nn
 
 from compress.api.datasets import Reads, write_set
 from compress.api.models import write_model
@@ -23,12 +21,16 @@ from compress.commands.auto import reach_goal
 from compress.commands.bench import bench_model
 from compress.commands.bench_rows import BenchTable
 from compress.commands.new import NewAnswers
-from compress.commands.quantize import apply_passes, draft_for, name_recipe_file, quantize_model
+from compress.commands.quantize import (
+    apply_passes,
+    draft_for,
+    name_recipe_file,
+    quantize_further,
+    quantize_model,
+)
 from compress.data.find_sets import DataGiven
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe
-from compress.models.load import build_as_given
-from compress.models.source import locate
 from compress.planning.draft import find_model_source, make_recipe, name_recipe
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
@@ -38,9 +40,9 @@ from compress.recipe.schema import Recipe
 from compress.search.chains import make_training
 from compress.search.pursue import pursue
 from compress.search.study import FOUND, Study
-from compress.search.sweep import choose_log
 from compress.search.sweep import sweep as search
 from compress.store.output import name_output
+from compress.store.run_log import choose_log
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
 from runtime.words import did_you_mean
@@ -61,6 +63,8 @@ class Given(TypedDict, total=False):
     transform_fn: Callable[[Any], Any] | None
     processing_class: Any
     task: str | None
+    class_names: Sequence[str] | None
+    detections: Mapping[str, Any] | None
     preprocess: Mapping[str, Any] | None
     target: str | None
     output_dir: Path | str | None
@@ -70,6 +74,8 @@ class Given(TypedDict, total=False):
 
 DEFAULTS: Given = {"num_calibration_samples": 512, "quiet": False}
 """None for all others."""
+DESCRIBED = ("class_names", "detections")
+"""What is said of the model itself, under its keys in a recipe."""
 Job = TypeVar("Job", bound=Callable[..., Any])
 ARGUMENTS = {
     "data": "calibration_dataset",
@@ -119,20 +125,26 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
         result.verdict, result.bundle.predict(images)
 
     `model`: a `torch.nn.Module`, a transformers model (with its tokenizer or processor as `processing_class`), an
-    `onnx.ModelProto`, a path or a hub id; what is given stays as it is. `ignore`: layers that stay, by name, type or
-    `re:` pattern. Of what every job is given:
+    `onnx.ModelProto`, a path or a hub id; what is given stays as it is. A `Result`, such as a pruned model: its passes
+    come first (from the cache), and what comes out is judged beside the model that was given at first. `ignore`: layers
+    that stay, by name, type or `re:` pattern. Of what every job is given:
 
     `calibration_dataset`, `train_dataset`, `eval_dataset`: a DataLoader, a data set, arrays by name, a list, a function
     that yields samples, a path or a hub id. What is not given is a part of another that shares no sample with it.
     `num_calibration_samples`: so many are read, 512. `example_inputs`: a batch of each input, where there is no data:
     what needs none is done, and judged on it. `transform_fn`: makes (inputs, label) of an item, where that
-    cannot be told. `task`, `preprocess`, `target`: as a recipe has them, where they cannot be found. `output_dir`: of
+    cannot be told. `task`, `class_names`, `detections` (what a detector's outputs mean), `preprocess` (then samples are
+    what it reads, such as uint8 images), `target`: as a recipe has them, where they cannot be found. `output_dir`: of
     the bundle, bundles/<name> as the command's; beside it its recipe, and what was an object, in `<name>.live`.
 
     Raises what `compress quantize` ends with: RecipeError, SourceError, PlanError; PlaceError for `output_dir`.
     """
-    said, out = _write_given(model, given, f"-{scheme.lower()}")
     cache, quiet = given.get("cache"), given.get("quiet", False)
+    if isinstance(model, Result):
+        _refuse_other_data(given)
+        out = _choose_output(given, f"{model.recipe.name}-{scheme.lower()}")
+        return _make_result(quantize_further(model.recipe, scheme, out, cache, quiet, ignore), out)
+    said, out = _write_given(model, given, f"-{scheme.lower()}")
     return _make_result(quantize_model(said, scheme, out, cache, quiet, ignore, keep_module=True), out)
 
 
@@ -186,7 +198,7 @@ def auto(model: Any, goal: str, *, budget_seconds: float | None = None, **given:
     study = reach_goal(replace(said, goal=goal), out, budget_seconds, cache, quiet, keep_module=True)
     if study.nearest is None or study.bundle is None:
         raise PlanError(f"{study.folder}: nothing was built: {study.ended}")
-    return Result(study.read_report(study.nearest), study.bundle, study, partial(_build_as_given, study.folder / FOUND))
+    return Result(study.read_report(study.nearest), study.bundle, load_recipe(study.folder / FOUND), study)
 
 
 @_as_function
@@ -271,11 +283,13 @@ def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Pat
     known = Given.__annotations__
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"there is no argument '{unknown[0]}'{did_you_mean(unknown[0], list(known))}")
-    name, output_dir = _name_model(model), given.get("output_dir")
-    out = Path(output_dir) if output_dir is not None else name_output(name + ending)
+    name = _name_model(model)
+    out = _choose_output(given, name + ending)
     folder = _name_folder(out)
     written = write_model(model, folder, given.get("processing_class"))
-    sets: dict[str, Any] = _write_sets(given, folder, written.reads)
+    made = given.get("preprocess") is not None  # inputs are made of samples: the model cannot be called with these
+    sets: dict[str, Any] = _write_sets(given, folder, replace(written.reads, call=None) if made else written.reads)
+    described = {name: given[name] for name in DESCRIBED if given.get(name) is not None}  # type: ignore[literal-required]
     said = NewAnswers(
         model=written.source,
         weights=written.weights,
@@ -284,9 +298,22 @@ def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Pat
         target=given.get("target"),
         name=name,
         calibration_samples=given.get("num_calibration_samples"),
+        described=described,
         **sets,
     )
     return said, out
+
+
+def _choose_output(given: Given, name: str) -> Path:
+    output_dir = given.get("output_dir")
+    return Path(output_dir) if output_dir is not None else name_output(name)
+
+
+def _refuse_other_data(given: Given) -> None:
+    """Raise RecipeError for what a result brings along."""
+    own = ("output_dir", "cache", "quiet")
+    if other := [name for name, value in given.items() if value is not None and name not in own]:
+        raise RecipeError(f"{other[0]}: a result that is gone on with has its own data and target; leave it out")
 
 
 def _require_data(given: Given, why: str) -> None:
@@ -309,7 +336,9 @@ def _write_sets(given: Given, folder: Path, reads: Reads) -> dict[str, DataGiven
         most = {"calibration": 2 * n if there == ["calibration"] else n}
     transform_fn = given.get("transform_fn")
     return {
-        flags[name]: write_set(sets[name], folder / flags[name], f"{name}_dataset", reads, transform_fn, most.get(name))
+        flags[name]: write_set(
+            sets[name], folder / flags[name], f"{name}_dataset", reads, transform_fn, most.get(name), name == "train"
+        )
         for name in there
     }
 
@@ -341,17 +370,11 @@ def _name_model(model: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
-def _make_result(report: Report | None, out: Path, recipe: RecipeGiven | None = None) -> Result:
+def _make_result(report: Report | None, out: Path, recipe: Recipe | None = None) -> Result:
     """Return the result; None, for all its type says, in a further process of one launch, which has done its share.
 
     `recipe`: what made the bundle; None: the file beside it.
     """
     if report is None:
         return cast(Result, None)
-    return Result(report, out, build=partial(_build_as_given, name_recipe_file(out) if recipe is None else recipe))
-
-
-def _build_as_given(recipe: RecipeGiven) -> nn.Module:
-    """Build a recipe's model as it came, in whose place a compressed one is loaded."""
-    typed = _read_recipe(recipe)
-    return build_as_given(locate(typed.model, typed.root))
+    return Result(report, out, load_recipe(name_recipe_file(out)) if recipe is None else recipe)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.store.output import publish, reserve_output, resolve_output
-from runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from compress.commands.parcel import Push
+    from compress.recipe.schema import Recipe
     from compress.search.study import Study
     from runtime import Bundle
     from runtime.report.report import Report
@@ -23,18 +22,12 @@ if TYPE_CHECKING:
 class Result:
     """A judged bundle. What a `Report` has, a result has, too: `verdict`, `gates`, `candidate`, `metrics`, ...
 
-    `report`: the judgement. `folder`: where the bundle lies. `study`: the trials, of a job that searched. It draws
-    itself in a notebook.
+    `report`: the judgement. `folder`: where the bundle lies. `recipe`: what made it. `study`: the trials, of a job that
+    searched. It draws itself in a notebook.
     """
 
-    def __init__(
-        self,
-        report: Report,
-        folder: Path,
-        study: Study | None = None,
-        build: Callable[[], nn.Module] | None = None,
-    ) -> None:
-        self.report, self.folder, self.study, self._build = report, folder, study, build
+    def __init__(self, report: Report, folder: Path, recipe: Recipe, study: Study | None = None) -> None:
+        self.report, self.folder, self.recipe, self.study = report, folder, recipe, study
 
     def __repr__(self) -> str:
         return f"<Result {self.folder}: {self.report!r}>"
@@ -61,12 +54,10 @@ class Result:
         graph alone, as int8 does, is in the bundle's graph. UsageError where the bundle keeps no module.
         """
         from compress.export.torch_module import load_torch
+        from compress.models.load import build_as_given
+        from compress.models.source import locate
 
-        if self._build is None:
-            raise UsageError(
-                f"{self.folder}: how its model is built is not known; use compress.load_torch(folder, factory)"
-            )
-        return load_torch(self.folder, self._build)
+        return load_torch(self.folder, lambda: build_as_given(locate(self.recipe.model, self.recipe.root)))
 
     def push_to_hub(self, repo_id: str, private: bool = True, with_evaluation: bool = False, licence: str = "") -> Push:
         """Send the bundle to a model hub, in one commit, as `compress push` does; return what is there and what stayed.

@@ -418,9 +418,9 @@ def bench_model(said: NewAnswers, out: Path, budget_s: float | None, cache: Path
     space = open_formats(said, draft, synthetic)
     if _read_question(out) != space.table.question:
         shutil.rmtree(out / STUDY, ignore_errors=True)
-    end, spec = begun + budget_s, draft.make_recipe(Path()).model
+    end, held = begun + budget_s, draft.make_recipe(Path()).held
     with open_study(BenchStudy, out / STUDY, space) as study:
-        with start_workers(spec, 1, None, out / "bench.log", WORK) as workers:
+        with start_workers(held, 1, None, out / "bench.log", WORK) as workers:
             bench = Bench(study, workers, cache or default_root(), end - LEFT_FOR_MEASURING * budget_s, 0, Prior(), log)
             finish_study(study, bench.run)
         bench.time_finals(end - time.monotonic())

@@ -30,7 +30,7 @@ class NewAnswers:
     """What a user says of a recipe: `draft_recipe`'s arguments and a goal, as flags give them; None: not said.
 
     Sets, and `preprocess`, may be mappings, as in a recipe. `name`: of the recipe, where the model's source has none.
-    `calibration_samples`: at most so many.
+    `calibration_samples`: at most so many. `described`: further keys of the recipe's `model`.
     """
 
     model: str | None = None
@@ -45,6 +45,7 @@ class NewAnswers:
     goal: str | None = None
     name: str | None = None
     calibration_samples: int | None = None
+    described: Mapping[str, Any] | None = None
 
 
 def write_recipe(
@@ -145,6 +146,7 @@ def make_draft(said: NewAnswers, root: Path) -> Draft:
         name=said.name,
         root=root,
         most_calibrated=said.calibration_samples,
+        described=said.described,
     )
     return replace(draft, recipe=draft.recipe | {"goal": goal}) if goal else draft
 

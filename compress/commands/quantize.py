@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from compress.commands.new import NewAnswers, make_draft
 from compress.execution.run import apply_recipe
 from compress.formats.targets import TARGETS
 from compress.planning.draft import Draft
+from compress.planning.make_plan import make_plan
 from compress.planning.synthetic import add_synthetic_set
 from compress.planning.usual import (
     PassMapping,
@@ -22,7 +22,10 @@ from compress.planning.usual import (
     parse_pass,
 )
 from compress.recipe.load import load_recipe
+from compress.recipe.pinned import pin_recipe
+from compress.recipe.schema import Recipe
 from compress.recipe.templates import format_draft, write_new
+from compress.store.run_log import choose_log
 from runtime.errors import UsageError
 from runtime.report.report import Report
 
@@ -60,6 +63,27 @@ def quantize_model(
     return apply_passes(draft, chain.passes, gates, name, told, out, cache, quiet, keep_module)
 
 
+def quantize_further(
+    recipe: Recipe, scheme: str, out: Path, cache: Path | None, quiet: bool, ignore: Sequence[str] = ()
+) -> Report | None:
+    """Write the bundle of a recipe with a scheme's usual passes behind its own; all else as `quantize_model`.
+
+    What its own passes left comes from the cache.
+    """
+    name = find_scheme(scheme, recipe.target)
+    file = name_recipe_file(out)
+    _refuse_foreign(file)
+    facts = make_plan(recipe, cache, twins=False, timed=False).after
+    chain = choose_passes(name, recipe.target, facts, recipe.data.calibration is not None, ignore)
+    told = "; ".join([f"{name} by {describe_passes(chain.passes)} after {recipe.name}", *chain.notes])
+    passes = (*recipe.passes, *map(parse_pass, chain.passes))
+    whole = recipe.model_copy(update={"passes": passes, "name": f"{recipe.name}-{name.lower()}"}).at_root(recipe.root)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_new(file, f"# {WRITTEN}: {told}.\n{pin_recipe(whole)}", replace=True)
+    choose_log(quiet)(f"{told}; recipe: {file}")
+    return apply_recipe(load_recipe(file), out, cache, quiet)
+
+
 def draft_for(said: NewAnswers, out: Path) -> tuple[Draft, bool]:
     """Return the draft of a recipe for the bundle `out`, with data, and whether that is drawn at random."""
     draft = make_draft(said, out.parent)
@@ -93,8 +117,7 @@ def apply_passes(
     out.parent.mkdir(parents=True, exist_ok=True)
     text = format_draft(recipe, draft.reasons, passes, gates, head=[f"{WRITTEN}: {'; '.join(told)}."])
     write_new(file, text, replace=True)
-    if not quiet:
-        print(f"{'; '.join(told)}; recipe: {file}", file=sys.stderr)
+    choose_log(quiet)(f"{'; '.join(told)}; recipe: {file}")
     return apply_recipe(load_recipe(file), out, cache, quiet)
 
 

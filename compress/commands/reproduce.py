@@ -13,6 +13,7 @@ from compress.commands.inspect import read_host, read_json
 from compress.errors import PlanError, SourceError
 from compress.execution.run import apply_recipe
 from compress.models.source import locate, model_digest
+from compress.recipe.exports import OrtExport
 from compress.recipe.load import load_recipe
 from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
@@ -58,7 +59,7 @@ def reproduce(
         repeat_choices(lock.get("choices", {}), results)
         apply_recipe(recipe, again, results, quiet)
         made = read_manifest(again)
-        reasons = tuple(_find_reasons(lock, read_json(again / "lock.json")))
+        reasons = (*_find_reasons(lock, read_json(again / "lock.json")), *_explain_chance(recipe))
     different = compare_files(manifest, made)
     return Reproduction(len(manifest.files), different, reasons if different else ())
 
@@ -68,6 +69,17 @@ def recall_recipe(bundle: Path, overrides: Sequence[str] = ()) -> Recipe:
     host = read_host(bundle)
     recipe = load_recipe(bundle / "recipe.yaml", [*_recall_folders(host, overrides), *overrides])
     return recipe.at_root(Path(host.get("recipe_folder", bundle)))
+
+
+def _explain_chance(recipe: Recipe) -> Iterator[str]:
+    """Yield what may come out otherwise although all is the same."""
+    if recipe.data.train is not None and (name := recipe.data.train.redraw):
+        yield (
+            f"data.train.redraw: {name} draws samples anew: they are the same again where it draws by the generators "
+            "of torch, numpy or random, and others where it has its own"
+        )
+    if any(isinstance(export, OrtExport) for export in recipe.export):
+        yield "ort/model.ort: ONNX Runtime writes some tables of its format in an order of chance"
 
 
 def repeat_choices(choices: Mapping[str, Mapping[str, Any]], cache: Path) -> None:

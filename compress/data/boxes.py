@@ -41,6 +41,8 @@ def arrange_objects(table: Table, spec: DataSpec) -> Table:
     """
     label = spec.columns.get("label")
     named = label if isinstance(label, str) else None  # a number is of files without a header, which hold no boxes
+    if named == OBJECTS and OBJECTS not in table.lengths:  # as drafts name the column that is made here
+        named = None
     usual = (OBJECTS, "annotations", *USUAL_NAMES["label"])
     boxes = next((name for name in BOXES + XYWH_BOXES if name in table.lengths and named in (None, name)), None)
     source = named if named is not None else next((name for name in usual if name in table.lengths), None)

@@ -195,11 +195,16 @@ def divide_set(spec: Mapping[str, Any], n: int) -> dict[str, dict[str, Any]]:
     n_evaluated = max(1, min(int(n * EVALUATED_SHARE), MOST_EVALUATED))
     first = int(spec.get("skip", 0))
     return {
-        "evaluation": {**spec, **({"skip": first} if first else {}), "samples": n_evaluated},
+        "evaluation": {**fix_draws(spec), **({"skip": first} if first else {}), "samples": n_evaluated},
         "train": {**spec, "skip": first + n_evaluated, "samples": n - n_evaluated},
     }
 
 
 def take_calibration(spec: Mapping[str, Any], n: int, most: int = MOST_CALIBRATED) -> dict[str, Any]:
     """Return a calibration set of at most so many of the `n` samples of a set."""
-    return {**spec, "samples": min(n, most)}
+    return {**fix_draws(spec), "samples": min(n, most)}
+
+
+def fix_draws(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the set with one draw of each sample, where a program draws them anew."""
+    return {key: value for key, value in spec.items() if key != "redraw"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from compress.data.boxes import arrange_objects, open_coco, open_voc
 from compress.data.chat import ChatEncoder
 from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
+from compress.data.live import check_held, draw_held
 from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
 from compress.store.paths import resolve_path
 from compress.tasks import find_torch_task
-from runtime.bundle.columns import Array
+from runtime.bundle.columns import Array, take
 from runtime.bundle.samples import digest_columns, digest_rows
 from runtime.judge.slices import SET
 from runtime.tasks import find_task
@@ -39,6 +40,8 @@ class Samples:
     digest: str
     row_digests: tuple[str, ...]
     slices: dict[str, list[str]] = field(default_factory=dict)
+    redraw: Callable[[Array, int], dict[str, Any]] | None = field(default=None, compare=False, repr=False)
+    """Of a set that a program holds and that draws at random: numbers of samples, a seed -> their columns anew."""
 
 
 def load_samples(
@@ -84,11 +87,21 @@ def load_samples(
     samples = samples_of(
         parts[0] if len(parts) == 1 else {role: _concat_columns([p[role] for p in parts]) for role in parts[0]}
     )
-    return replace(samples, slices=sliced)
+    if spec.redraw is None:
+        return replace(samples, slices=sliced)
+
+    def redraw(chosen: Array, seed: int) -> dict[str, Any]:
+        columns = draw_held(str(spec.redraw), rows[chosen], seed)
+        drawn = replace(table, read=lambda column, places: take(columns, column, places))
+        return replace(reader, table=drawn, rows=np.arange(len(chosen))).read_all(roles)
+
+    return replace(samples, slices=sliced, redraw=redraw)
 
 
 def open_source(spec: DataSpec, root: Path, task: str) -> Table:
     """Open a source as a table, boxes in one form where the task finds them. SourceError."""
+    if spec.redraw is not None:
+        check_held(spec.redraw)
     kind, _, rest = spec.source.partition(":")
     if kind in ("coco", "voc"):
         path = check_path(spec.source, resolve_path(root, rest), folder=kind == "voc")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from runtime.tasks import find_task
 from runtime.tasks.predict import encoding_views
 
 Feeds = dict[str, np.ndarray]
+Redraw = Callable[[np.ndarray, int], tuple[Feeds, np.ndarray | None]]
+"""As of `compress.context`, which stands above."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class EncodedSet:
     preprocessor: Preprocessor
     labels: np.ndarray | None = None
     apart: bool = False
+    redraw: Redraw | None = None
 
     @property
     def n(self) -> int:
@@ -82,7 +85,20 @@ def make_encoded_set(samples: Samples, preprocessor: Preprocessor, task: str, ap
     rows = splits[0].samples
     if labels is not None and len(labels) == samples.n < len(rows):
         labels = labels[rows]
-    return EncodedSet([split.columns for split in splits], len(rows), preprocessor, labels, apart)
+    redraw = None if samples.redraw is None else _make_redraw(samples.redraw, preprocessor, task)
+    return EncodedSet([split.columns for split in splits], len(rows), preprocessor, labels, apart, redraw)
+
+
+def _make_redraw(draw: Callable[[np.ndarray, int], dict[str, Any]], preprocessor: Preprocessor, task: str) -> Redraw:
+    def redraw(rows: np.ndarray, seed: int) -> tuple[Feeds, np.ndarray | None]:
+        columns = draw(rows, seed)
+        labels = find_torch_task(task).make_targets(columns, preprocessor)
+        try:
+            return preprocessor.encode(columns), None if labels is None else np.asarray(labels)
+        except UsageError as error:
+            raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
+
+    return redraw
 
 
 def _gather_rows(

@@ -42,14 +42,18 @@ def batch_maker(train: TrainSet, parameters: Mapping[str, str], augment: Augment
     """
 
     def make(rows: Rows, random: np.random.Generator | None) -> Batch:
-        feeds, labels = train.feeds(rows), _select_labels(train.labels, rows)
-        mixed = None
+        redraw = train.redraw if random is not None else None
+        if random is not None and redraw is not None:
+            feeds, targets = redraw(rows, int(random.integers(2**31)))
+        else:
+            feeds, targets = train.feeds(rows), None if train.labels is None else train.labels[rows]
+        labels, mixed = _to_labels(targets), None
         if random is not None and augment.any:
             feeds, mixed = _augment_images(feeds, labels, augment, random)
         tensors = {
             parameters.get(name, name): torch.from_numpy(np.ascontiguousarray(array)) for name, array in feeds.items()
         }
-        augmented = random is not None and augment.any
+        augmented = random is not None and (augment.any or redraw is not None)
         marked = train.loss_masks(rows) if tokens else None
         counted = None if marked is None else torch.from_numpy(marked)
         weights = _weigh_samples(tensors, labels, len(rows), tokens, counted)
@@ -71,11 +75,11 @@ def _augment_images(
     return {name: images}, Mixed(None if labels is None else labels[torch.from_numpy(others)], share)
 
 
-def _select_labels(labels: np.ndarray | None, rows: Rows) -> Tensor | None:
-    if labels is None:
+def _to_labels(targets: np.ndarray | None) -> Tensor | None:
+    if targets is None:
         return None
-    chosen = torch.from_numpy(np.ascontiguousarray(labels[rows]))
-    return chosen.long() if labels.dtype.kind in "iu" else chosen.float()
+    labels = torch.from_numpy(np.ascontiguousarray(targets))
+    return labels.long() if targets.dtype.kind in "iu" else labels.float()
 
 
 def _weigh_samples(

@@ -34,6 +34,7 @@ class Written:
     ids: np.ndarray
     lengths: np.ndarray
     labels: np.ndarray | None = None
+    redraw: None = None
 
     def __post_init__(self) -> None:
         self.n = len(self.ids)

@@ -23,6 +23,7 @@ from compress.export.gguf import FILE, write_gguf
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.export.openvino import reads_texts, write_ir, write_tokenizer
+from compress.export.ort import write_ort
 from compress.export.torch_module import write_module
 from compress.facts import Note
 from compress.formats.targets import TARGETS
@@ -31,7 +32,7 @@ from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.models.load import TorchModel
-from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport
+from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport, OrtExport
 from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
 from compress.rounding.state import FLOAT8, GraphState
@@ -246,6 +247,10 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
             ir_artifact, file_notes = _write_openvino(staging, artifact, contents)
             artifacts.append(ir_artifact)
             notes += file_notes
+        if isinstance(export, OrtExport):
+            path = write_ort(staging / artifact.path, staging / "ort")
+            size, name = path.stat().st_size, f"ort/{path.name}"
+            artifacts.append(replace(artifact, name="ort", path=name, size_bytes=size, kind="ort"))
         if isinstance(export, EngineExport):
             pair = (artifact, artifacts[0])
             made = _write_engines(

@@ -18,7 +18,7 @@ from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
-from compress.export import compressed_tensors, gptq_format
+from compress.export import awq_format, compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
 from compress.export.checkpoint_rules import format_names, layer_problem
 from compress.export.shards import Entry, ShardUnit, write_shards
@@ -36,6 +36,9 @@ SHARD_BYTES = 5 * 2**30
 """The largest file."""
 WORST_SCALE_CHANGE = 0.01
 """Of a scale that is rounded to the type it is stored in; more is a warning."""
+
+WITH_ZEROS = {"gptq": gptq_format, "awq": awq_format}
+"""Formats of 32-bit words with a zero point for each group, and scales in float16: what writes each."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,11 @@ def _make_stacked_unit(content: Content, stack: str) -> ShardUnit:
 def _make_quantized_unit(content: Content, layer: str) -> ShardUnit:
     scheme, written = content.schemes[layer], content.names.layer(layer)
     rows, columns = weight_shape(content.modules[layer])
-    gptq, usual = content.export.format == "gptq", content.types.usual
+    form, usual = WITH_ZEROS.get(content.export.format), content.types.usual
     announced = (
-        gptq_format.entries(written, (rows, columns), scheme)
-        if gptq
-        else compressed_tensors.entries(written, (rows, columns), scheme, usual)
+        compressed_tensors.entries(written, (rows, columns), scheme, usual)
+        if form is None
+        else form.entries(written, (rows, columns), scheme)
     )
     scale = next(entry for entry in announced if entry.name.endswith("scale") or entry.name.endswith("scales"))
 
@@ -177,8 +180,8 @@ def _make_quantized_unit(content: Content, layer: str) -> ShardUnit:
         weight = _check_weight(layer, content.model.store.quantized(layer), scheme, (rows, columns))
         if not weight.stored:
             content.scale_changes[layer] = _measure_scale_change(layer, weight.scales, scale.dtype)
-        if gptq:
-            return gptq_format.tensors(written, weight, scheme)
+        if form is not None:
+            return form.tensors(written, weight, scheme)
         inputs = content.model.activation_scales[layer] if _has_static_inputs(scheme) else None
         return compressed_tensors.tensors(written, weight, scheme, usual, inputs)
 
@@ -234,8 +237,8 @@ def _make_quantization_config(content: Content) -> dict | None:
     floating = [n for n, p in content.modules.items() if n not in content.schemes and _is_targetable(p, targeted)]
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
-    if content.export.format == "gptq":
-        return gptq_format.quantization_config(schemes, ignore)
+    if (form := WITH_ZEROS.get(content.export.format)) is not None:
+        return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
     types = {layer(name): kinds[name] for name in content.schemes}
     with_head = any(name in content.schemes for name in content.model.structure.head)

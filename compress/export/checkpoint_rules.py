@@ -18,7 +18,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "ke
 GROUPS = (-1, 32, 64, 128)
 W4AFP8_GROUP = 128
 """Of vLLM's CUTLASS kernel, which compute capability 9.0 alone has."""
-GPTQ_BITS = (2, 3, 4, 8)
+GPTQ_BITS, AWQ_BITS, AWQ_OUTPUTS = (2, 3, 4, 8), 4, 8
 DENSE_BITS = (3, 5, 6, 7)
 """Widths that compressed-tensors packs without gaps since 0.18, and other than that before it."""
 
@@ -42,9 +42,11 @@ def checkpoint_problems(
         problems += [problem] if problem else []
     problems += find_tied_problems(facts, schemes)
     problems += _find_expert_problems([layer.name for layer in facts.layers], schemes)
-    if export.format == "gptq":
-        problems += _find_gptq_problems(schemes, kv_cache)
-    elif target == "transformers":
+    if export.format in ("gptq", "awq"):
+        problems += _find_single_scheme_problems(export.format.upper(), schemes, kv_cache)
+    if export.format == "awq":
+        problems += _find_awq_names(list(layers), schemes)
+    if export.format == "compressed-tensors" and target == "transformers":
         problems += _find_transformers_problems(schemes, _find_embeddings(facts.layers, schemes))
     if target == "vllm":
         problems += vllm_problems(facts.layers, facts.structure, schemes, export, kv_cache)
@@ -63,8 +65,9 @@ def checkpoint_notes(
     if target != "vllm" and (refused := vllm_problems(facts.layers, facts.structure, schemes, export, kv_cache)):
         more = f" (and {len(refused) - 1} more like it)" if len(refused) > 1 else ""
         notes.append(Note("info", f"vLLM would not load this checkpoint: {refused[0]}{more}"))
-    if export.format == "gptq":
-        notes.append(Note("info", "transformers loads GPTQ checkpoints where gptqmodel is installed"))
+    if export.format in ("gptq", "awq"):
+        name = export.format.upper()
+        notes.append(Note("info", f"transformers loads {name} checkpoints where gptqmodel is installed"))
         return notes
     if small := sorted({scheme.name for scheme in schemes.values() if scheme.weights.scales != "float"}):
         text = f"{', '.join(small)}: transformers unpacks such weights into bfloat16; load it with dtype=torch.bfloat16"
@@ -110,8 +113,10 @@ def scoring_gaps(structure: Structure | None, kv_cache: KvScheme | None, engine:
 
 
 def layer_problem(name: str, kind: str, shape: tuple[int, ...], scheme: Scheme, form: str) -> str:
-    """Return why `form` (compressed-tensors, gptq) cannot hold a layer of this type and shape [out, in], or ""."""
+    """Return why `form` (compressed-tensors, gptq, awq) cannot hold a layer of this type and shape [out, in], or ""."""
     weights = scheme.weights
+    if form == "awq":
+        return _find_awq_problem(name, kind, shape, scheme)
     if form == "compressed-tensors":
         if kind == "Embedding":
             if scheme.activations is not None or weights.kind != "int" or weights.scales != "float":
@@ -201,14 +206,36 @@ def _has_packed_zeros(scheme: Scheme) -> bool:
     return not scheme.weights.symmetric and scheme.activations is None
 
 
-def _find_gptq_problems(schemes: Mapping[str, Scheme], kv_cache: KvScheme | None) -> Iterator[str]:
+def _find_single_scheme_problems(form: str, schemes: Mapping[str, Scheme], kv_cache: KvScheme | None) -> Iterator[str]:
     distinct = sorted({_format_scheme(scheme) for scheme in schemes.values()})
     if not distinct:
-        yield "nothing is quantized, and the GPTQ format is for quantized weights; " + _OTHER
+        yield f"nothing is quantized, and the {form} format is for quantized weights; " + _OTHER
     if len(distinct) > 1:
-        yield f"layers have different schemes ({'; '.join(distinct)}), and the GPTQ format has one; " + _OTHER
+        yield f"layers have different schemes ({'; '.join(distinct)}), and the {form} format has one; " + _OTHER
     if kv_cache is not None:
-        yield f"the GPTQ format has no place for an {kv_cache} KV cache; " + _OTHER
+        yield f"the {form} format has no place for an {kv_cache} KV cache; " + _OTHER
+
+
+def _find_awq_problem(name: str, kind: str, shape: tuple[int, ...], scheme: Scheme) -> str:
+    weights = scheme.weights
+    if kind != "Linear":
+        return f"{name} is a {kind}, which the AWQ format has no layer for; ignore it"
+    if scheme.activations is not None or weights.kind != "int" or weights.bits != AWQ_BITS:
+        return f"{name} is {scheme.name}, and the AWQ format holds weights alone, in 4 bits; " + _OTHER
+    if weights.group_size == 0:
+        return f"{name} has one scale for the whole tensor, and the AWQ format has one for each row; " + _OTHER
+    if shape[0] % AWQ_OUTPUTS:
+        return f"{name} has {shape[0]} outputs, which do not fill words of eight; ignore it"
+    if weights.group_size > 0 and shape[1] % weights.group_size:
+        return f"{name} has {shape[1]} inputs, which group_size {weights.group_size} does not divide"
+    return ""
+
+
+def _find_awq_names(layers: Iterable[str], schemes: Mapping[str, Scheme]) -> Iterator[str]:
+    """Yield a sentence on each float layer whose name is a part of a quantized one's: readers leave both out."""
+    for name in (name for name in layers if name not in schemes):
+        if taken := next((other for other in schemes if name in other), None):
+            yield f"{name} stays float, and readers of the AWQ format leave out {taken}, too, by its name; " + _OTHER
 
 
 def vllm_problems(

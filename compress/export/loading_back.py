@@ -30,7 +30,7 @@ from compress.blocks.materialise import fill, plain
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_hf_conv1d, run
 from compress.errors import ExportError
-from compress.export import gptq_format
+from compress.export.checkpoint import WITH_ZEROS
 from compress.export.checkpoint_config import float_types
 from compress.export.checkpoint_rules import transformers_lacks
 from compress.export.compressed_tensors import NVFP4, PACKED, layer_format
@@ -148,8 +148,8 @@ def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, 
         return "compress", "its code is not one of transformers'"
     if (folder / SHAPES).is_file():
         return "compress", f"transformers does not: config.json cannot say the pruned sizes, which {SHAPES} holds"
-    if model.schemes and export.format == "gptq":
-        return "compress", "transformers needs gptqmodel, and a GPU, for the GPTQ format"
+    if model.schemes and export.format in WITH_ZEROS:
+        return "compress", f"transformers needs gptqmodel, and a GPU, for the {export.format.upper()} format"
     schemes = {layer: model.schemes[layer] for layer in model.quantized_layers()}
     module = model.build()
     stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).experts
@@ -263,7 +263,7 @@ class _Comparison:
         That is computed before floats and scales are rounded to the types that they are stored in.
         """
         dtype = float_types(self.model.folder, self.export.dtype).usual
-        allowed = max(CLOSE, STORING[torch.float16 if self.export.format == "gptq" else dtype])
+        allowed = max(CLOSE, STORING[torch.float16 if self.export.format in WITH_ZEROS else dtype])
         change = _measure_difference(self._expect(self.model.store.read), self._unrounded)
         self.log(f"{self.name}: its outputs differ by {change:.1e} from what was judged")
         if change <= allowed:
@@ -329,8 +329,9 @@ def read_as_stored(
                 if reader == "transformers" and layer_format(model.schemes[layer]) == NVFP4
                 else values
             )
-        packed = export.format == "gptq" or layer_format(model.schemes[layer]) == PACKED
-        dtype = gptq_format.SCALE_TYPE if export.format == "gptq" else types.usual if packed else torch.float32
+        packed = layer_format(model.schemes[layer]) == PACKED
+        form = WITH_ZEROS.get(export.format)
+        dtype = form.SCALE_TYPE if form is not None else types.usual if packed else torch.float32
         scales = torch.from_numpy(np.ascontiguousarray(weight.scales)).to(dtype).float().numpy()
         values = torch.from_numpy(replace(weight, scales=scales).dequantize())
         return values.t().contiguous() if layer in transposed else values

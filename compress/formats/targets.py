@@ -193,7 +193,8 @@ _OWN: dict[str, Target] = {
             **_ONNX_WIDTHS,
             "int8-static": FormatFact(
                 "fast",
-                "ONNX Runtime is fastest with uint8 activations and int8 weights; the file is written so (u8s8)",
+                "on x86 ONNX Runtime is fastest with uint8 activations and int8 weights, and on Arm it has kernels for "
+                "them, too; the file is written so (u8s8)",
             ),
             "int8-dynamic": FormatFact(
                 "fast", "matrix products fuse into DynamicQuantizeMatMul; convolutions stay float"

@@ -210,8 +210,8 @@ def build_untrained(source: Source) -> nn.Module:
 
 
 def reads_alone(source: Source) -> bool:
-    """Return whether only we can read a folder on a CPU, not transformers: pruned sizes, or the GPTQ format."""
-    return source.shapes is not None or quantization_of(source.folder).get("quant_method") == "gptq"
+    """Return whether only we can read a folder on a CPU, not transformers: pruned sizes, the GPTQ and AWQ formats."""
+    return source.shapes is not None or quantization_of(source.folder).get("quant_method") in ("gptq", "awq")
 
 
 def load_trained(source: Source, alone: bool = False) -> nn.Module:

@@ -63,8 +63,13 @@ def decode_weights(module: nn.Module, record: Mapping[str, Any], files: Files) -
     if method == "gptq":
         held = {n: _find_layer_tensors(files, names.layer(n), "qweight") for n in layers}
         return {f"{n}.weight": _decode_gptq(n, layers[n], parts, record) for n, parts in held.items() if parts}
+    if method == "awq" and str(record.get("version", "gemm")).lower() == "gemm":
+        held = {n: _find_layer_tensors(files, names.layer(n), "qweight") for n in layers}
+        return {f"{n}.weight": _decode_awq(n, layers[n], parts) for n, parts in held.items() if parts}
     if method != "compressed-tensors":
-        raise SourceError(f"weights of quant_method {method!r} are not read here; compressed-tensors and gptq are")
+        raise SourceError(
+            f"weights of quant_method {method!r} are not read here; compressed-tensors, gptq and awq (gemm) are"
+        )
     schemes = _match_schemes(module, record)
     held = {n: _find_layer_tensors(files, names.layer(n), "weight_scale") for n in layers if n in schemes}
     return {f"{n}.weight": _decode_tensors(n, layers[n], parts, schemes[n]) for n, parts in held.items() if parts}
@@ -139,6 +144,27 @@ def _decode_gptq(layer: str, part: Any, parts: Mapping[str, Any], record: Mappin
         offsets = _unpack_bits(zeros, rows, bits) + (record.get("checkpoint_format") == "gptq")  # [groups, out]
         weight = (values - offsets[group].T) * scales.astype(np.float32)[group].T
         return torch.from_numpy(np.ascontiguousarray(weight.T if transposed else weight, np.float32))
+
+    return Decoded(tuple(part.weight.shape), read)
+
+
+def _decode_awq(layer: str, part: Any, parts: Mapping[str, Any]) -> Decoded:
+    """Return a layer's weight of an AWQ file (see `compress.export.awq_format`): eight outputs in a word, in pairs."""
+    rows, columns = part.weight.shape
+    _check_shape(layer, parts, "qweight", (columns, rows // 8))
+    groups = parts["scales"][2][0]
+    _check_shape(layer, parts, "scales", (groups, rows))
+    _check_shape(layer, parts, "qzeros", (groups, rows // 8))
+
+    def read() -> Tensor:
+        words, zeros, scales = (_read_tensor(*parts[leaf][:2]).numpy() for leaf in ("qweight", "qzeros", "scales"))
+        values, offsets = (
+            _unpack_bits(packed, rows, 4).reshape(len(packed), -1, 2, 4).swapaxes(2, 3).reshape(len(packed), rows)
+            for packed in (words, zeros)
+        )
+        each = columns // groups
+        weight = (values - offsets.repeat(each, 0)) * scales.astype(np.float32).repeat(each, 0)  # [in, out]
+        return torch.from_numpy(np.ascontiguousarray(weight.T, np.float32))
 
     return Decoded(tuple(part.weight.shape), read)
 

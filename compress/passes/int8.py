@@ -47,7 +47,7 @@ class Int8(EightBit):
     these two, decided from the graph."""
     weight_bits: Literal[8, 7] = 8
     """7: the weights of convolutions and matrix products lie in -63 to 63, so that sums of two products fit into the 16
-    bits in which a CPU without VNNI, AMX or Arm's dot products adds them. Of 8 bits such sums may saturate there."""
+    bits in which an x86 CPU without VNNI or AMX adds them. Of 8 bits such sums may saturate there."""
     overrides: tuple[Int8Override, ...] = ()
     """Exceptions for some of the layers."""
 

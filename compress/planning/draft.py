@@ -18,6 +18,7 @@ from compress.data.find_sets import (
     check_set,
     divide_set,
     find_splits,
+    fix_draws,
     read_set,
     take_calibration,
 )
@@ -92,6 +93,7 @@ def draft_recipe(
     name: str | None = None,
     root: Path | None = None,
     most_calibrated: int | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Draft:
     """Draft a recipe without passes and gates for the model `source` and data, each a path, a hub id or a source.
 
@@ -108,7 +110,7 @@ def draft_recipe(
     evaluate on, the rest to train on. `calibration`, `train` and `evaluation` take the place of what `data` would give.
     Calibration that is not given is the first samples of the training set: never what is evaluated on. It has at most
     `most_calibrated` (512), unless the set that is given says `samples`. Each set names its columns, by the usual names
-    of the task's roles or where only one column can be meant.
+    of the task's roles or where only one column can be meant. `described`: further keys of `model`.
 
     Nothing is trained or computed, and no weights are read. Raises RecipeError, SourceError and PlanError, which name
     the flag (--task, --weights, --preprocess, --data, ...) that says what could not be found.
@@ -121,7 +123,7 @@ def draft_recipe(
     found = find_model_source(source, root)
     given = {"calibration": calibration, "train": train, "evaluation": evaluation}
     sets = _gather_sets(data, {name: spec for name, spec in given.items() if spec is not None}, root)
-    model = {"source": found} | ({} if weights is None else {"weights": weights})
+    model = {"source": found} | ({} if weights is None else {"weights": weights}) | dict(described or {})
     base: dict[str, Any] = {"version": 1, "name": name or name_recipe(found), "model": model}
     if preprocess is not None:
         base["preprocess"] = dict(preprocess)
@@ -228,9 +230,10 @@ def _gather_sets(data: DataGiven | None, given: Mapping[str, DataGiven], root: P
 
 def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dict[str, Any]], root: Path) -> Draft:
     """Return the draft with its task, and what is known of the model with it; its sets are yet to be divided."""
-    spec = next((sets[name] for name in ("data", "evaluation", "calibration", "train") if name in sets), None)
-    source = base["model"]["source"]
-    located = locate(make_model_spec(base, GENERIC.name), root)
+    found = next((sets[name] for name in ("data", "evaluation", "calibration", "train") if name in sets), None)
+    spec = None if found is None else fix_draws(found)
+    source, bare = base["model"]["source"], {k: v for k, v in base["model"].items() if k != "detections"}
+    located = locate(make_model_spec({"model": bare}, GENERIC.name), root)
     folder = located.folder or (located.onnx.parent if located.onnx is not None else None)
     if task is not None:
         if located.kind == "huggingface" and located.folder and (other := explain_other_task(task, located.folder)):

@@ -8,7 +8,6 @@ timed, too. What was measured is kept for the machine.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -46,6 +45,7 @@ from compress.rounding.latency import StateTimer, round_roughly
 from compress.rounding.quantized_weight import round_to_nearest
 from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
+from compress.store.run_log import choose_log
 from compress.timing.kept import Kept
 from compress.work import WORK, foresee_pass
 from compress.work.contexts import GraphContext, ModelContext
@@ -104,7 +104,7 @@ def forecast_latency(
     if not twins and inputs.facts.source != "onnx":
         return None, []
     try:
-        latency = _measure_forecast(inputs, cache, log or _log_to_stderr)
+        latency = _measure_forecast(inputs, cache, log or choose_log(quiet=False))
     except NotExportable as error:
         raise PlanError(error.problems) from error
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS) as error:
@@ -130,10 +130,6 @@ def _try_export(inputs: Inputs, keys: CacheKeys, keep: Kept) -> None:
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS):
         return  # of a twin: the run says it of the model itself
     keep.write("exported", [keys.float_graph], {"inputs": [value.name for value in graph.graph.inputs]})
-
-
-def _log_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _explain_no_forecast(inputs: Inputs) -> str | None:

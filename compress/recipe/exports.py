@@ -20,6 +20,7 @@ else:
 CHECKPOINT_TARGET: TargetName = "transformers"
 """What a checkpoint is for where the recipe does not say."""
 GGUF_TARGET: TargetName = "llama.cpp"
+ORT_TARGET: TargetName = "onnxruntime-cpu"
 
 
 class GraphExport(Record):
@@ -45,8 +46,9 @@ class CheckpointExport(Record):
     kind: Literal["checkpoint"] = "checkpoint"
     target: AnyTarget | None = None
     """The engine that it is for; default: transformers."""
-    format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
-    """How quantized layers are stored; gptq holds weight-only integers of 2, 3, 4 and 8 bits, one scheme in a model."""
+    format: Literal["compressed-tensors", "gptq", "awq"] = "compressed-tensors"
+    """How quantized layers are stored; gptq holds weight-only integers of 2, 3, 4 and 8 bits, awq of 4 (AutoAWQ's gemm
+    version, whatever pass rounded them), both one scheme in a model."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of everything that stays float; default: what the source checkpoint has each tensor in."""
 
@@ -119,6 +121,15 @@ class OpenVinoExport(GraphExport):
     kind: Literal["openvino"] = "openvino"
 
 
+class OrtExport(GraphExport):
+    """ONNX Runtime's own format for phones, with the operators that a build for it alone must have.
+
+    Optimized for Arm; what is tied to x86 is left out. The ONNX graph that it is made from is in the bundle, too.
+    """
+
+    kind: Literal["ort"] = "ort"
+
+
 Engine = TensorrtExport | TensorrtRtxExport
-Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport | OpenVinoExport
+Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport | OpenVinoExport | OrtExport
 """All of them; `kind` tells them apart."""

@@ -17,12 +17,14 @@ from compress.passes import KINDS, Pass
 from compress.recipe.exports import (
     CHECKPOINT_TARGET,
     GGUF_TARGET,
+    ORT_TARGET,
     AnyTarget,
     CheckpointExport,
     Export,
     GgufExport,
     GraphExport,
     OnnxExport,
+    OrtExport,
 )
 from compress.recipe.goal import read_goals, split_goal
 from compress.recipe.search import Search
@@ -95,6 +97,13 @@ class DataSpecs(Record):
     def _refuse_packed_evaluation(self) -> DataSpecs:
         if any(spec.packing for spec in self._evaluation_sets.values()):
             raise ValueError("evaluation: packing: each sample is judged alone; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_redrawn_others(self) -> DataSpecs:
+        others = [self.calibration, *self._evaluation_sets.values()]
+        if any(spec is not None and spec.redraw for spec in others):
+            raise ValueError("redraw: is of data.train alone, what is measured stays the same; leave it out")
         return self
 
     @property
@@ -194,6 +203,14 @@ class Recipe(Record):
         return self
 
     @property
+    def held(self) -> str:
+        """Return what of the recipe is an object of this process, which no other has; "" where nothing is."""
+        if self.model.source.startswith("live:"):
+            return self.model.source
+        train = self.data.train
+        return f"data.train.redraw: {train.redraw}" if train is not None and train.redraw else ""
+
+    @property
     def generates(self) -> bool:
         """Return whether the model writes text, token by token."""
         return find_task(self.model.task).generates
@@ -256,6 +273,8 @@ class Recipe(Record):
             return export.target or CHECKPOINT_TARGET
         if isinstance(export, GgufExport):
             return GGUF_TARGET
+        if isinstance(export, OrtExport):
+            return ORT_TARGET
         return (export.target or self.target) if isinstance(export, OnnxExport) else export.kind
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from compress.planning.usual import parse_pass
 from compress.recipe.goal import SIZE, SIZE_RATIO
 from compress.recipe.schema import Recipe
 from compress.search.chains import CACHED, Ground, Passes, find_least_bytes, find_smallest, foresee_size
-from compress.search.sweep import choose_log
+from compress.store.run_log import choose_log
 from runtime.bundle.format import Gate
 from runtime.metrics import MEASURED
 

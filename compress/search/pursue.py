@@ -48,9 +48,10 @@ from compress.search.chains import (
 )
 from compress.search.foresight import Foresight, is_size, is_speed
 from compress.search.study import LOG, REPORTS, Study, name_trial, open_study
-from compress.search.sweep import NO_TIME, OutOfTime, Prior, Sweep, choose_log, finish_study
+from compress.search.sweep import NO_TIME, OutOfTime, Prior, Sweep, finish_study
 from compress.search.trials import Run, Trial, write_json
 from compress.search.workers import start_workers
+from compress.store.run_log import choose_log
 from runtime.bundle.format import Gate
 from runtime.metrics import MEASURED
 
@@ -169,7 +170,7 @@ def pursue(
     make_plan(start, cache, twins=False, log=choose_log(quiet=True))  # what is wrong is said at once
     with (
         open_study(Study, Path(out), first, recipe) as study,
-        start_workers(recipe.model, jobs, ray, study.folder / LOG) as workers,
+        start_workers(recipe.held, jobs, ray, study.folder / LOG) as workers,
     ):
         sweep = Sweep(study, workers, cache, deadline, 0, Prior(), log, refuses=False)
         work = Pursuit(sweep, ahead)

@@ -32,8 +32,7 @@ from compress.search.study import (
 )
 from compress.search.trials import Run, State, Trial, write_json
 from compress.search.workers import TrialAnswer, TrialOrder, Workers, keep_untimed, start_workers
-from compress.store.progress import no_log
-from compress.store.run_log import open_console
+from compress.store.run_log import choose_log
 from runtime.bundle.files import write_whole
 
 MOST_REFUSED = 50
@@ -317,7 +316,7 @@ def sweep(
     most = space.search.trials if trials is None else trials
     with (
         open_study(Study, Path(out), space) as study,
-        start_workers(recipe.model, jobs, ray, study.folder / LOG) as workers,
+        start_workers(recipe.held, jobs, ray, study.folder / LOG) as workers,
     ):
         work = Sweep(study, workers, cache, deadline, most, prior, choose_log(quiet))
         finish_study(study, work.run)
@@ -334,11 +333,3 @@ def finish_study(study: Study, run: Callable[[], str]) -> None:
             study.write()
         raise
     study.write()
-
-
-def choose_log(quiet: bool) -> Callable[[str], None]:
-    return no_log if quiet else _print_line
-
-
-def _print_line(text: str) -> None:
-    open_console(stderr=True).print(text, markup=False, highlight=False)

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from compress.recipe.schema import Recipe
-from compress.specs import ModelSpec
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.interrupts import Terminated, end_orderly
@@ -319,20 +318,21 @@ def build_remotely(order: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
 
 
 @contextmanager
-def start_workers(model: ModelSpec, jobs: int, ray: str | None, log: Path, work: str = USUAL_WORK) -> Iterator[Workers]:
+def start_workers(held: str, jobs: int, ray: str | None, log: Path, work: str = USUAL_WORK) -> Iterator[Workers]:
     """Yield who does the trials: this process (jobs 0), `jobs` processes, or a Ray cluster with `jobs` at once.
 
-    A model that this process alone has is tried here. UsageError where others were asked for.
+    `held`: what of the recipe this process alone has (`Recipe.held`), which is tried here. UsageError where others were
+    asked for.
     """
-    if model.is_held and (ray is not None or jobs > 1):
+    if held and (ray is not None or jobs > 1):
         raise UsageError(
-            f"{model.source}: was given as an object, which other processes do not have: build one trial at a time, or "
-            "give a factory that they can import, python:FILE.py:FACTORY"
+            f"{held}: was given as an object, which other processes do not have: build one trial at a time, or "
+            "give a factory that they can import, python:FILE.py:FACTORY, and data as files"
         )
     if ray is not None:
         with RayCluster(ray, jobs or None, log) as cluster:
             yield cluster
-    elif jobs == 0 or model.is_held:
+    elif jobs == 0 or held:
         yield InThisProcess(work)
     else:
         with LocalProcesses(jobs, log, work) as processes:

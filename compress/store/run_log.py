@@ -1,16 +1,19 @@
-"""What a run says while it works: a log file always, one live line on a terminal, elsewhere a line every minute."""
+"""What a run says while it works: a log file always, a live line on a terminal, a bar in a notebook, else its lines."""
 
 from __future__ import annotations
 
+import html
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +21,7 @@ from rich.text import Text
 
 from compress.errors import OutputError
 from compress.store.durable import blame
+from compress.store.progress import no_log
 
 T = TypeVar("T")
 BEAT_S = 60.0
@@ -30,12 +34,62 @@ MARKS = 128
 """Of a stage's items whose times are kept."""
 UNBROKEN = 10_000
 """Columns of what is no terminal: a line that is broken there is found by half its words."""
+DRAWN_EVERY_S = 0.5
+"""How often a notebook's bar is drawn anew."""
 
 
 def open_console(stderr: bool = False) -> Console:
     """Return a console that breaks lines and tables at the terminal's width, and nowhere where there is none."""
     console = Console(stderr=stderr)
     return console if console.file.isatty() or console.is_jupyter else Console(stderr=stderr, width=UNBROKEN)
+
+
+def is_unwatched_notebook(console: Console) -> bool:
+    """Return whether a notebook is run in CI, where what is drawn meanwhile would be kept among its outputs."""
+    return console.is_jupyter and bool(os.environ.get("CI"))
+
+
+def choose_log(quiet: bool) -> Callable[[str], None]:
+    """Return what prints a line on stderr, as of each trial of a search; nothing does in a notebook that runs in CI."""
+    console = open_console(stderr=True)
+    return no_log if quiet or is_unwatched_notebook(console) else partial(console.print, markup=False, highlight=False)
+
+
+class NotebookBar:
+    """A context in which the output of a notebook's cell has a bar and a line; left, they are gone. It may be again.
+
+    `describe`: gives the line, and what part is done, in [0, 1]; None: not known. IPython's displays alone are needed:
+    rich draws live lines in notebooks by ipywidgets only.
+    """
+
+    def __init__(self, describe: Callable[[], tuple[str, float | None]]) -> None:
+        self._describe = describe
+        self._place: Any = None
+
+    def __enter__(self) -> None:
+        from IPython.display import HTML, display
+
+        self._html: Callable[[str], Any] = HTML
+        if self._place is None:
+            self._place = display(HTML(self._draw()), display_id=True)
+        self._ended = threading.Event()
+        self._drawing = threading.Thread(target=self._redraw, daemon=True)
+        self._drawing.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._drawing.join()
+        self._place.update(self._html(""))
+
+    def _redraw(self) -> None:
+        while True:
+            self._place.update(self._html(self._draw()))
+            if self._ended.wait(DRAWN_EVERY_S):
+                return
+
+    def _draw(self) -> str:
+        text, done = self._describe()
+        return f"<progress {'' if done is None else f'value={done:.3f}'}></progress> {html.escape(text)}"
 
 
 @dataclass(eq=False)
@@ -72,6 +126,13 @@ class RunPosition:
         left_s = (last - begun) / (n_done - n_before) * (self.total - n_done) - (now - last)
         return left_s if self.most_s is None else min(left_s, self.since + self.most_s - now)
 
+    def estimate_part(self) -> float | None:
+        """Return what part is done, by the time that is left, else by items; None where neither tells."""
+        passed, left = time.monotonic() - self.since, self.estimate_left_s()
+        if left > 0:
+            return passed / (passed + left)
+        return self.done / self.total if self.total else None
+
     def count(self) -> None:
         """Note that one more item is done."""
         self.done += 1
@@ -84,10 +145,10 @@ class RunPosition:
 class RunLog:
     """`log` writes a line to the file (with seconds since the start) and, unless quiet, to the terminal.
 
-    While a stage lasts, a terminal has one line that says where it is and counts down; the file, and what is no
-    terminal, get a line every `beat_s` seconds. `expected_s`: how long the plan expects stages to take, by name;
-    `took_s`: how long those took that are done. The file is a new one: FileExistsError where something has its name, a
-    link included.
+    While a stage lasts, a terminal has one line that says where it is and counts down, and a notebook a bar with it, in
+    the place of all lines (none of it in CI); the file, and what is neither, get a line every `beat_s` seconds.
+    `expected_s`: how long the plan expects stages to take, by name; `took_s`: how long those took that are done. The
+    file is a new one: FileExistsError where something has its name, a link included.
     """
 
     def __init__(self, file: Path, quiet: bool = False, console: Console | None = None, beat_s: float = BEAT_S) -> None:
@@ -96,8 +157,9 @@ class RunLog:
         self.expected_s: dict[str, float] = {}
         self.took_s: dict[str, float] = {}
         self._places: list[RunPosition] = []
-        self.quiet = quiet
         self.console = console or open_console(stderr=True)
+        self.quiet = quiet or is_unwatched_notebook(self.console)
+        self._bar: NotebookBar | None = None
         self.start = time.monotonic()
         file.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND
@@ -106,7 +168,8 @@ class RunLog:
 
     def log(self, text: str) -> None:
         self._write(text)
-        self.show(text)
+        if not self.console.is_jupyter:
+            self.show(text)
 
     def show(self, text: str) -> None:
         """Print a line on the terminal, unless quiet."""
@@ -156,20 +219,37 @@ class RunLog:
     @contextmanager
     def _stand_at(self, place: RunPosition) -> Iterator[RunPosition]:
         """Keep a place among those where the run is; the first brings the live line, which goes with it."""
-        live = not (self._places or self.quiet) and self.console.is_terminal
+        shown = not (self._places or self.quiet)
         self._places.append(place)
         try:
-            with Live(console=self.console, get_renderable=self._describe, transient=True) if live else nullcontext():
+            with self._show_live() if shown else nullcontext():
                 yield place
         finally:
             self._places.remove(place)
 
-    def _describe(self) -> Text:
+    def _show_live(self) -> AbstractContextManager[object]:
+        """Return what shows where the run is while it is open."""
+        if self.console.is_jupyter:
+            self._bar = self._bar or NotebookBar(self._describe_bar)
+            return self._bar
+        if not self.console.is_terminal:
+            return nullcontext()
+        return Live(
+            console=self.console,
+            get_renderable=lambda: Text(self._describe(), no_wrap=True, overflow="ellipsis"),
+            transient=True,
+        )
+
+    def _describe(self) -> str:
         """Return the live line: "judging: 797 samples, timing 3 of 9, about 17 s left"."""
         places = list(self._places)
         passed = f"{time.monotonic() - places[-1].since:.0f} s so far" if places else ""
-        text = ", ".join([_name_places(places), _say_left(places) or passed])
-        return Text(text, no_wrap=True, overflow="ellipsis")
+        return ", ".join([_name_places(places), _say_left(places) or passed])
+
+    def _describe_bar(self) -> tuple[str, float | None]:
+        """Return the live line, and what part is done of the outermost place that can tell."""
+        places = list(self._places)
+        return self._describe(), next((part for place in places if (part := place.estimate_part()) is not None), None)
 
     def _beat(self, stage: RunPosition, ended: threading.Event) -> None:
         """Say every `beat_s` seconds where a stage is, unless another one within it does."""
@@ -182,7 +262,7 @@ class RunLog:
             text = f"{_name_places(inner)}: {', '.join(filter(None, [passed, _say_left(inner)]))}"
             with suppress(OutputError):  # of a full disk the work itself will tell
                 self._write(text)
-            if not self.console.is_terminal:
+            if not (self.console.is_terminal or self.console.is_jupyter):
                 self.show(text)
 
 

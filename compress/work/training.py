@@ -154,7 +154,8 @@ def objective(
             Watched(config.kind, teacher, [other for _, other in hidden], [other for _, other in maps])
         )
         answer = _make_answer(answering, teacher, pooling)
-        if context.work is not None and config.cache_bytes(loaded, trainset.n):
+        again = trainset.redraw is None  # a sample that is drawn anew has another answer
+        if context.work is not None and again and config.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
         weighted = _weigh_terms(terms, compared, loaded)
         yield Objective(_make_loss(weighted, watched, answer, pooling), compared.projections, compared.notes)

@@ -20,6 +20,8 @@ from runtime.errors import BundleError, MissingDependency, RuntimeFailure, Usage
 _DTYPES = {"float": "float32", "double": "float64"}  # the others have numpy's name
 MOST_SAID = 300
 """Characters of an error that are shown."""
+ORT = ".ort"
+"""How the name of a file in ONNX Runtime's own format ends, by which it knows it."""
 _ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
 
 
@@ -165,7 +167,8 @@ def open_handle(path: Path, settings: SessionOptions, providers: list[str]) -> O
     BundleError names the file.
     """
     ort = onnxruntime_library()
-    model_files(path)
+    if path.suffix != ORT:  # which is one file, and no ONNX that could name others
+        model_files(path)
     try:
         handle = create(str(path), settings, providers)
         # reading them fails, too: a name in a damaged file is no UTF-8
@@ -183,7 +186,12 @@ def create(model: str | bytes, settings: SessionOptions, providers: list[str]) -
     Float8 is kept as it is written (`runtime.bundle.onnx_file.holds_float8`). Raises whatever onnxruntime raises.
     """
     ort = onnxruntime_library()
-    if holds_float8(model) and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
+    converted = isinstance(model, str) and model.endswith(ORT)
+    if (
+        not converted
+        and holds_float8(model)
+        and settings.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    ):
         settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     session: InferenceSession = ort.InferenceSession(model, settings, providers=providers)
     return session

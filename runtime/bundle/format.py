@@ -162,6 +162,7 @@ FILES_OF = {
     "gguf": single_file,
     "engine": single_file,
     "openvino": ir_files,
+    "ort": single_file,
 }
 """Kind of artifact -> the files that its size counts."""
 
@@ -494,7 +495,7 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        whats = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file"}
+        whats = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file", "ort": "in the file"}
         what = (whats | {"openvino": "with its weights"}).get(artifact.kind, "with external data")
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []

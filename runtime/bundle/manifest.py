@@ -168,7 +168,7 @@ class Artifact:
     states: tuple[State, ...] = ()
     """What a call of the file hands on to the next: `inputs` and `outputs` are then of whole sequences, [1, time, ...],
     and name none of them."""
-    kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino"] = "onnx"
+    kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino", "ort"] = "onnx"
     """A checkpoint, and a GGUF file, is not run here: its quality was measured when it was built."""
     engine: EngineRecord | None = None
     """An engine's: what it was compiled with and for."""

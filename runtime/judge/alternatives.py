@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 def variants(manifest: Manifest, main: str, others: Sequence[str]) -> list[Variant]:
     """List baseline and candidate on the main backend, then what else could run; speed-ups refer to the first."""
-    listed = list(pair(manifest, main))
+    listed = [*pair(manifest, main), *list_other_files(manifest, main)]
     for backend in (main, *others):
         before, after = pair(manifest, backend)
         if backend == "openvino":
@@ -51,6 +51,11 @@ def variants(manifest: Manifest, main: str, others: Sequence[str]) -> list[Varia
         if backend != main:
             listed.append(after)
     return listed
+
+
+def list_other_files(manifest: Manifest, main: str) -> list[Variant]:
+    """List what the backend can run beside its candidate: the same model in another format."""
+    return [Variant(a, main, a.precision) for a in manifest.artifacts if a.kind == "ort" and a.target == main]
 
 
 def available_others(manifest: Manifest, main: str) -> list[str]:

@@ -29,7 +29,14 @@ from runtime.clock.machine import count_cores, environment
 from runtime.decode.scoring import split_sides
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
-from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, only_main
+from runtime.judge.alternatives import (
+    Way,
+    add_latencies,
+    available_others,
+    find_ways,
+    list_other_files,
+    only_main,
+)
 from runtime.judge.changes import Changes, Confusion, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
@@ -372,7 +379,8 @@ def check_sums(root: Path, which: str, tolerance: float, nll: Any, n_tokens: Any
 
 def other_ways(case: Case) -> list[Way]:
     """Return every way to run the bundle beside the judged one; none where there is one alone."""
-    if case.alone or (not case.others and (case.backend != "openvino" or case.manifest.generates)):
+    several = case.others or list_other_files(case.manifest, case.backend)
+    if case.alone or (not several and (case.backend != "openvino" or case.manifest.generates)):
         return []
     return find_ways(case.root, case.manifest, case.columns, case.baseline, case.backend, case.others, case.threads)
 

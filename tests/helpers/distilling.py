@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.blocks.sharing import share
-from compress.context import Feeds
+from compress.context import Feeds, Redraw
 from compress.distill.batch import Batch
 from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import Dataset, TrainOptions, train
@@ -42,6 +42,7 @@ class Arrays:
 
     columns: Feeds
     labels: np.ndarray | None = None
+    redraw: Redraw | None = None
 
     @property
     def n(self) -> int:

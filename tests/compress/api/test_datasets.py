@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from compress.api.datasets import Reads, write_set
+from compress.data.live import check_held, draw_held
 from compress.data.table import open_table
 from compress.errors import SourceError
 from compress.specs import DataSpec
@@ -159,6 +160,42 @@ def test_a_set_of_datasets_keeps_the_names_of_its_classes(tmp_path: Path) -> Non
     spec = write_set(given, tmp_path / "set", "data", Reads(), most=2)
     table = open_table(DataSpec.model_validate(spec, strict=False), Path())
     assert table.label_names == {"label": ("bad", "good")} and table.lengths["text"] == 2
+
+
+class Augmented(Rows):
+    """Each time that a sample is asked for, its values have other noise; its label stays."""
+
+    def __getitem__(self, place: int) -> Any:
+        return X[place] + torch.rand(6) + float(np.random.rand()), int(Y[place])
+
+
+def test_samples_drawn_at_random_are_drawn_anew_where_they_are_learned_from(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    loader = DataLoader(Augmented(), 4, shuffle=True, drop_last=True)
+    spec = write_set(loader, tmp_path / "set", "data", ONE, learned=True)
+    assert torch.equal(torch.get_rng_state(), before), "the program's own draws go on as they would have"
+    assert isinstance(spec, dict) and write_set(loader, tmp_path / "set", "data", ONE, learned=True) == spec
+    kept = read({"source": spec["source"]})
+    np.testing.assert_array_equal(kept["label"], np.arange(10), "in the order of the data set, all of it")
+    rows = np.array([7, 2, 2])
+    first, again, other = (draw_held(spec["redraw"], rows, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first["label"], rows)
+    np.testing.assert_array_equal(first["x"], again["x"])
+    assert (first["x"] != other["x"]).all() and (first["x"][1] != first["x"][2]).all()
+    np.testing.assert_allclose(first["x"], X[rows].numpy() + 1, atol=1.0001)
+    with pytest.raises(SourceError, match=r"redraw: nobody was given as an object, .* leave `redraw` out"):
+        check_held("nobody")
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [DataLoader(TensorDataset(X, Y), 4, shuffle=True), samples, DataLoader(Augmented(), 4, sampler=[3, 1, 1, 0])],
+    ids=["always the same", "no places", "an own sampler"],
+)
+def test_what_is_not_drawn_anew(dataset: Any, tmp_path: Path) -> None:
+    spec = write_set(dataset, tmp_path / "set", "data", ONE, learned=True)
+    assert isinstance(spec, dict) and set(spec) == {"source"}
 
 
 def test_what_a_recipe_says_stays(tmp_path: Path) -> None:

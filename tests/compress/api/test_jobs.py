@@ -14,12 +14,11 @@ import torch
 from makers import text_folder
 from shortcuts import quick_judge
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import compress
 from compress.errors import PlaceError, PlanError, RecipeError, SourceError
 from compress.search.workers import start_workers
-from compress.specs import ModelSpec
 from runtime.errors import UsageError
 
 
@@ -107,6 +106,58 @@ def test_prune_and_take_the_module(net: nn.Module, loader: Any) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(UsageError, match="is not as it was written"):
         compress.load_torch(result.folder, Net)
+
+
+def test_a_result_goes_on_into_a_scheme(net: nn.Module, loader: Any, place: Path) -> None:
+    first = compress.prune(net, max_params=0.6, train_dataset=loader, max_seconds=1, quiet=True)
+    both = compress.quantize(first, "INT8", quiet=True)
+    assert both.folder == Path("bundles/net-pruned-int8") and both.bundle.manifest.name == "net-pruned-int8"
+    assert [pass_.kind for pass_ in both.recipe.passes] == ["prune_channels", "distill", "int8"]
+    assert both.baseline.size_bytes == first.baseline.size_bytes and both.ratios["size"] > first.ratios["size"]
+    again = compress.load_recipe(place / "bundles/net-pruned-int8.yaml")
+    assert again.passes == both.recipe.passes
+    with pytest.raises(RecipeError, match="eval_dataset: a result that is gone on with has its own data"):
+        compress.quantize(first, "INT8", eval_dataset=loader)
+    table = compress.tabulate({"pruned": first, "both": both}, {"both": "always"})
+    assert [row.name for row in table.rows] == ["float", "pruned", "both"] and table.metric == "top1"
+    assert table.rows[2].size_bytes == both.candidate.size_bytes and table.rows[2].when == "always"
+    assert table.rows[1].ms == pytest.approx(first.baseline.latency_ms["p50"] / first.ratios["latency_p50"])
+    assert "take it when" in repr(table) and "<td>both</td>" in table._repr_html_()
+    with pytest.raises(UsageError, match="pruned: map was not measured; its report has top1"):
+        compress.tabulate({"pruned": first}, metric="map")
+    with pytest.raises(UsageError, match="no result"):
+        compress.tabulate({})
+
+
+class Shifted(Dataset[Any]):
+    """Images that come with other noise each time; counts how often one is asked for."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        self.images, self.labels, self.n_asked = images, labels, 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, place: int) -> Any:
+        self.n_asked += 1
+        return self.images[place] + 0.1 * torch.randn(3, 8, 8), self.labels[place]
+
+
+def test_augmented_samples_are_drawn_in_each_epoch(
+    net: nn.Module, loader: Any, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Shifted(*loader.dataset.tensors)
+    result = compress.prune(net, max_params=0.6, train_dataset=DataLoader(given, 16), max_seconds=2, quiet=True)
+    data = result.recipe.data
+    assert data.train is not None and str(data.train.redraw).startswith("Shifted-")
+    assert data.calibration is not None and data.calibration.redraw is None
+    assert given.n_asked > 2 * len(given) + 64, "more than one pass"
+    assert f"redraw: {data.train.redraw}" in (result.folder / "recipe.yaml").read_text()
+    monkeypatch.setattr("compress.data.live._HELD", {})
+    with pytest.raises(PlanError, match=r"data.train: redraw: .* was given as an object, .* again as train_dataset"):
+        compress.plan(result.recipe)
+    again = compress.load_recipe(place / "bundles/net-pruned.yaml", ["data.train.redraw=null"])
+    assert compress.plan(again).stages
 
 
 def test_rounded_weights_are_in_the_module(net: nn.Module, loader: Any) -> None:
@@ -205,10 +256,10 @@ def test_the_arguments_are_shown_and_others_refused(net: nn.Module) -> None:
 
 
 def test_other_processes_do_not_have_the_model(tmp_path: Path) -> None:
-    spec = ModelSpec(source="live:Net-0", task="generic")
-    with pytest.raises(UsageError, match="given as an object"), start_workers(spec, 2, None, tmp_path / "log"):
+    held = "live:Net-0"
+    with pytest.raises(UsageError, match="given as an object"), start_workers(held, 2, None, tmp_path / "log"):
         pass
-    with start_workers(spec, 1, None, tmp_path / "log") as workers:
+    with start_workers(held, 1, None, tmp_path / "log") as workers:
         assert type(workers).__name__ == "InThisProcess"
 
 

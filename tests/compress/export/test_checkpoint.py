@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,39 @@ def test_gptq_stands_for_the_same_weights(name: str, tmp_path: Path) -> None:
     expected = (exact * weight.scales.astype(np.float16).astype(np.float32)[:, :, None]).reshape(32, 64)
     found = slow_gptq(tensors(folder), layer, chosen.weights.bits, 1 if symmetric else 2)
     np.testing.assert_array_equal(found, expected)
+
+
+def slow_awq(held: dict[str, Tensor], layer: str, group_size: int) -> np.ndarray:
+    """The weight [out, in] that an AWQ layer stands for, unpacked as AutoAWQ and vLLM do: shift, order, subtract."""
+    shifts, back = torch.arange(0, 32, 4), torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # AWQ_REVERSE_ORDER
+
+    def unpack(name: str) -> Tensor:
+        words = held[f"{layer}.{name}"]
+        return ((words[:, :, None] >> shifts) & 15)[:, :, back].flatten(1)  # [rows, out]
+
+    scales = held[f"{layer}.scales"].float().repeat_interleave(group_size, 0)
+    weight = (unpack("qweight") - unpack("qzeros").repeat_interleave(group_size, 0)).float() * scales  # [in, out]
+    return weight.T.numpy()
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM"])
+def test_awq_stands_for_the_same_weights(name: str, tmp_path: Path) -> None:
+    module = decoder()
+    layer, chosen = "model.layers.1.self_attn.k_proj", scheme(name)
+    model = streamed(module, dict.fromkeys(linears(module), chosen), tmp_path)
+    folder = write(tmp_path, model, CheckpointExport(format="awq"))
+    assert config(folder)["quantization_config"] == {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": chosen.weights.group_size,
+        "zero_point": True,
+        "modules_to_not_convert": ["lm_head"],
+    }
+    weight = model.store.quantized(layer)
+    assert weight is not None
+    expected = replace(weight, scales=weight.scales.astype(np.float16).astype(np.float32)).dequantize()
+    np.testing.assert_array_equal(slow_awq(tensors(folder), layer, chosen.weights.group_size), expected)
 
 
 def test_gptq_takes_transposed_layers_and_tells_which_stay_float(tmp_path: Path) -> None:

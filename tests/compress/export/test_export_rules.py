@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from compress.recipe.exports import CheckpointExport
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 QKV = tuple(f"{ATTENTION}.{leaf}_proj" for leaf in "qkv")
-CT, GPTQ = CheckpointExport(), CheckpointExport(format="gptq")
+CT, GPTQ, AWQ = CheckpointExport(), CheckpointExport(format="gptq"), CheckpointExport(format="awq")
 W4, W8 = PRESETS["W4A16"], PRESETS["W8A16"]
 SHAPES: dict[str, tuple[int, int]] = {
     **dict.fromkeys((*QKV, f"{ATTENTION}.o_proj"), (256, 256)),
@@ -160,6 +161,29 @@ def test_gptq_has_one_scheme_and_no_cache() -> None:
     (found,) = checkpoint_problems(facts(), one("down_proj", PRESETS["W4A16_ASYM"]), GPTQ, "vllm")
     assert "runs symmetric GPTQ weights alone" in found
     assert "gptqmodel" in checkpoint_notes(facts(), every(W4), GPTQ)[-1].text
+
+
+@pytest.mark.parametrize(
+    ("layers", "schemes", "says"),
+    [
+        ({"a": (8, 128)}, {"a": W8}, "a is W8A16, and the AWQ format holds weights alone, in 4 bits; use format"),
+        ({"a": (12, 128)}, {"a": W4}, "a has 12 outputs, which do not fill words of eight; ignore it"),
+        ({"a": (8, 100)}, {"a": W4}, "a has 100 inputs, which group_size 128 does not divide"),
+        ({"a": (8, 128)}, {"a": W4.with_group(0)}, "a has one scale for the whole tensor, and the AWQ format has"),
+        ({"m.gate": (8, 128), "m.gate_proj": (8, 128)}, {"m.gate_proj": W4}, "m.gate stays float, and readers of"),
+        ({"a": (8, 128)}, {}, "nothing is quantized, and the AWQ format is for quantized weights"),
+    ],
+)
+def test_what_awq_cannot_hold(layers: Any, schemes: Any, says: str) -> None:
+    (found,) = checkpoint_problems(facts(layers), schemes, AWQ)
+    assert found.startswith(says)
+
+
+def test_awq_takes_what_vllm_does() -> None:
+    assert checkpoint_problems(facts(), every(PRESETS["W4A16_ASYM"]), AWQ, "vllm") == []
+    (found,) = checkpoint_problems(facts(up_proj="Conv1D"), one("up_proj", W4), AWQ)
+    assert found.endswith("is a Conv1D, which the AWQ format has no layer for; ignore it")
+    assert "transformers loads AWQ checkpoints where gptqmodel is" in checkpoint_notes(facts(), every(W4), AWQ)[-1].text
 
 
 def test_a_quantized_embedding_may_not_be_shared_with_a_float_layer() -> None:

@@ -188,6 +188,8 @@ def test_a_pruned_model_in_few_bits_opens_by_its_record(form: Any, tmp_path: Pat
         ("FP8_DYNAMIC", "compressed-tensors", "transformers 5"),
         ("W4A16", "gptq", "compress (transformers needs gptqmodel"),
         ("W3A16_ASYM", "gptq", "compress (transformers needs gptqmodel"),
+        ("W4A16", "awq", "compress (transformers needs gptqmodel, and a GPU, for the AWQ format"),
+        ("W4A16_ASYM", "awq", "compress (transformers needs gptqmodel"),
     ],
 )
 def test_quantized_checkpoints_are_read_back(name: str, form: Any, reader: str, tmp_path: Path) -> None:

@@ -431,6 +431,32 @@ def test_a_terminal_has_one_live_line_that_counts_down(tmp_path: Path) -> None:
     assert "samples" not in (tmp_path / "run.log").read_text(), "what was live is gone"
 
 
+def test_a_notebook_has_a_bar_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    class Place:
+        def update(self, html: Any) -> None:
+            drawn.append(html.data)
+
+    def display(html: Any, display_id: bool) -> Place:
+        drawn.append(html.data)
+        return Place()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    for ci in ("", "true"):
+        monkeypatch.setenv("CI", ci)
+        shown = io.StringIO()
+        run_log = RunLog(tmp_path / f"run{ci}.log", console=Console(file=shown, force_jupyter=True))
+        run_log.expected_s = {"judging": 25.0}
+        for stage in ("exporting", "judging"):
+            with run_log.time_stage(stage, "797 <samples>"):
+                run_log.log("a line")
+        assert shown.getvalue() == "" and "a line" in run_log.file.read_text()
+    assert drawn[0] == "<progress ></progress> exporting: 797 &lt;samples&gt;, 0 s so far"
+    assert drawn[-2] == "<progress value=0.000></progress> judging: 797 &lt;samples&gt;, about 25 s left"
+    assert drawn[-1] == "" and drawn.count("") == 2, "nothing at all in CI"
+
+
 def test_what_is_left_is_told_by_the_plan_and_by_the_pace() -> None:
     begun = time.monotonic() - 10
     assert RunPosition("judging", expected_s=25.0, since=begun).estimate_left_s() == pytest.approx(15, abs=1)

@@ -67,7 +67,9 @@ def test_blocks_that_differ_are_all_run() -> None:
             assert cut is None
 
 
-@pytest.mark.parametrize(("family", "n", "kept"), [("Gemma2", 14, [4, 5]), ("Gemma2", 13, [3, 4]), ("Mixtral", 11, [2])])
+@pytest.mark.parametrize(
+    ("family", "n", "kept"), [("Gemma2", 14, [4, 5]), ("Gemma2", 13, [3, 4]), ("Mixtral", 11, [2])]
+)
 def test_a_rest_that_repeats_the_last_kept_blocks_in_order(family: str, n: int, kept: list[int]) -> None:
     with cut_chain(build(family, n), repeated=True) as cut:
         assert cut is not None and cut.n_kept == kept[-1] + 1

@@ -304,6 +304,21 @@ def test_terms_are_weighed_sample_by_sample() -> None:
     assert found == pytest.approx(slow / count, rel=1e-4)
 
 
+def test_what_is_learned_is_drawn_anew_and_what_is_held_out_is_not() -> None:
+    kept, seeds = images(), []
+
+    def redraw(rows: np.ndarray, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        seeds.append(seed)
+        return {"pixel_values": kept.columns["pixel_values"][rows] + 1}, rows % 4
+
+    batch_of = batch_maker(replace(kept, redraw=redraw), {"pixel_values": "x"}, Augment(), tokens=False)
+    rows = np.arange(3, 7)
+    learned, held = batch_of(rows, np.random.default_rng(0)), batch_of(rows, None)
+    assert learned.augmented and not held.augmented and len(seeds) == 1
+    assert torch.allclose(learned.feeds["x"], held.feeds["x"] + 1)
+    assert learned.labels is not None and learned.labels.tolist() == [3, 0, 1, 2]
+
+
 def test_blended_labels_count_by_their_shares() -> None:
     random = np.random.default_rng(0)
     batch = batch_maker(images(), {"pixel_values": "x"}, Augment(mixup=0.5), tokens=False)(np.arange(8), random)
