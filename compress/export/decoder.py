@@ -228,15 +228,17 @@ def shapes_alone() -> Iterator[None]:
 def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
     """Return what the model keeps between calls: it is run by shapes alone, a first call and others that go on from it.
 
-    `run`: it may be run in earnest where its code looks at values. Raises NotExportable for a cache that is no list of
-    tensors, and for code that walks over a text in Python, of which no graph reads another length; ExportError where
-    shapes alone do not show it.
+    A module on the meta device is of no other use afterwards. `run`: it may be run in earnest where its code looks at
+    values. Raises NotExportable for a cache that is no list of tensors, and for code that walks over a text in Python,
+    of which no graph reads another length; ExportError where shapes alone do not show it.
     """
     argument = next((name for name in ARGUMENTS if name in inspect.signature(module.forward).parameters), None)
     if argument is None:
         raise _refuse(module, f"its forward pass takes no {ARGUMENTS[0]}: what it keeps cannot be exported")
     try:
         with shapes_alone():
+            if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
+                module.to_empty(device="cpu")
             return _find_states(module, argument, LONG)
     except NotExportable:
         raise

@@ -61,9 +61,7 @@ TABLE_KEYS = {"table": "embeddings", "head": "lm_head", "tied": "embeddings"}
 MUCH = 0.25
 """Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %; of the
 weights to round, from which narrow layers are no exception but a group size that does not suit the model."""
-WORD = 32
-"""Bits in which engines read the weights of an input's outputs: a gate of one output fills none."""
-NARROW = "too narrow for a group of inputs, or for a word of 32 bits"
+NARROW = "fewer inputs than a group, or a single output"
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -102,10 +100,10 @@ class WeightPass(WeightNumbers, Pass):
     overrides: tuple[WeightOverride, ...] = ()
     """Exceptions for some of the layers; where several select a layer, later ones win key by key."""
     indivisible: Literal["keep_narrow", "refuse", "fit"] = "keep_narrow"
-    """What becomes of a layer whose inputs `group_size` does not divide: an error in the plan, but for one with fewer
-    inputs than a group, or outputs that fill no word of 32 bits, which stays float (keep_narrow); an error for these,
-    too (refuse); or the nearest group size that divides them and that the target takes, else one scale for each output
-    channel, named in the report (fit)."""
+    """What becomes of a layer whose inputs `group_size` does not divide. keep_narrow: an error in the plan, but those
+    with fewer inputs than a group, and those with a single output, stay float; refuse: an error for these, too; fit:
+    the nearest group size that divides them and that the target takes, else one scale for each output channel, named in
+    the report."""
 
     @model_validator(mode="after")
     def _check_mixed_bits(self) -> WeightPass:
@@ -129,8 +127,7 @@ class WeightPass(WeightNumbers, Pass):
         return NARROW if self.indivisible == "keep_narrow" and self._is_narrow(layer) else None
 
     def _is_narrow(self, layer: LayerFacts) -> bool:
-        weights = self.find_scheme(layer).weights
-        return layer.shape[1] < weights.group_size or layer.shape[0] * weights.bits < WORD
+        return layer.shape[0] == 1 or layer.shape[1] < self.find_scheme(layer).weights.group_size
 
     def table_scheme(self, layer: LayerFacts) -> str | None:
         """Return the scheme that `embeddings` or `lm_head` asks for a layer; None: it is no table, or neither does."""
@@ -154,7 +151,7 @@ class WeightPass(WeightNumbers, Pass):
     def setting(self, layer: LayerFacts, target: Target) -> Scheme:
         """Return the scheme that one layer gets: groups fitted to its inputs with `indivisible: fit`."""
         scheme = self.find_scheme(layer)
-        if self.indivisible == "refuse" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
+        if self.indivisible != "fit" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
             return scheme
         if scheme.weights.scales == "six-bit":
             return scheme if layer.shape[1] % SUPER_BLOCK == 0 else K_FALLBACKS[scheme.weights.bits]
@@ -239,29 +236,30 @@ class WeightPass(WeightNumbers, Pass):
             idle = find_uncalled(taken, facts.structure)
             taken = [layer for layer in taken if layer not in idle]
             kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
-        names = {decision.layer for decision in kept if decision.reason == NARROW}
-        narrow = [layer for layer in facts.layers if layer.name in names]
-        much = sum(layer.n_weights for layer in narrow) > MUCH * sum(layer.n_weights for layer in (*taken, *narrow))
-        misfits = [
-            text
-            for layer in (*taken, *(narrow if much else ()))
-            if (text := explain_misfit(self.kind, layer, self.setting(layer, target), target, self.ways))
-        ]
+        kept_narrow = {decision.layer for decision in kept if decision.reason == NARROW}
+        thin = [layer for layer in facts.layers if layer.name in kept_narrow and layer.shape[0] > 1]
+        if sum(layer.n_weights for layer in thin) > MUCH * sum(layer.n_weights for layer in (*taken, *thin)):
+            taken = _in_order(facts.layers, [*taken, *thin])
+            kept = [decision for decision in kept if decision.layer not in {layer.name for layer in thin}]
         problems = pattern_problems(facts.layers, self.kind, self._collect_patterns())
-        if not taken and not misfits:
+        if not taken:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else ""
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
         notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
-        if narrow and not much:
-            notes.append(Note("info", f"{self.kind}: {list_some([x.name for x in narrow])} stay float: {NARROW}"))
+        if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
+            notes.append(Note("info", f"{self.kind}: {list_some(narrow)} stay float: {NARROW}"))
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:
             problems.append(f"{self.kind}: does not round to {k_formats[0]}; use gptq or rtn")
-        problems += misfits
+        problems += [
+            text
+            for layer in taken
+            if (text := explain_misfit(self.kind, layer, settings[layer.name], target, self.ways))
+        ]
         problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
         notes += [Note("warning", text) for layer in taken if (text := self.fit_remark(layer, target))]
         decisions = [self.decision(layer, target) for layer in taken]

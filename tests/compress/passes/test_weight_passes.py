@@ -136,6 +136,21 @@ def test_a_group_that_does_not_divide_is_refused_with_the_ways_out() -> None:
     )
 
 
+def test_narrow_layers_stay_float_with_one_note() -> None:
+    narrow = (layer(f"{MLP}.dt_proj", inputs=4), layer(f"{MLP}.shared_gate", out=1))
+    facts = replace(decoder(256), layers=(*decoder(256).layers, *narrow))
+    plan = Rtn(bits=4).check(facts, VLLM)
+    assert not plan.problems and not {each.name for each in narrow} & plan.schemes.keys()
+    (note,) = [note.text for note in plan.notes if "stay float" in note.text]
+    assert note.startswith(f"rtn: {MLP}.dt_proj, {MLP}.shared_gate stay float: fewer inputs than a group")
+    (problem,) = Rtn(bits=4, indivisible="refuse").check(facts, ANY).problems
+    assert problem.startswith(f"rtn: {MLP}.dt_proj has 4 inputs, which group_size 32 does not divide")
+    problems = Rtn(bits=4, group_size=256).check(decoder(256), ANY).problems
+    assert any(f"{ATTENTION}.q has 128 inputs, which group_size 256 does not divide" in text for text in problems), (
+        "no exception where it would be most of the model"
+    )
+
+
 def test_a_group_size_that_a_target_lacks_is_refused() -> None:
     problems = Rtn(bits=4, group_size=16).check(decoder(256), VLLM).problems
     assert problems[0] == (

@@ -135,7 +135,7 @@ def test_small_parts_are_not_named() -> None:
 
 def test_a_pass_that_reaches_little_names_the_one_that_reaches_the_rest() -> None:
     facts, target = graphs.facts_of(graphs.residual_cnn()), TARGETS["onnxruntime-cpu"]
-    told = [note.text for note in Gptq(group_size=-1, indivisible="refuse").check(facts, target).notes]
+    told = [note.text for note in Gptq(group_size=-1).check(facts, target).notes]
     share = facts.find_layer("fc").n_bytes / facts.n_bytes
     assert f"gptq reaches only layer fc ({share:.0%} of the weights): use int8, which takes stem, " in told[-1]
     assert not any("reaches" in note.text for note in Int8().check(facts, target).notes)
