@@ -291,8 +291,7 @@ class _Requests(_Process):
 
     def _run_some(self, number: int, session: Session) -> None:
         decoder, new_tokens = self._make_decoder(number, session), self.settings.new_tokens
-        for _ in range(RUNS - 1):  # a request is many calls
-            run_request(decoder, self._read_prompts()[0], new_tokens, made=min(new_tokens, WARM_TOKENS))
+        run_request(decoder, self._read_prompts()[0], new_tokens, made=min(new_tokens, WARM_TOKENS))
 
     def _time(self, judged: Sequence[Session]) -> None:
         decoders = [self._make_decoder(number, session) for number, session in enumerate(judged)]
