@@ -232,30 +232,22 @@ def test_resuming_with_another_recipe_says_so(recipe: dict[str, Any], monkeypatc
     assert not list(Path("cache").glob("partial-*"))
 
 
-@pytest.fixture
-def hybrid(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe about a model with a recurrence beside attention."""
-    tiny_folder("qwen3_5_text", Path("hybrid"))
-    return changed(recipe, model={"source": "dir:hybrid", "task": "text-generation"})
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("kind", "change", "said"),
     [
+        ("qwen3_5_text", {"target": "openvino"}, "export.0: its recurrence is written as an operator of ONNX Runtime"),
         (
-            {"target": "openvino"},
-            "export.0: its recurrence is written as an operator of ONNX Runtime, which openvino does",
-        ),
-        (
+            "mimo_v2_flash",
             {"passes": [GPTQ, {"kind": "kv_cache", "scheme": "int8"}]},
-            "passes.1: kv_cache: an ONNX graph keeps 8-bit keys",
+            "passes.1: kv_cache: an ONNX graph keeps 8-bit keys and values where all layers keep them alike, and layer",
         ),
     ],
 )
 def test_what_a_layer_keeps_is_held_against_the_target(
-    hybrid: dict[str, Any], change: dict[str, Any], said: str
+    recipe: dict[str, Any], kind: str, change: dict[str, Any], said: str
 ) -> None:
-    done = run("plan", changed(hybrid, **change))
+    tiny_folder(kind, Path(kind))
+    done = run("plan", changed(recipe, model={"source": f"dir:{kind}", "task": "text-generation"}, **change))
     assert done.exit_code == 2 and said in done.stderr, done.output
 
 
