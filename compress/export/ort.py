@@ -24,6 +24,7 @@ def write_ort(graph: Path, folder: Path) -> Path:
     from onnxruntime.tools.convert_onnx_models_to_ort import OptimizationStyle, convert_onnx_models_to_ort
 
     path = folder / f"{graph.stem}.ort"
+    refused: tuple[type[Exception], ...] = (*failures(), ValueError)
     logging.getLogger("ort_format_model.utils").setLevel(logging.WARNING)  # it tells each step, on stdout, too
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -31,7 +32,7 @@ def write_ort(graph: Path, folder: Path) -> Path:
             convert_onnx_models_to_ort(
                 graph, folder, [OptimizationStyle.Fixed], target_platform="arm", enable_type_reduction=True
             )
-    except (*failures(), ValueError) as error:
+    except refused as error:
         version = onnxruntime_library().__version__
         raise ExportError(f"{graph.name}: ONNX Runtime {version} cannot write its ORT format: {error}") from error
     open_session(path, 1, {}).close()
