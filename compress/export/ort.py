@@ -2,8 +2,8 @@
 
 `model.ort` is optimized for Arm: blocked layouts of x86 are left out, and products of signed 8-bit inputs stay (what
 `onnxruntime.tools.convert_onnx_models_to_ort --target_platform arm` does). Its tables come in an order of chance: of
-17,512 bytes 120 differ from one call to the next. Every other build of ONNX Runtime of this version or a later one
-reads it, too. `model.required_operators_and_types.config` goes to ONNX Runtime's build script:
+17,512 bytes 120 differ from one call to the next. Every other build of ONNX Runtime of this
+version or a later one reads it, too. `model.required_operators_and_types.config` goes to ONNX Runtime's build script:
 `--minimal_build --include_ops_by_config FILE --enable_reduced_operator_type_support`.
 """
 
@@ -24,7 +24,7 @@ def write_ort(graph: Path, folder: Path) -> Path:
     from onnxruntime.tools.convert_onnx_models_to_ort import OptimizationStyle, convert_onnx_models_to_ort
 
     path = folder / f"{graph.stem}.ort"
-    refusals: tuple[type[Exception], ...] = (*failures(), ValueError)
+    refused: tuple[type[Exception], ...] = (*failures(), ValueError)
     logging.getLogger("ort_format_model.utils").setLevel(logging.WARNING)  # it tells each step, on stdout, too
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -32,7 +32,7 @@ def write_ort(graph: Path, folder: Path) -> Path:
             convert_onnx_models_to_ort(
                 graph, folder, [OptimizationStyle.Fixed], target_platform="arm", enable_type_reduction=True
             )
-    except refusals as error:
+    except refused as error:
         version = onnxruntime_library().__version__
         raise ExportError(f"{graph.name}: ONNX Runtime {version} cannot write its ORT format: {error}") from error
     open_session(path, 1, {}).close()
