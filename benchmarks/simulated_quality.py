@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -29,8 +29,13 @@ class Subject:
     name: str
     shape: str
     draw: Callable[[Rng, int], Mapping[str, Evidence]]
-    truths: Mapping[Rule, float]
+    known: Mapping[Rule, float] | Callable[[], Mapping[Rule, float]]
+    """The truths, or what finds them in seconds."""
     sizes: tuple[int, ...] = SIZES
+
+    @cached_property
+    def truths(self) -> Mapping[Rule, float]:
+        return self.known() if callable(self.known) else self.known
 
 
 # losses per sample: a distribution and its mean

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 
 import numpy as np
 from simulated_quality import Array, Rng, Rule, Subject
@@ -68,20 +68,16 @@ def timing_subjects() -> Iterator[Subject]:
             found = {name: timing_evidence(name, p, seconds, 0.95) for name, p in percentiles.items()}
             return found | {"throughput": timing_evidence("throughput", 50, seconds, 0.95, lambda s: 8 / s)}
 
-        @cache
-        def truths(machine: Machine = machine) -> dict[Rule, float]:
-            return _read_truths(find(machine.times(np.random.default_rng(0), TRUTH)))
-
         def draw(rng: Rng, n: int, machine: Machine = machine) -> Mapping[str, Evidence]:
             return find(machine.times(rng, n))
 
-        yield Subject("times", shape, draw, truths(), sizes=PROCESSES)
+        yield Subject("times", shape, draw, partial(_find_truths, draw, TRUTH), sizes=PROCESSES)
 
 
-def _read_truths(found: Mapping[str, Evidence]) -> dict[Rule, float]:
-    """Return what every rule of a metric bounds, of as many processes as make the truth."""
+def _find_truths(draw: Callable[[Rng, int], Mapping[str, Evidence]], n: int) -> dict[Rule, float]:
+    """Return what every rule of a metric bounds, of `n` processes, as many as make the truth."""
     truths: dict[Rule, float] = {}
-    for name, known in found.items():
+    for name, known in draw(np.random.default_rng(0), n).items():
         truths[name, "min" if known.higher_is_better else "max"] = known.candidate.value
         if known.difference is not None:
             truths[name, "max_drop"] = known.difference.value * (-1 if known.higher_is_better else 1)
@@ -100,8 +96,7 @@ def request_subjects() -> Iterator[Subject]:
         found = request_evidence(times, Judgement(benchmark=Benchmark(new_tokens=TOKENS + 1)))
         return {name: found[name] for name in ("ttft", "tpot", "itl_p95", "decode_rate")}
 
-    truths = _read_truths(find(np.random.default_rng(0), TRUTH))
-    yield Subject("requests", "layouts of 1 %", find, truths, sizes=PROCESSES)
+    yield Subject("requests", "layouts of 1 %", find, partial(_find_truths, find, TRUTH), sizes=PROCESSES)
 
 
 def limited_subjects() -> Iterator[Subject]:
@@ -112,8 +107,7 @@ def limited_subjects() -> Iterator[Subject]:
         rates = np.array([16.0, 8.0]) / np.median(machine.times(rng, n).reshape(n, 2, -1), axis=2)
         return {"throughput_under_latency": process_evidence("throughput_under_latency", rates, 0.95)}
 
-    truths = _read_truths(find(np.random.default_rng(0), TRUTH))
-    yield Subject("throughput_under_latency", "two layouts", find, truths, sizes=PROCESSES)
+    yield Subject("throughput_under_latency", "two layouts", find, partial(_find_truths, find, TRUTH), sizes=PROCESSES)
 
 
 def process_subjects() -> Iterator[Subject]:
@@ -125,7 +119,7 @@ def process_subjects() -> Iterator[Subject]:
             before, after = tuple(sides[0]), tuple(sides[1] / FASTER)
             return {name: range_evidence(name, before, after, 0.95) for name in ("load_time", "peak_memory")}
 
-        truths = _read_truths(find(np.random.default_rng(0), 10 * TRUTH))
+        truths = partial(_find_truths, find, 10 * TRUTH)
         yield Subject("fresh processes", f"{cold:g} cold", find, truths, sizes=(3, 6, 10))
 
 

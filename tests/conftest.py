@@ -44,6 +44,7 @@ SHARED = {
     "tests/e2e/test_language.py": "a decoder's cached results",
     "tests/e2e/test_language_chain.py": "a decoder's cached results",
     "tests/e2e/test_language_in_files.py": "a decoder's cached results",
+    "tests/e2e/test_language_resume.py": "a decoder's cached results",
     "tests/e2e/test_pruned_language.py": "a decoder's cached results",
     "tests/e2e/test_qat_recipe.py": "a decoder's cached results",
     "tests/e2e/test_quickstart.py": "quickstart",
@@ -99,14 +100,16 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The bundle of recipes/quickstart.yaml by the real command, its speed gate made lenient, and what was printed."""
-    from makers import cli
+    """The bundle of recipes/quickstart.yaml by the command, its speed gate made lenient, and what was printed."""
+    from child_processes import run_python
     from places import QUICKSTART
+    from shortcuts import FEW_ROUNDS_COMMAND
 
     folder = tmp_path_factory.mktemp("quickstart")
     fewest = "validate.benchmark={iterations: 40, processes: 6}"  # that give an interval
     speed = ["--set", "validate.gates.3.min_speedup=0.01", "--set", fewest]
-    done = cli(["apply", str(QUICKSTART), "--out", "out/q", "--cache", "cache", *speed], folder)
+    words = ["apply", QUICKSTART, "--out", "out/q", "--cache", "cache", *speed]
+    done = run_python("-c", FEW_ROUNDS_COMMAND, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "out/q", done.stdout
 

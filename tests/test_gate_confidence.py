@@ -28,7 +28,7 @@ def ruler() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def subjects(ruler: Any) -> Subjects:
-    """(name, shape) -> subject. Each finds its own truth, which takes seconds for all of them."""
+    """(name, shape) -> subject."""
     return {(subject.name, subject.shape): subject for subject in ruler.subjects()}
 
 

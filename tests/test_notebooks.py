@@ -10,6 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from child_processes import forked_kernels
 from places import HELPERS
 
 from notebooks.execute import NOTEBOOKS, cleaned, execute, notebooks
@@ -72,9 +73,9 @@ def test_there_are_notebooks_and_the_readme_lists_each() -> None:
 
 @every_notebook
 def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path) -> None:
-    done = cleaned(
-        execute(path, tmp_path, before=QUICK_JUDGE, replaced=SHORTER.get(path.stem, {}))
-    )  # raises where a cell fails
+    with forked_kernels():
+        done = execute(path, tmp_path, before=QUICK_JUDGE, replaced=SHORTER.get(path.stem, {}))  # raises what cells do
+    done = cleaned(done)
     assert [cell for cell, output in outputs(done) if output.get("name") == "stderr"] == [], "it warns"
     shape = [(cell, output.output_type, sorted(output.get("data", ()))) for cell, output in outputs(done)]
     kept = nbformat.read(path, as_version=4)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from zipfile import ZipFile
 
 import pytest
+from child_processes import run_python
 from places import ROOT
 from shortcuts import QUICK_COMMAND
 
@@ -75,10 +75,9 @@ def test_every_page_in_a_wheel_links_to_what_is_there(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_an_installed_wheel_runs_the_demo_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", QUICK_COMMAND, *words]
+    def run(*words: str) -> CompletedProcess[str]:
         given = os.environ | {"PYTHONPATH": str(installed), "COMPRESS_CACHE": str(tmp_path / "cache")}
-        return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=300, check=False)
+        return run_python("-c", QUICK_COMMAND, *words, cwd=folder, environment=given)
 
     (folder := tmp_path / "empty").mkdir()
     done = run("demo")

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from torch import nn
 
 from compress.blocks.device import choose_device
+from compress.blocks.materialise import plain
 from compress.blocks.sharing import from_main, share
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext, PassResult
@@ -45,6 +46,7 @@ from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache, cache_key
 from compress.store.durable import blame
 from compress.store.run_log import RunLog
+from compress.store.training_state import distinct
 from compress.work import Form
 from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
 from runtime.bundle.engine import ENGINES
@@ -105,14 +107,14 @@ def run_passes(
 
     `after_pass` is told after each pass what it left.
     """
-    loaded, modelled = _run_model_passes(run, after_pass)
+    loaded, modelled = _run_model_passes(run, after_pass, exported)
     source, streamed, blocked = _run_block_passes(run, loaded, exported, after_pass)
     state = None if exported is None else exported.state
     if exported is not None and streamed is not None and blocked:
         state, notes = _export_blocks(run, run.plan.keys.passed_graph, exported, loaded, source, streamed)
         blocked[-1] = replace(blocked[-1], notes=(*blocked[-1].notes, *notes))
     elif exported is not None and loaded is not None:
-        state = _export_module(run, run.plan.keys.passed_graph, loaded)
+        state = _export_module(run, run.plan.keys.passed_graph, exported, loaded)
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, after_pass)
@@ -237,7 +239,9 @@ def _list_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = F
     }
 
 
-def _run_model_passes(run: RunContext, after_pass: AfterPass) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
+def _run_model_passes(
+    run: RunContext, after_pass: AfterPass, exported: FloatModel | None = None
+) -> tuple[TorchModel | None, list[PassResult[TorchModel]]]:
     loaded, results = None, list[PassResult[TorchModel]]()
     names = pass_names(run.plan.recipe.passes)
     for index, config, key in _iter_stage(run, "model"):
@@ -247,7 +251,7 @@ def _run_model_passes(run: RunContext, after_pass: AfterPass) -> tuple[TorchMode
         with run.run_log.time_stage(names[index]):
             results.append(_resume_pass(run, index, key, run_pass, context))
         loaded = results[-1].model
-        after_pass(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], loaded))
+        after_pass(index, results[-1], partial(_export_module, run, run.plan.keys.exports[index], exported, loaded))
     return loaded, results
 
 
@@ -377,29 +381,45 @@ def _make_trials(run: RunContext, loaded: TorchModel | None, exported: FloatMode
     def find_graph() -> GraphState:
         if loaded is None:
             return exported.state
-        return _export_after_model_passes(run, loaded)
+        return _export_after_model_passes(run, exported, loaded)
 
     make_timed = partial(_make_timed_feeds, run, exported.inputs)
     return make_weight_trials(plan.inputs, run.cache.root, find_graph, make_timed, run.run_log.log)
 
 
-def _export_module(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
+def _export_module(run: RunContext, key: str, exported: FloatModel | None, loaded: TorchModel) -> GraphState:
     """Export what passes over the torch module left, as a graph, with what they rounded."""
-    return with_rounded_layers(_export_floats(run, key, loaded), loaded.rounded)
+    return with_rounded_layers(_export_floats(run, key, exported, loaded), loaded.rounded)
 
 
-def _export_floats(run: RunContext, key: str, loaded: TorchModel) -> GraphState:
-    """Export the torch module, as a float graph: of an ONNX file, with its inputs and outputs."""
+def _export_floats(run: RunContext, key: str, exported: FloatModel | None, loaded: TorchModel) -> GraphState:
+    """Export the torch module, as a float graph: of an ONNX file, with its inputs and outputs.
+
+    Where the passes have changed values alone, the graph of the model as it came is taken, with these values.
+    """
     before = run.plan.before
-    if before.source == "onnx":
-        loaded = replace(loaded, inputs=before.inputs, outputs=before.outputs)
-    return export(run, key, lambda: loaded).state
+    if before.source == "onnx":  # whose graph is another than the module's
+        loaded, exported = replace(loaded, inputs=before.inputs, outputs=before.outputs), None
+    return export(run, key, lambda: loaded, partial(_refill_module, run, exported, loaded)).state
 
 
-def _export_after_model_passes(run: RunContext, loaded: TorchModel) -> GraphState:
+def _refill_module(run: RunContext, exported: FloatModel | None, loaded: TorchModel) -> ir.Model | None:
+    """Return the graph of the recipe's model with the values of what passes made of it; None: that is not sure."""
+    if exported is None:
+        return None
+    before, after = (
+        {plain(name): tensor.detach().cpu().float().numpy() for name, tensor in distinct(module).items()}
+        for module in (_load_torch(run).module, loaded.module)
+    )
+    if before.keys() != after.keys():
+        return None
+    return refill(exported.state.model, list(before), before.__getitem__, after.__getitem__)
+
+
+def _export_after_model_passes(run: RunContext, exported: FloatModel | None, loaded: TorchModel) -> GraphState:
     """Export what all passes over the torch module left, as a float graph."""
     last = max(index for index, _, _ in _iter_stage(run, "model"))
-    return _export_floats(run, run.plan.keys.exports[last], loaded)
+    return _export_floats(run, run.plan.keys.exports[last], exported, loaded)
 
 
 def _export_after_pass(
@@ -431,7 +451,7 @@ def _export_blocks(
     if rounded_alone and loaded is None:
         state = exported.state
     elif rounded_alone and loaded is not None:
-        state = _export_after_model_passes(run, loaded)
+        state = _export_after_model_passes(run, exported, loaded)
     elif stays_in_files(run.plan.recipe, run.plan.before):
         state = _export_in_files(run, key, streamed).state
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
+import linecache
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -42,16 +42,37 @@ def read_field_texts(record: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for base in reversed(record.__mro__):
         try:
-            definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+            file = inspect.getfile(base)
         except (OSError, TypeError):  # built in, or not from a file
             continue
-        assert isinstance(definition, ast.ClassDef)
+        definition = _find_classes(file).get(base.__qualname__)
+        if definition is None:
+            continue
         own = [node.target.id for node in definition.body if _names_field(node)]  # type: ignore[attr-defined]
         texts = {name: text for name, text in texts.items() if name not in own}
         for node, below in pairwise(definition.body):
             if _names_field(node) and (text := _read_text(below)) is not None:
                 texts[node.target.id] = inspect.cleandoc(text)  # type: ignore[attr-defined]
     return texts
+
+
+@cache
+def _find_classes(file: str) -> dict[str, ast.ClassDef]:
+    """Return qualified name -> definition of a file's classes. `inspect.getsource` parses the file for each of them."""
+    found: dict[str, ast.ClassDef] = {}
+
+    def visit(node: ast.AST, within: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found[within + child.name] = child
+                visit(child, f"{within}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                visit(child, f"{within}{child.name}.<locals>.")
+            elif isinstance(child, ast.stmt):
+                visit(child, within)
+
+    visit(ast.parse("".join(linecache.getlines(file))), "")
+    return found
 
 
 def _read_text(node: ast.stmt) -> str | None:

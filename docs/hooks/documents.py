@@ -9,7 +9,6 @@ import json
 from functools import cache
 from typing import Any, Literal, NotRequired, get_type_hints
 
-import griffe
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
@@ -24,6 +23,7 @@ from compress.commands.parity import Parity
 from compress.commands.reproduce import Reproduction
 from compress.facts import LayerDecision, Note
 from compress.planning.measured_speed import LatencyForecast
+from compress.recipe.field_texts import read_field_texts
 from compress.recipe.vocabulary import editor_schema
 from compress.search.trials import Trial
 from runtime.bundle.manifest import Gate, Manifest
@@ -239,17 +239,11 @@ class Documents(GenerateJsonSchema):
 
     def dataclass_schema(self, schema: Any) -> Schema:
         made = super().dataclass_schema(schema) | {"additionalProperties": False}
-        record = load_module(schema["cls"].__module__)[schema["cls"].__name__]
+        texts = read_field_texts(schema["cls"])
         for name, part in made["properties"].items():
-            field = record.attributes.get(name)
-            if field is not None and field.docstring is not None:
-                part["description"] = " ".join(field.docstring.value.split())
+            if name in texts:
+                part["description"] = " ".join(texts[name].split())
         return made
-
-
-@cache
-def load_module(name: str) -> Any:
-    return griffe.load(name)
 
 
 def list_documents() -> list[str]:

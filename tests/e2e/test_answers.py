@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from makers import QUICK, apply, plan, serve, text_folder
 from shortcuts import quick_export, quick_judge
+from trained_models import learn
 
 from compress.data import load_samples
 from compress.data.training import make_encoded_set
@@ -50,8 +51,8 @@ def write_rows(path: Path, n: int, seed: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def train(folder: Path) -> None:
-    """Write a BERT of one layer that was trained for a few seconds on windows without their texts."""
+def write_reader(folder: Path) -> None:
+    """Write a BERT of one layer that was trained on windows without their texts."""
     import torch
     from transformers import BertConfig, BertForQuestionAnswering
 
@@ -62,6 +63,8 @@ def train(folder: Path) -> None:
         model = BertForQuestionAnswering(
             BertConfig.from_pretrained(folder, num_hidden_layers=1, num_labels=2, initializer_range=0.1)
         )
+
+    def train() -> None:
         optimizer = torch.optim.Adam(model.parameters(), 5e-3)
         for step in range(150):
             n_words = int(rng.integers(3, 12))
@@ -75,6 +78,8 @@ def train(folder: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+    learn(model, "reader", train)
     model.save_pretrained(folder)
 
 
@@ -82,7 +87,7 @@ def train(folder: Path) -> None:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A folder with the model and its data, and the recipe that stands in it."""
     folder = tmp_path_factory.mktemp("reader")
-    train(folder / "model")
+    write_reader(folder / "model")
     write_rows(folder / "train.jsonl", 48, 1)
     write_rows(folder / "test.jsonl", 80, 2)
     sets = {"calibration": "train", "train": "train", "evaluation": "test"}

@@ -324,13 +324,14 @@ def test_a_checkpoint_alone_is_judged_by_torch_and_not_timed(
         assert said in text and text in made.advice and text in (tmp_path / folder / "compress.log").read_text()
 
 
-def test_prompts_start_as_the_texts_that_were_scored(home: Path, cache: Path, tmp_path: Path) -> None:
+def test_prompts_start_as_the_texts_that_were_scored(cache: Path, tmp_path: Path) -> None:
     """The recipe's first token, which is not the tokenizer's own, is that of the exported folders."""
     from transformers import AutoTokenizer
 
     preprocess = {"kind": "language", "max_length": 32, "bos_token_id": 3}
-    recipe = language_recipe(home, [{"kind": "rtn", **W4}], export=BOTH, preprocess=preprocess)
-    apply(recipe, tmp_path / "b", cache, home)
+    language_folder(tmp_path / "lm", num_hidden_layers=1)
+    recipe = language_recipe(tmp_path, [{"kind": "rtn", **W4}], export=BOTH, preprocess=preprocess)
+    apply(recipe, tmp_path / "b", cache, tmp_path)
     for folder in (tmp_path / "b/model", tmp_path / "b/checkpoint"):
         assert AutoTokenizer.from_pretrained(folder).encode("ab") == [3, 5, 6]
         assert json.loads((folder / "config.json").read_text())["bos_token_id"] == 3

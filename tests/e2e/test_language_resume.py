@@ -18,7 +18,7 @@ from child_processes import start_process
 from makers import bundle_bytes, write_recipe
 from safetensors.numpy import load_file
 from shortcuts import QUICK_COMMAND, quick_export, quick_reader, unjudged
-from tiny_lm import language_folder, language_recipe
+from tiny_lm import LIKELY, language_folder, language_recipe
 
 from compress.blocks.blockfiles import write_block
 from compress.execution.run import apply_recipe
@@ -91,24 +91,30 @@ class Runs:
         return self.recipe, self.out, self.cache
 
 
+def copy_beginning(cache: Path, to: Path) -> None:
+    """Copy what comes before the passes: the exported float graph, its outputs."""
+    to.mkdir()
+    for folder in cache.iterdir():
+        if not list(folder.glob("block-*")) and not (folder / "candidate.npz").exists():
+            shutil.copytree(folder, to / folder.name)
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The run from beginning to end. Not to be written to."""
+def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The run from beginning to end, with an export that other tests may have made. Not to be written to."""
     folder = tmp_path_factory.mktemp("whole")
-    language_folder(folder / "lm", num_hidden_layers=N_BLOCKS, initializer_range=0.1)
+    language_folder(folder / "lm", num_hidden_layers=N_BLOCKS, **LIKELY)
     runs = Runs(write_recipe(folder / "recipe.yaml", language_recipe(folder, PASSES, export=EXPORT)), folder)
+    copy_beginning(cache, runs.cache)
     assert runs.finished() == len(PASSES) * N_STEPS
     return runs
 
 
 @pytest.fixture
 def begun(whole: Runs, tmp_path: Path) -> Runs:
-    """A run of which is done what comes before the passes (the exported float graph, its outputs)."""
+    """A run of which is done what comes before the passes."""
     runs = Runs(whole.recipe, tmp_path)
-    runs.cache.mkdir()
-    for folder in whole.cache.iterdir():
-        if not list(folder.glob("block-*")) and not (folder / "candidate.npz").exists():
-            shutil.copytree(folder, runs.cache / folder.name)
+    copy_beginning(whole.cache, runs.cache)
     return runs
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from makers import QUICK, apply, changed
-from small_answers import HEARD, train_listener, write_speech
+from small_answers import HEARD, write_listener, write_speech
 
 from compress.errors import CompressError
 from runtime import Bundle, open_bundle
@@ -49,7 +49,7 @@ SHORT, LONG = [1] * 12, [2, 3, 2] * 4
 def listener(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the trained model and what is said to it."""
     folder = tmp_path_factory.mktemp("listener")
-    train_listener(folder / "model")
+    write_listener(folder / "model")
     write_speech(folder, "train", [*SHORT, 2, 3], seed=1)
     write_speech(folder, "test", [*SHORT, *LONG], seed=2)
     write_speech(folder, "long", [2, 3], seed=3)

@@ -11,7 +11,7 @@ import pytest
 from child_processes import run_python
 from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import BLOCKED, QUICK, apply, changed, plan
-from small_answers import train_turner, write_speech_model, write_texts, write_tokenizer
+from small_answers import write_speech_model, write_texts, write_tokenizer, write_turner
 
 from compress.errors import CompressError
 from compress.export.card import usage_of
@@ -56,7 +56,7 @@ SPEECH |= {
 def turner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the trained T5 and its texts."""
     folder = tmp_path_factory.mktemp("turner")
-    train_turner(folder / "model")
+    write_turner(folder / "model")
     write_texts(folder / "train.jsonl", 64, seed=1)
     write_texts(folder / "test.jsonl", 96, seed=2)
     return folder
@@ -66,7 +66,7 @@ def turner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a T5 of the same form that has learned nothing."""
     folder = tmp_path_factory.mktemp("untrained")
-    train_turner(folder / "model", steps=0)
+    write_turner(folder / "model", trained=False)
     write_texts(folder / "train.jsonl", 8, seed=1)
     write_texts(folder / "test.jsonl", 8, seed=2)
     return folder

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from makers import changed, cli, image_recipe, write_recipe
+from typer.testing import CliRunner
 
+from compress.cli import app
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.search.study import read_study
@@ -87,7 +89,7 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
+def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command ends by SIGKILL, and its processes with it."""
     racing = {"rungs": 2, "factor": 2, "shorten": ["evaluation"]}
     searched(tmp_path, CALIBRATIONS, trials=2, racing=racing)
@@ -100,8 +102,9 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     started.send_signal(signal.SIGKILL)
     started.wait()
     assert len(list((tmp_path / "study/trials").glob("*.json"))) == 2
-    done = cli([*command, "--json"], tmp_path, **NO_TIMING)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0, done.stderr
     study = json.loads(done.stdout)
     runs = [run for trial in study["trials"] for run in trial["runs"]]
     assert [run["state"] for run in runs] == ["judged"] * 3
@@ -110,19 +113,10 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "study/bundles").iterdir()} == {f"{study['best']:04d}"}
 
 
-def crash(order: dict[str, Any]) -> NoReturn:
-    print("illegal instruction", file=sys.stderr, flush=True)
-    os._exit(7)
-
-
-def sleep(order: dict[str, Any]) -> None:
-    time.sleep(600)
-
-
 def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path: Path) -> None:
     from compress.search import workers
 
-    with workers.LocalProcesses(2, tmp_path / "log", f"{__name__}:crash") as processes:
+    with workers.LocalProcesses(2, tmp_path / "log", "broken_work:crash") as processes:
         answers = processes.build([workers.TrialOrder("build", "out")] * 3, None)
     reasons = [answer.reason for answer in answers if answer is not None]
     assert reasons == ["its process ended with exit code 7; it said last: illegal instruction"] * 3
@@ -131,7 +125,7 @@ def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path
 def test_at_the_deadline_work_in_progress_ends(tmp_path: Path) -> None:
     from compress.search import workers
 
-    with workers.LocalProcesses(2, tmp_path / "log", f"{__name__}:sleep") as processes:
+    with workers.LocalProcesses(2, tmp_path / "log", "broken_work:sleep") as processes:
         assert processes.build([workers.TrialOrder("build", "out")] * 3, time.monotonic() + 0.2) == [None] * 3
 
 

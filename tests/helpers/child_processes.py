@@ -35,10 +35,12 @@ SEARCH_PATH = os.pathsep.join((str(ROOT), str(HELPERS), *ROOMS))
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": SEARCH_PATH}
 PRELOADED = [
     "torch._dynamo",  # optimizers import it
+    "torch.onnx._internal.exporter._core",  # exports import it
     "pytest",
     "hypothesis",
     "streaming",
     "distilling",
+    "compress.execution.run",
     "compress.work.autoround",
     "compress.work.sparsify",
     "compress.work.tune",
@@ -107,6 +109,47 @@ def run_python(*words: object, cwd: Path, environment: Mapping[str, str] | None 
             it.join(TIMEOUT_SECONDS)
             assert it.exitcode is not None, f"{call}: takes over {TIMEOUT_SECONDS:.0f} s"
             return CompletedProcess(call, it.exitcode, *(path.read_text() for path in outputs))
+
+
+class ForkedKernel:
+    """A Jupyter kernel in a forked process: of a `Popen` what jupyter_client asks of one."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.process = process
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+@contextmanager
+def forked_kernels() -> Iterator[None]:
+    """Start Jupyter's kernels as `run_python` starts Python."""
+    with ExitStack() as stack:
+
+        def launch(command: list[str], cwd: str, env: dict[str, str], **more: Any) -> ForkedKernel:
+            process = stack.enter_context(start_process(_serve_kernel, command[1:], Path(cwd), env))
+            while os.getpgid(process.pid) != process.pid:  # what ends a kernel ends its group
+                time.sleep(0.001)
+            return ForkedKernel(process)
+
+        with mock.patch("jupyter_client.provisioning.local_provisioner.launch_kernel", launch):
+            yield
+
+
+def _serve_kernel(words: list[str], cwd: Path, environment: dict[str, str]) -> None:
+    os.setsid()
+    _interpret(words, cwd, environment, [])
 
 
 def _interpret(words: list[str], cwd: Path, environment: dict[str, str], outputs: list[Path]) -> None:

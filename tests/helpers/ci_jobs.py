@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 from places import HELPERS, ROOT
-from shortcuts import QUICK_COMMAND
+from shortcuts import COMMAND
 
 EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}", re.DOTALL)
+QUICK_COMMAND = f"{COMMAND}with quick_judge(): main()"
 QUICK_RUN = f"""
 import sys
 sys.path.append({str(HELPERS)!r})

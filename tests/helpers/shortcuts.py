@@ -17,15 +17,16 @@ from places import HELPERS
 from runtime.clock.fresh import Answer
 from runtime.report.report import Report, Side
 
-QUICK_COMMAND = f"""
+COMMAND = f"""
 import sys
 sys.path.append({str(HELPERS)!r})
-from shortcuts import quick_export, quick_judge
+from shortcuts import few_rounds, quick_export, quick_judge
 from compress.cli import main
-with quick_judge(), quick_export():
-    main()
 """
+QUICK_COMMAND = f"{COMMAND}with quick_judge(), quick_export(): main()"
 """What `python -m compress` does, cut short, in a process of its own."""
+FEW_ROUNDS_COMMAND = f"{COMMAND}with few_rounds(): main()"
+"""What `python -m compress` does, on all backends and in fresh processes, which measure no longer than they must."""
 FEW_ROUNDS: dict[str, Any] = {
     "measure.benchmark.LASTING_S": 0.0,
     "measure.benchmark.LATENCY_BUDGET_S": 0.0,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from small_audio import RATE, TONES, draw_tone, write_wave
+from trained_models import learn
 
 LETTERS = "abcdefgh"
 SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -42,7 +44,7 @@ def draw_texts(n: int, rng: np.random.Generator) -> list[str]:
     return ["".join(rng.choice(list(LETTERS), rng.integers(2, 6))) for _ in range(n)]
 
 
-def train_turner(folder: Path, steps: int = 500) -> None:
+def write_turner(folder: Path, trained: bool = True) -> None:
     """Write a T5 of 20,000 parameters that has learned to turn texts round, with its tokenizer."""
     import torch
     from transformers import T5Config, T5ForConditionalGeneration
@@ -56,20 +58,31 @@ def train_turner(folder: Path, steps: int = 500) -> None:
         torch.manual_seed(0)
         model = T5ForConditionalGeneration(config)
     rng = np.random.default_rng(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
-    for _ in range(steps):
+
+    def draw_batch() -> dict[str, Any]:
         texts = draw_texts(64, rng)
         source = tokenizer(texts, padding=True, return_tensors="pt")
         labels = tokenizer([text[::-1] for text in texts], padding=True, return_tensors="pt").input_ids
         labels[labels == 0] = -100
-        loss = model(input_ids=source.input_ids, attention_mask=source.attention_mask, labels=labels).loss
+        return {"input_ids": source.input_ids, "attention_mask": source.attention_mask, "labels": labels}
+
+    if trained:
+        learn(model, "turner", lambda: _train(model, draw_batch, 5e-3, 500))
+    model.generation_config.max_length = 12
+    model.save_pretrained(folder)
+
+
+def _train(model: Any, draw_batch: Callable[[], dict[str, Any]], learning_rate: float, steps: int) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
+    for _ in range(steps):
+        loss = model(**draw_batch()).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    model.generation_config.max_length = 12
-    model.save_pretrained(folder)
 
 
 def make_random(kind: str) -> tuple[Any, dict[str, Any]]:
@@ -182,7 +195,7 @@ def write_speech_model(folder: Path, data: Path) -> Any:
 SPOKEN = dict(zip("abc", TONES, strict=True))
 """Letter -> the tone by which it is said."""
 HEARD = {"features": "whisper", "bins": 8, "seconds": 1.0}
-"""How a model of `train_listener` reads a sound."""
+"""How the model of `write_listener` reads a sound."""
 
 
 def say(words: str, rng: np.random.Generator) -> np.ndarray:
@@ -205,7 +218,7 @@ def write_speech(folder: Path, name: str, words: list[int], seed: int) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train_listener(folder: Path, steps: int = 80) -> None:
+def write_listener(folder: Path) -> None:
     """Write a Whisper that hears one second and has learned to write down a word said by tones."""
     import torch
     from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -221,9 +234,8 @@ def train_listener(folder: Path, steps: int = 80) -> None:
         torch.manual_seed(0)
         model = WhisperForConditionalGeneration(WhisperConfig(**sizes | SPEECH))
     rng = np.random.default_rng(0)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
-    for _ in range(steps):
+
+    def draw_batch() -> dict[str, Any]:
         texts = [draw_words(1, rng) for _ in range(32)]
         starts = rng.integers(0, RATE // 4, len(texts))
         sounds = [
@@ -232,11 +244,9 @@ def train_listener(folder: Path, steps: int = 80) -> None:
         ]
         features = make_features(sounds, AudioPreprocess(**HEARD))[0]
         labels = tokenizer(texts, return_tensors="pt").input_ids
-        loss = model(input_features=torch.from_numpy(features), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+        return {"input_features": torch.from_numpy(features), "labels": labels}
+
+    learn(model, "listener", lambda: _train(model, draw_batch, 4e-3, 80))
     model.eval()
     for name, value in {"max_length": 14, "suppress_tokens": None, "begin_suppress_tokens": None}.items():
         setattr(model.generation_config, name, value)

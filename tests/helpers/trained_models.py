@@ -1,12 +1,15 @@
 """Two tiny transformers that have learned something: a Llama that writes sentences, a BERT that tags words.
 
 Their weights lie in trained/, in float16, because a training gives other weights on another processor.
-`python tests/helpers/trained_models.py` in the repository's root trains them anew, in half a minute.
+`python tests/helpers/trained_models.py` in the repository's root trains them anew, in half a minute. Those of other
+models (`learn`) lie there, too; tests that use them write them anew with TRAINED=write.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from makers import text_folder
 from tiny_lm import language_folder
 
 WEIGHTS = Path(__file__).parent / "trained"
-"""Folder of writer.safetensors and tagger.safetensors."""
+"""Folder of the weights, NAME.safetensors."""
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 NOUNS = ("cat", "dog", "bird", "king", "ship", "child")
 VERBS = ("sees", "likes", "finds", "carries")
@@ -69,6 +72,23 @@ def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def learn(model: Any, name: str, train: Callable[[], None]) -> None:
+    """Give a model the weights that are kept of it. Where TRAINED is "write", `train` it and keep them first."""
+    from safetensors.torch import load_file
+
+    if os.environ.get("TRAINED") == "write":
+        train()
+        _keep_weights(model, name)
+    model.load_state_dict(load_file(WEIGHTS / f"{name}.safetensors"))
+
+
+def _keep_weights(model: Any, name: str) -> None:
+    from safetensors.torch import save_file
+
+    WEIGHTS.mkdir(exist_ok=True)
+    save_file({key: value.half() for key, value in model.state_dict().items()}, WEIGHTS / f"{name}.safetensors")
+
+
 def _restore_weights(folder: Path, name: str) -> None:
     """Put the trained weights, as float32, in the place of a model folder's own."""
     from safetensors.torch import load_file, save_file
@@ -95,7 +115,6 @@ def _make_tagger(folder: Path) -> Any:
 def _train(model: Any, draw_batch: Any, steps: int, learning_rate: float, name: str) -> None:
     """Train on `draw_batch(step)`, rows of (tokens, labels), and write the weights into trained/."""
     import torch
-    from safetensors.torch import save_file
 
     optimizer = torch.optim.Adam(model.parameters(), learning_rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
@@ -110,8 +129,7 @@ def _train(model: Any, draw_batch: Any, steps: int, learning_rate: float, name: 
         optimizer.zero_grad()
         schedule.step()
     print(f"{name}: loss {loss.item():.4f}")
-    WEIGHTS.mkdir(exist_ok=True)
-    save_file({key: value.half() for key, value in model.state_dict().items()}, WEIGHTS / f"{name}.safetensors")
+    _keep_weights(model, name)
 
 
 def train_writer(folder: Path) -> None:

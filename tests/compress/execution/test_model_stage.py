@@ -12,6 +12,7 @@ from places import QUICKSTART
 import compress
 from compress.context import PassContext, PassResult
 from compress.errors import PlanError
+from compress.export.onnx import export_float
 from compress.facts import LayerDecision, ModelFacts, PassPlan
 from compress.formats.targets import Target
 from compress.passes import Int8, Pass
@@ -25,10 +26,11 @@ RUNS: list[str] = []
 
 
 class Silence(Pass):
-    """Zeroes the classifier, so that every logit is its bias."""
+    """Zeroes a parameter: the classifier, so that every logit is its bias."""
 
     stage: ClassVar[Literal["model", "graph"]] = "model"
     kind: Literal["silence"] = "silence"
+    parameter: str = "linear.weight"
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         return PassPlan(facts, (LayerDecision("linear", "Linear", "silenced"),))
@@ -36,7 +38,7 @@ class Silence(Pass):
 
 def apply_silence(config: Silence, model: Any, context: PassContext) -> PassResult:
     RUNS.append(config.kind)
-    model.module.linear.weight.data.zero_()
+    model.module.get_parameter(config.parameter).data.zero_()
     return PassResult(model, (LayerDecision("linear", "Linear", "silenced"),))
 
 
@@ -67,6 +69,25 @@ def test_a_model_pass_runs_before_the_export_and_is_cached(tmp_path: Path) -> No
     assert verify(tmp_path / "two").digest == manifest.digest
     assert [row["action"] for row in then.layers if row["layer"] == "linear"] == ["int8"]
     assert then.candidate.metrics["top1"] < 0.3
+
+
+@pytest.mark.parametrize(("parameter", "n_exports"), [("linear.weight", 1), ("bn1.weight", 2)])
+def test_values_alone_are_put_into_the_graph_that_is_there(
+    parameter: str, n_exports: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where the graph does not hold one as it is, a norm that is folded, the model is exported anew."""
+    exports = []
+
+    def export(*arguments: Any) -> Any:
+        exports.append(arguments)
+        return export_float(*arguments)
+
+    monkeypatch.setattr("compress.execution.cached.export_float", export)
+    report = compress.apply(
+        recipe_with((Silence(parameter=parameter),)), tmp_path / "out", tmp_path / "cache", quiet=True
+    )
+    assert len(exports) == n_exports
+    assert report.candidate.metrics["top1"] < report.baseline.metrics["top1"]
 
 
 def test_a_model_pass_after_a_graph_pass_is_refused() -> None:

@@ -195,7 +195,9 @@ def test_rounds_lose_less_than_everything_at_once() -> None:
     """The loss held out at the end, the last training being as long."""
     losses = {}
     for rounds in (1, 4):
-        more = {"rewind": "never", "steps": 60, "batch_size": 16, "learning_rate": 0.02}
+        # At a rate of 0.02 the processor's rounding decides: weights 1e-6 away gave ratios of 0.6 to 1.07, here 0.46 to
+        # 0.49.
+        more = {"rewind": "never", "steps": 40, "batch_size": 16, "learning_rate": 0.005}
         result = apply_pass(small(rounds=rounds, **more), image_model(conv_net()), options(None, images(96)))
         losses[rounds] = result.measured["sparsify_iteratively"]["loss_after"]
     assert losses[4] < 0.8 * losses[1]

@@ -288,8 +288,6 @@ DOUBLED = "{% set x = namespace(t='ab') %}{% for i in range(60) %}{% set x.t = x
         ("{{ 1 / 0 }}", "fails on the messages: ZeroDivisionError: division by zero"),
         ("{{ range(10 ** 9) | list }}", "fails on the messages: OverflowError: Range too big"),
         (ENDLESS, "fails on the messages: RecursionError"),
-        pytest.param(LOOPS, r"does not end with these messages within 5 s", marks=pytest.mark.slow),
-        ("{{ 10 ** (10 ** 10) }}", "does not end with these messages|takes more than 256 MiB"),
         ("{{ 'x' * 10 ** 10 }}", "takes more than 256 MiB"),
         (DOUBLED, "takes more than 256 MiB|makes .* characters"),
         ("{{ 'x' | center(10 ** 10) }}{{ '%999999999999d' % 1 }}", "takes more than 256 MiB"),
@@ -304,6 +302,20 @@ def test_a_template_has_a_budget(template: str, problem: str, tmp_path: Path) ->
         render_chat(tmp_path, [{"role": "user", "content": "hi"}])
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert render_chat(tmp_path, [{"role": "user", "content": "hi\n\u2028"}]) == "hi\n\u2028"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (LOOPS, r"does not end with these messages within 0.5 s"),
+        ("{{ 10 ** (10 ** 10) }}", "does not end with these messages|takes more than 256 MiB"),
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(
+    template: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.encode.chat.SECONDS", 0.5)
+    test_a_template_has_a_budget(template, problem, tmp_path)
 
 
 @pytest.mark.parametrize(
