@@ -305,7 +305,7 @@ def write_manifest() -> list[str]:
     lines: list[str] = []
     for path in MANIFEST_RECORDS:
         module, _, name = path.rpartition(".")
-        record = griffe.load(module, submodules=False)[name]
+        record = griffe.load(module)[name]
         about = record.docstring.value if record.docstring else ""
         rows = []
         for field in record.attributes.values():
