@@ -18,7 +18,7 @@ FLOAT = "float"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceRow:
     """One row: `value` of the table's metric and its 95 % `interval`, `ms` of a call, or of a decoder's further token.
 
     None: not measured.
@@ -37,7 +37,7 @@ class Choices:
     """The table; draws itself in a notebook. `metric`: of the quality that it shows."""
 
     metric: str
-    rows: tuple[Choice, ...]
+    rows: tuple[ChoiceRow, ...]
 
     def __repr__(self) -> str:
         return "\n".join(align([self._heads(), *self._cells()]))
@@ -79,7 +79,7 @@ def tabulate(
     speed = "tpot" if first.candidate.generation else "latency_p50"
     of_float = first.baseline.generation.get("tpot") if speed == "tpot" else first.baseline.latency_ms.get("p50")
     rows = [
-        Choice(
+        ChoiceRow(
             FLOAT,
             first.baseline.metrics.get(metric),
             first.baseline.intervals.get(metric),
@@ -92,7 +92,7 @@ def tabulate(
         after, ratio = report.candidate, report.ratios.get(speed)
         ms = None if of_float is None or not ratio else of_float / ratio
         value, interval = after.metrics[metric], after.intervals.get(metric)
-        rows.append(Choice(name, value, interval, ms, after.size_bytes, when.get(name, "")))
+        rows.append(ChoiceRow(name, value, interval, ms, after.size_bytes, when.get(name, "")))
     return Choices(metric, tuple(rows))
 
 
