@@ -51,7 +51,7 @@ FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, Index
 
 
 @dataclass(frozen=True)
-class CacheState:
+class KeptTensor:
     """A tensor that a layer of a cache keeps: an attribute, or an entry of one."""
 
     layer: int
@@ -86,7 +86,7 @@ class DecoderCache:
     """Of the forward pass."""
     filled: DynamicCache
     """As it was after a call."""
-    states: tuple[CacheState, ...]
+    states: tuple[KeptTensor, ...]
     recurrent: bool
     """Whether the graph computes a recurrence by an operator that only ONNX Runtime has."""
 
@@ -212,7 +212,7 @@ def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] 
     return model
 
 
-def _make_past(states: Sequence[CacheState], batch: int, past: int) -> list[Tensor]:
+def _make_past(states: Sequence[KeptTensor], batch: int, past: int) -> list[Tensor]:
     return [torch.zeros(batch, *(size or past for size in state.shape), dtype=state.dtype) for state in states]
 
 
@@ -338,21 +338,21 @@ def _copy_cache(cache: DynamicCache) -> DynamicCache:
     return other
 
 
-def _list_states(cache: DynamicCache) -> tuple[CacheState, ...]:
+def _list_states(cache: DynamicCache) -> tuple[KeptTensor, ...]:
     """Return the tensors of all layers, their shapes as they are."""
     states = []
     for index, layer in enumerate(cache.layers):
         for attribute, value in vars(layer).items():
             entries = value.items() if isinstance(value, dict) else [(None, value)]
             states += [
-                CacheState(index, attribute, key, tuple(tensor.shape), tensor.dtype)
+                KeptTensor(index, attribute, key, tuple(tensor.shape), tensor.dtype)
                 for key, tensor in entries
                 if isinstance(tensor, Tensor) and not attribute.startswith("_")
             ]
     return tuple(states)
 
 
-def _compare(module: nn.Module, one: CacheState, other: CacheState) -> CacheState:
+def _compare(module: nn.Module, one: KeptTensor, other: KeptTensor) -> KeptTensor:
     """Return the state with 0 along the axis that grew between two calls."""
     extra = SHORT[1] - SHORT[0]
     steps = [b - a for a, b in zip(one.shape, other.shape, strict=True)]
@@ -361,7 +361,7 @@ def _compare(module: nn.Module, one: CacheState, other: CacheState) -> CacheStat
     if max(steps) not in (0, extra) or (max(steps) and one.shape[steps.index(extra)] != READ + SHORT[0]):
         raise _refuse(module, f"layer {one.layer} keeps {one.attribute}, which grows by something else than each token")
     shape = tuple(0 if step else size for size, step in zip(one.shape, steps, strict=True))[1:]
-    return CacheState(one.layer, one.attribute, one.key, shape, one.dtype)
+    return KeptTensor(one.layer, one.attribute, one.key, shape, one.dtype)
 
 
 def _refuse_counters(module: nn.Module, one: DynamicCache, other: DynamicCache) -> None:
@@ -410,7 +410,7 @@ def _count_positions(model: ir.Model) -> None:
     reroute(uses, last)
 
 
-def _declare_shapes(model: ir.Model, states: Sequence[CacheState]) -> None:
+def _declare_shapes(model: ir.Model, states: Sequence[KeptTensor]) -> None:
     """Set the shape of every input and output, in place, with dimensions by name."""
     sizes = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "total")}
     values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
