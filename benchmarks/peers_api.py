@@ -83,7 +83,8 @@ def run_lines(job: str, tool: str, script: str, python: Path, call: Call) -> Row
     )
     seconds = time.perf_counter() - begun
     if done.returncode:
-        raise RunError(f"{script} ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+        told = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise RunError(f"{script} ended with exit code {done.returncode}: {told}")
     known = next(line.removeprefix(KNOWN) for line in done.stdout.splitlines() if line.startswith(KNOWN))
     return {"job": job, "tool": tool, "lines": count_lines(script), "seconds": round(seconds, 1), "known": known}
 
