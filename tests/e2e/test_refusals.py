@@ -137,7 +137,7 @@ def test_a_plan_refuses(net: Net, change: dict[str, Any], said: str) -> None:
 def test_a_plan_says_all_problems_at_once(net: Net) -> None:
     parts: dict[str, Any] = {
         "data": {"calibration": {"source": "npz:nowhere.npz"}},
-        "passes": [{"kind": "rtn", "group_size": 96, "ignore": ["fc9"]}, {"kind": "int8", "ignore": ["fc8"]}],
+        "passes": [{"kind": "rtn", "group_size": 24, "ignore": ["fc9"]}, {"kind": "int8", "ignore": ["fc8"]}],
         "validate": {"gates": [{"metric": "top1", "min": 0.5}]},
         "limits": {"memory_gib": 0.01},
     }

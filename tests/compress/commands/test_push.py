@@ -34,6 +34,7 @@ from compress.commands.sign import sign_bundle
 from compress.errors import PushError
 from compress.models.source import locate
 from compress.recipe import network
+from compress.recipe.schema import Recipe
 from compress.specs import ModelSpec
 from compress.tasks import TORCH_TASKS
 from runtime import open_bundle
@@ -347,7 +348,8 @@ def test_offline_and_without_a_token_nothing_is_sent(bundle: Path, hub: Hub, mon
         push_bundle(bundle, "hf://me/tiny")
     network.SET_HERE.add("HF_HUB_OFFLINE")  # as a recipe that needs no hub sets it, for itself
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert JobResult(read_stored_report(bundle).report, bundle).push_to_hub("me/tiny").to == "hf://me/tiny"
+    result = JobResult(read_stored_report(bundle).report, bundle, Recipe.model_construct())
+    assert result.push_to_hub("me/tiny").to == "hf://me/tiny"
     assert constants.HF_HUB_OFFLINE
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UsageError, match="log in with `hf auth login`, or set HF_TOKEN"):
