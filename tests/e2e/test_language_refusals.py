@@ -252,9 +252,9 @@ def test_what_a_layer_keeps_is_held_against_the_target(
 
 
 def test_a_model_of_which_no_graph_is_made_is_refused_by_the_plan(recipe: dict[str, Any]) -> None:
-    tiny_folder("rwkv", Path("loop"))
+    tiny_folder("minimax", Path("loop"))
     asked = changed(recipe, model={"source": "dir:loop", "task": "text-generation"})
     done = run("plan", asked)
-    assert done.exit_code == 2 and "export.0: RwkvForCausalLM: its forward pass takes no past_key_values" in done.stderr
+    assert done.exit_code == 2 and "export.0: MiniMaxForCausalLM: keeps a MiniMaxCache" in done.stderr
     assert "use target: transformers" in done.stderr
     assert run("plan", changed(asked, **TRANSFORMERS)).exit_code == 0, "the way out is one"
