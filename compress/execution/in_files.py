@@ -75,15 +75,13 @@ def _export_right(
     streamed: StreamedModel, opset: int, batches: MakeBatches, context: PassContext
 ) -> tuple[ir.Model, float]:
     """Return the graph and its parity: made of a few blocks, or where that is not the model, of all of them."""
-    for repeat in (True, False):
-        graph = export_in_files(streamed, opset, repeat)
-        try:
-            some = batches(input_specs(graph))[:PARITY_BATCHES]
-            return graph, compare_in_pieces(streamed, graph, some, context)
-        except ExportError:
-            if not repeat:
-                raise
-    raise AssertionError("the second one is returned or raises")
+    graph = export_in_files(streamed, opset)
+    some = batches(input_specs(graph))[:PARITY_BATCHES]
+    try:
+        return graph, compare_in_pieces(streamed, graph, some, context)
+    except ExportError:
+        graph = export_in_files(streamed, opset, repeat=False)
+        return graph, compare_in_pieces(streamed, graph, some, context)
 
 
 def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True) -> ir.Model:

@@ -2,8 +2,8 @@
 
 `model.ort` is optimized for Arm: blocked layouts of x86 are left out, and products of signed 8-bit inputs stay (what
 `onnxruntime.tools.convert_onnx_models_to_ort --target_platform arm` does). Its tables come in an order of chance: of
-17,512 bytes 120 differ from one call to the next. Every other build of ONNX Runtime of this
-version or a later one reads it, too. `model.required_operators_and_types.config` goes to ONNX Runtime's build script:
+17,512 bytes 120 differ from one call to the next. Every other build of ONNX Runtime of this version or a later one
+reads it, too. `model.required_operators_and_types.config` goes to ONNX Runtime's build script:
 `--minimal_build --include_ops_by_config FILE --enable_reduced_operator_type_support`.
 """
 

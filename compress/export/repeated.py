@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
+from compress.graph.halves import same_content
 from compress.graph.layers import SCOPES, WRAPPER
 from compress.graph.stored import StoredTensor
 from compress.structure.alike import CutChain
@@ -94,7 +94,7 @@ class _Repetition:
         if self._parameter_of(new):
             self.weights.add(new)
             return self._parameter_of(old) != ""
-        return _are_equal(old.const_value, new.const_value)
+        return same_content(old, new)
 
     def _parameter_of(self, value: ir.Value) -> str:
         """Return the name of the block's parameter that a constant holds; "" for another constant."""
@@ -105,9 +105,8 @@ class _Repetition:
     def append_all(self, reread: Reread) -> None:
         graph, behind = self.model.graph, self.nodes[-1]
         tail = list(_list_after(self.model, behind))
-        width = len(set(self.cut.models.values()))
         previous: list[ir.Node] = list(self.nodes)
-        for shift in range(width, len(self.cut.models) + 1, width):
+        for shift in range(self.cut.width, len(self.cut.models) + 1, self.cut.width):
             previous = list(self._copy(shift, previous, reread))
             graph.insert_after(behind, previous)
             behind = previous[-1]
@@ -161,7 +160,7 @@ class _Repetition:
 
     def _advance(self, before: str, name: str, shift: int) -> str:
         """Return the name that goes on as from `before`, of the part before, to `name`."""
-        n_parts = shift // len(set(self.cut.models.values()))
+        n_parts = shift // self.cut.width
         words = [re.split(r"(\d+)", text) for text in (before, name)]
         return "".join(
             str(int(b) + n_parts * (int(b) - int(a))) if b.isdigit() and a.isdigit() and a != b else b
@@ -187,7 +186,7 @@ def _find_parts(model: ir.Model, cut: CutChain) -> tuple[Sequence[ir.Node], Sequ
     pattern = re.compile(rf"\b{re.escape(WRAPPER + cut.path)}\.(\d+)\b")
     blocks = [int(match[1]) if (match := pattern.search(n.metadata_props.get(SCOPES, ""))) else None for n in nodes]
     last = min(cut.models.values())
-    earlier = last - len(set(cut.models.values()))
+    earlier = last - cut.width
     if earlier not in blocks or last not in blocks:
         return None
     size = blocks.index(last) - blocks.index(earlier)
@@ -214,9 +213,3 @@ def _list_after(model: ir.Model, node: ir.Node) -> Iterator[ir.Node]:
 
 def _list_outputs(nodes: Sequence[ir.Node]) -> dict[ir.Value, Place]:
     return {value: (i, j) for i, node in enumerate(nodes) for j, value in enumerate(node.outputs)}
-
-
-def _are_equal(a: ir.TensorProtocol | None, b: ir.TensorProtocol | None) -> bool:
-    if a is None or b is None or isinstance(a, StoredTensor) or isinstance(b, StoredTensor):
-        return a is b
-    return a.dtype == b.dtype and np.array_equal(a.numpy(), b.numpy())

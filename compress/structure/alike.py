@@ -42,6 +42,11 @@ class CutChain:
     n_kept: int
     models: Mapping[int, int]
 
+    @property
+    def width(self) -> int:
+        """Return how many blocks those left out are like: as many repeat in turn."""
+        return len(set(self.models.values()))
+
     def spread(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is known by a module's path, with the same for modules of the blocks that were left out."""
         spread = dict(values)

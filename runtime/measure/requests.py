@@ -29,7 +29,7 @@ WARM_TOKENS = 8
 """Tokens of an answer that warms a decoder up, or shows the memory that it takes: its cache has room for all."""
 WARM_S = 1.0
 """Of such answers, after which no other is made: a decoder whose answers take so long has read all its weights in each
-of many calls, and three of them were a quarter of what a process of Qwen2.5 0.5B in float32 took."""
+of many calls. Three of each model were about a quarter of what a process took for Qwen2.5 0.5B, float32 and 4 bits."""
 PROMPTS = 16
 """Different batches of prompts that the rounds go through in turn."""
 MAX_REQUEST_POWER = 6
