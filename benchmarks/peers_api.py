@@ -39,7 +39,7 @@ JOBS = {
 }
 """Job -> the peer's name, script and environment; ours is `<job>_ours.py`, in this one."""
 NEEDS = (
-    *("models/cifar10-resnet20/model.safetensors", "models/tinystories656k-hf"),
+    *("models/cifar10-resnet56/model.safetensors", "models/tinystories656k-hf"),
     *("data/cifar10/train.npz", "data/cifar10/test.npz", "data/tinystories/stories.jsonl"),
 )
 

@@ -16,19 +16,19 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 BENCH = Path(os.environ["BENCH"])
-WEIGHTS = "models/cifar10-resnet20/model.safetensors"
+WEIGHTS = "models/cifar10-resnet56/model.safetensors"
 WRITER, STORIES = "models/tinystories656k-hf", "data/tinystories/stories.jsonl"
 
 
 def read_network() -> torch.nn.Module:
-    """Return ResNet-20 with its weights."""
+    """Return ResNet-56 with its weights."""
     from safetensors.torch import load_file
 
     spec = importlib.util.spec_from_file_location("network", os.environ["NETWORK"])
     assert spec is not None and spec.loader is not None
     code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(code)
-    net: torch.nn.Module = code.resnet20()
+    net: torch.nn.Module = code.resnet56()
     net.load_state_dict(load_file(BENCH / WEIGHTS))
     return net.eval()
 
