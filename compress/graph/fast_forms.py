@@ -362,6 +362,9 @@ class _Table:
 
     def is_product(self, other: ir.Node) -> bool:
         """Return whether the DequantizeLinear `other` gives the table's transpose from the same integers."""
+        stored = other.inputs[0]
+        if stored is not None and stored.shape is not None and tuple(stored.shape)[::-1] != self.values.shape:
+            return False  # before its values are read
         product = _read_blocks(other, axis=0)
         if product is None or product.block != self.block or product.bits != self.bits:
             return False

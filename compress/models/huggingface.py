@@ -190,14 +190,18 @@ def build_on_meta(source: Source, alone: bool = False) -> tuple[nn.Module, list[
     return read_pretrained(source, device_map="meta")
 
 
-def build_untrained(source: Source) -> nn.Module:
+def build_untrained(source: Source, drawn: bool = True) -> nn.Module:
     """Return the wrapped model with random weights, for a look at a forward pass that a meta device cannot do.
 
-    It is on the CPU unless torch has another default device.
+    It is on the CPU unless torch has another default device. `drawn`: False leaves weights as the memory was, for
+    whoever replaces them: to draw the tables of 151,936 words takes seconds.
     """
+    from transformers.initialization import no_init_weights
+
     auto, config, kwargs = _choose_class(source)
+    leave = contextlib.nullcontext() if drawn else no_init_weights()
     try:
-        with torch.random.fork_rng(devices=[]), quiet(), _limit_parameters(source):
+        with torch.random.fork_rng(devices=[]), quiet(), _limit_parameters(source), leave:
             model = auto.from_config(config, trust_remote_code=source.spec.trust_remote_code, **kwargs)
     except (*UNFIT_NUMBERS, OSError, ImportError) as error:
         sizes = ", ".join(f"{key} {value}" for key, value in source.config.items())

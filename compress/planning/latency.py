@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +23,7 @@ from compress.errors import CompressError, NotExportable, PlanError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
-from compress.facts import FLOAT_BYTES, ModelFacts, Note
+from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.graph.fast_forms import own_transposes
@@ -31,8 +32,8 @@ from compress.graph.run import clone
 from compress.graph.specs import cache_of
 from compress.models.factory import USER_ERRORS
 from compress.models.facts import short_feeds
-from compress.models.huggingface import make_shallow
 from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_model, load_torch_model
+from compress.planning import shallow
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
@@ -42,7 +43,7 @@ from compress.planning.timing import describe_call, explain_untimed, is_timing_o
 from compress.recipe.schema import Recipe
 from compress.rounding.int8 import with_integer_layers
 from compress.rounding.latency import StateTimer, round_roughly
-from compress.rounding.quantized_weight import round_to_nearest
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
 from compress.store.run_log import choose_log
@@ -57,7 +58,6 @@ from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
-from runtime.processes.memory import available_bytes
 from runtime.progress import no_progress
 from runtime.tasks import find_task
 from runtime.words import size_text
@@ -65,13 +65,6 @@ from runtime.words import size_text
 BUDGET_S = 6.0
 """Seconds for the calls of one comparison."""
 REQUESTS = 12
-SHALLOW = (2, 6)
-"""Blocks of the decoders from which a large one is foretold."""
-SHALLOW_COPIES = 4.5
-"""Float copies of all weights of those decoders that timing them holds: in torch, the graph, a session. With
-Qwen2.5-Coder 0.5B they are 1.5 GiB, and the plan that times them takes 7.0 GiB at its peak, libraries among them."""
-SHALLOW_TOKENS = 16
-"""Tokens of an answer of theirs."""
 WEIGHT_GROUP = 32
 MOST_NAMED = 8
 Log = Callable[[str], None]
@@ -138,32 +131,16 @@ def _explain_no_forecast(inputs: Inputs) -> str | None:
         return reason
     if inputs.facts.has_two_chains:
         return "an encoder and its decoder are exported together, which no twin is yet"
-    return _explain_no_shallow_twins(inputs) if inputs.facts.n_bytes > LARGEST_BYTES else None
+    return _explain_no_shallow(inputs) if inputs.facts.n_bytes > LARGEST_BYTES else None
 
 
-def _explain_no_shallow_twins(inputs: Inputs) -> str | None:
-    """Return why a large model is not foretold from models of a few of its blocks; None where it is."""
-    large, structure = f"the weights are larger than {size_text(LARGEST_BYTES)}", inputs.facts.structure
-    if structure is None or not stays_in_files(inputs.recipe, inputs.facts):
+def _explain_no_shallow(inputs: Inputs) -> str | None:
+    """Return why a large model is not foretold from decoders of a few of its blocks; None where it is."""
+    large = f"the weights are larger than {size_text(LARGEST_BYTES)}"
+    if inputs.facts.structure is None or not stays_in_files(inputs.recipe, inputs.facts):
         return large
-    n_blocks, most = len(structure.blocks), SHALLOW[-1]
-    if n_blocks <= most:
-        return f"{large}, and its {n_blocks} blocks are too few to be foretold from some of them"
-    if make_shallow(inputs.source, n_blocks, most) is None:
-        return f"{large}, and config.json does not say how many blocks there are"
-    blocks = _count_block_bytes(inputs.facts)
-    head = inputs.facts.n_bytes - sum(blocks)
-    needed, free = int(SHALLOW_COPIES * sum(head + sum(blocks[:n]) for n in SHALLOW)), available_bytes()
-    if needed <= free:
-        return None
-    return f"{large}; to time a few blocks takes {size_text(needed)} of memory, and {size_text(free)} are free"
-
-
-def _count_block_bytes(facts: ModelFacts) -> list[int]:
-    """Return the float bytes of each block's layers."""
-    assert facts.structure is not None
-    held = {layer.name: FLOAT_BYTES * layer.n_weights for layer in facts.layers}
-    return [sum(held.get(name, 0) for name in block.layers) for block in facts.structure.blocks]
+    reason = shallow.explain_none(inputs)
+    return reason and f"{large}, and {reason}"
 
 
 def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
@@ -191,35 +168,32 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
 def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyForecast:
     """Time a decoder's twins, and what another runtime does with the float one.
 
-    A large one is foretold from two of fewer blocks: each further block takes what those between the two take. No other
-    runtime gets it: OpenVINO's copies of the tables took 3.3 GiB more at the peak of Qwen2.5-Coder 0.5B's plan.
+    A large one is foretold from two of fewer blocks. No other runtime gets these: OpenVINO's copies of the
+    tables took 3.3 GiB more at the peak of Qwen2.5-Coder 0.5B's plan.
     """
     recipe, structure, backend = inputs.recipe, inputs.facts.structure, timer.clock.backend
-    blocks: tuple[int, ...] = ()
-    sources, n_tokens, n_blocks = [inputs.source], None, 0
-    if inputs.facts.n_bytes > LARGEST_BYTES:
-        assert structure is not None
-        blocks, n_blocks = SHALLOW, len(structure.blocks)
-        sources = [source for n in SHALLOW if (source := make_shallow(inputs.source, n_blocks, n)) is not None]
-        n_tokens = min(recipe.validate_.benchmark.new_tokens, SHALLOW_TOKENS)
-    elsewhere = {} if blocks else _list_elsewhere(backend)
+    large = inputs.facts.n_bytes > LARGEST_BYTES
+    elsewhere = {} if large else _list_elsewhere(backend)
+    made: Iterable[GraphState | None] = map(GraphState, shallow.export_shallow(inputs)) if large else [None]
     found: dict[str, tuple[str, ...]] = {}
 
     def make_graphs() -> Iterator[ir.Model]:  # one after the other: their tables are most of the memory
-        for source in sources:
-            before, after, found["parts"] = make_twins(replace(inputs, source=source), timer, log)
-            found["in_float"] = () if blocks else _list_in_float(recipe, inputs.facts, after)
+        for state in made:
+            before, after, found["parts"] = make_twins(inputs, timer, log, state)
+            found["in_float"] = () if large else _list_in_float(recipe, inputs.facts, after)
             yield timer.write(before)
             yield timer.write(after)
             yield from (float_graph(before.model) for _ in elsewhere)
 
     backends = [backend, backend, *elsewhere.values()]
-    times = time_decoders(recipe, make_graphs(), inputs, n_tokens, backends * len(sources))
-    first, token = (
-        [round(_extend(ms[number :: len(backends)], n_blocks), 4) for number in range(len(backends))] for ms in times
-    )
-    others = dict(zip(elsewhere, token[2:], strict=True))
-    held = peak_memory_bytes() if not blocks else 0
+    if large:
+        assert structure is not None
+        n_tokens = min(recipe.validate_.benchmark.new_tokens, shallow.TOKENS)
+        times = time_decoders(recipe, make_graphs(), inputs, n_tokens, budget_s=shallow.BUDGET_S)
+        first, token = ([shallow.extend(ms[number::2], len(structure.blocks)) for number in (0, 1)] for ms in times)
+    else:
+        first, token = time_decoders(recipe, make_graphs(), inputs, backends=backends)
+    first, token = ([round(ms, 4) for ms in part] for part in (first, token))
     return LatencyForecast(
         "tpot",
         backend,
@@ -227,19 +201,11 @@ def _measure_decoder(inputs: Inputs, timer: StateTimer, log: Log) -> LatencyFore
         token[1],
         found["parts"],
         found["in_float"],
-        others=others,
-        held_bytes=held,
+        others=dict(zip(elsewhere, token[2:], strict=True)),
+        held_bytes=0 if large else peak_memory_bytes(),
         first_ms=tuple(first[:2]),
-        blocks=blocks,
+        blocks=shallow.SHALLOW if large else (),
     )
-
-
-def _extend(ms: Sequence[float], n_blocks: int) -> float:
-    """Return what so many blocks take, of what the two numbers of SHALLOW took; of a single time that."""
-    if len(ms) == 1:
-        return ms[0]
-    few, many = SHALLOW
-    return ms[0] + (n_blocks - few) * max(ms[1] - ms[0], 0.0) / (many - few)
 
 
 def _list_in_float(recipe: Recipe, facts: ModelFacts, after: GraphState) -> tuple[str, ...]:
@@ -366,19 +332,29 @@ def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphS
     if integer:
         state = with_integer_layers(state, integer, "inputs", False, True, round_roughly)
     weights = {
-        name: with_row_groups(
-            layers[name],
-            round_to_nearest(
-                layers[name].matrix().astype(np.float32, copy=False),
-                w.weights.bits,
-                w.weights.group_size,
-                w.weights.symmetric,
-            ),
-        )
+        name: with_row_groups(layers[name], _draw_levels(layers[name].matrix(), w.weights))
         for name, w in chosen.items()
         if name not in integer
     }
     return replace(state, weights={**state.weights, **weights}, weight_only=[*state.weight_only, *weights])
+
+
+def _draw_levels(matrix: np.ndarray, scheme: WeightScheme) -> QuantizedWeight:
+    """Return random levels for a weight [out, in], one that is equal to it has the same: no speed hangs on them.
+
+    ValueError where groups do not divide the inputs.
+    """
+    rows, inputs = matrix.shape
+    size = inputs if scheme.group_size == -1 else scheme.group_size
+    if size < 1 or inputs % size:
+        raise ValueError(f"group_size {size} does not divide {inputs} inputs")
+    random, half = np.random.default_rng(crc32(np.ascontiguousarray(matrix[0]).tobytes())), 2 ** (scheme.bits - 1)
+    low, dtype = (1 - half, np.int8) if scheme.symmetric else (0, np.uint8)
+    levels = random.integers(low, low + 2 * half - 1, matrix.shape, dtype)
+    # unlike another weight's: equal constants become one, and ONNX Runtime fuses no product that shares its scales
+    scales = random.uniform(1, 2, (rows, inputs // size)).astype(np.float32) / np.float32(half * inputs**0.5)
+    zeros = None if scheme.symmetric else np.full(scales.shape, half, np.uint8)
+    return QuantizedWeight(levels, scales, zeros, scheme.bits, scheme.group_size)
 
 
 def time_decoders(
@@ -387,6 +363,7 @@ def time_decoders(
     inputs: Inputs,
     new_tokens: int | None = None,
     backends: Sequence[str] | None = None,
+    budget_s: float = BUDGET_S,
 ) -> tuple[list[float], list[float]]:
     """Return milliseconds of the first token and of a further one, of each decoder, written as it is taken.
 
@@ -408,7 +385,7 @@ def time_decoders(
             decoders.append(Decoder(session, cache_of(graph)))
         prompt = rng.integers(0, vocab_size, (speed.batch_size, speed.prompt_tokens))
         n_tokens = new_tokens or speed.new_tokens
-        times = time_requests(decoders, [list(prompt)], n_tokens, REQUESTS, 1, recipe.seed, BUDGET_S)
+        times = time_requests(decoders, [list(prompt)], n_tokens, REQUESTS, 1, recipe.seed, budget_s)
 
     def compare(seconds: np.ndarray) -> list[float]:
         """Return milliseconds of seconds [graphs, requests]: the first one's, and those of others by their ratios."""

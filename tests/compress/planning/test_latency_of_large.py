@@ -25,13 +25,13 @@ N_BLOCKS, SHALLOW = 4, (1, 2)
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A recipe of a decoder that counts as large, where a block takes 1 ms, a rounded one 0.25 ms, the head 10 ms."""
 
-    def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any) -> tuple[list[float], list[float]]:
+    def time_decoders(recipe: Any, graphs: Sequence[ir.Model], *_: Any, **__: Any) -> tuple[list[float], list[float]]:
         ms = [1.0, 0.25] * len(SHALLOW)
         costs = [len(attention_layers(graph)) * each for graph, each in zip(graphs, ms, strict=True)]
         return [20 + 5 * cost for cost in costs], [10 + cost for cost in costs]
 
     monkeypatch.setenv("COMPRESS_TIMING", "on")
-    small = {"latency.LARGEST_BYTES": 0, "in_files.WHOLE_BYTES": 0, "latency.SHALLOW": SHALLOW}
+    small = {"latency.LARGEST_BYTES": 0, "in_files.WHOLE_BYTES": 0, "shallow.SHALLOW": SHALLOW, "shallow.HELD": 64}
     for name, value in small.items():
         monkeypatch.setattr(f"compress.planning.{name}", value)
     monkeypatch.setattr(latency, "time_decoders", time_decoders)
@@ -52,7 +52,7 @@ def test_each_further_block_takes_what_those_between_took(large: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("memory_bytes", "n_blocks", "said"),
-    [(1 << 20, N_BLOCKS, "to time a few blocks takes"), (2**40, SHALLOW[1], "its 2 blocks are too few")],
+    [(1 << 16, N_BLOCKS, "to time a few blocks takes"), (2**40, SHALLOW[1], "its 2 blocks are too few")],
 )
 def test_what_has_no_twin_is_said(
     large: dict[str, Any], host: Host, memory_bytes: int, n_blocks: int, said: str, tmp_path: Path
