@@ -1,0 +1,127 @@
+"""ExecuTorch on the CPU: runs .pte files, whose operators XNNPACK computes, as an app on a phone does.
+
+Its Python package takes and gives torch tensors, so that it is imported with torch: nothing else of the runtime is. A
+.pte does not name its inputs; those that `compress` writes say by a method of their own what they take and give.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
+from runtime.bundle.columns import Array
+from runtime.bundle.files import single_file
+from runtime.bundle.records import from_json, to_json
+from runtime.bundle.tensors import TensorSpec
+from runtime.errors import BundleError, MissingDependency, UsageError
+
+NAME, PTE = "executorch", ".pte"
+FORWARD, DESCRIBE = "forward", "describe_ends"
+"""Methods of a file: the model, and what `describe_ends` wrote of it."""
+
+
+class Tensor(Protocol):
+    """What is used of torch's class of that name."""
+
+    def numpy(self) -> Array: ...
+
+
+class Method(Protocol):
+    """What is used of ExecuTorch's class of that name."""
+
+    def execute(self, inputs: Sequence[object]) -> Sequence[Tensor]: ...
+
+
+@dataclass
+class ExecuTorchSession:
+    """A loaded method. Threads are the process's: the session that was opened last says how many."""
+
+    path: Path
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    method: Method | None
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        import torch
+
+        method = check_open(self.path, self.method)
+        check_feeds(self.inputs, feeds)
+        names = choose_outputs(self.outputs, outputs)
+        arrays = [np.ascontiguousarray(feeds[spec.name]) for spec in self.inputs]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an array that may not be written to is only read
+            given = [torch.from_numpy(array) for array in arrays]
+        try:
+            results = method.execute(given)
+        except RuntimeError as error:  # ExecuTorch has no classes of its own
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+            raise UsageError(f"{self.path}: ExecuTorch could not run the model on {shapes}: {error}") from error
+        made = {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, results, strict=True)}
+        return {name: made[name] for name in names}
+
+    def close(self) -> None:
+        self.method = None
+
+
+def describe_ends(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
+    """Return what a file says of its inputs and outputs."""
+    return json.dumps({"inputs": to_json(tuple(inputs)), "outputs": to_json(tuple(outputs))}, sort_keys=True)
+
+
+def open_session(path: Path, threads: int, options: Options) -> Session:
+    """Load a .pte. BundleError for any other file, and one that does not say what it takes."""
+    check_call(NAME, threads, options)
+    if path.suffix != PTE:
+        raise BundleError(f"{path}: ExecuTorch runs {PTE} files; add {{kind: executorch}} to the recipe's export")
+    single_file(path)
+    library = import_library()
+    try:
+        program = library.runtime.Runtime.get().load_program(path)
+        ends = json.loads(program.load_method(DESCRIBE).execute([])[0])
+        method = program.load_method(FORWARD)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise BundleError(f"{path}: ExecuTorch cannot load the model: {type(error).__name__}: {error}") from error
+    inputs, outputs = (
+        tuple(from_json(TensorSpec, spec, f"{path}: {end}") for spec in ends[end]) for end in ("inputs", "outputs")
+    )
+    _set_threads(threads)
+    return ExecuTorchSession(path, inputs, outputs, method)
+
+
+def _set_threads(threads: int) -> None:
+    from executorch.extension.pybindings import portable_lib
+
+    if portable_lib._threadpool_get_thread_count() != threads:
+        portable_lib._unsafe_reset_threadpool(threads)
+
+
+def why_unavailable() -> str | None:
+    """Return that executorch is not installed; None where it is."""
+    try:
+        import_library()
+    except MissingDependency as error:
+        return str(error)
+    return None
+
+
+def import_library() -> ModuleType:
+    """Import ExecuTorch's runtime, and torch with it. MissingDependency."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its API is experimental
+            import executorch.runtime
+    except ImportError as error:
+        raise MissingDependency(NAME, "the backend executorch") from error
+    library: ModuleType = executorch
+    return library
+
+
+BACKEND = Backend(NAME, why_unavailable, open_session, import_library)
