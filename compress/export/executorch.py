@@ -29,7 +29,7 @@ from compress.errors import ExportError, NotExportable
 from compress.facts import Note
 from compress.graph.edit import tidy
 from compress.graph.layers import GraphLayer, constant, find_layers
-from compress.graph.rebuild import Rebuilt, RebuildError, check_known, rebuild
+from compress.graph.rebuild import RebuildError, Rebuilt, check_known, rebuild
 from compress.graph.run import clone
 from compress.models.rebuilt import FREE_BATCH
 from compress.rounding.placement import after_activation, place
@@ -55,7 +55,7 @@ def is_missing() -> bool:
 
 
 def check_lowers(graph: ir.Model) -> None:
-    """Raise NotExportable for a float graph with operators of which no torch module is made, so that none is lowered."""
+    """Raise NotExportable for a float graph with operators of which no torch module is made."""
     try:
         check_known(graph)
     except RebuildError as error:
@@ -84,7 +84,7 @@ def write_pte(state: GraphState, ends: tuple[Specs, Specs], ranges: Ranges, path
             data = bytes(lowered.to_executorch().buffer)
     except RebuildError as error:
         raise _explain(error) from error
-    except Exception as error:  # noqa: BLE001 - whatever torch, ExecuTorch or XNNPACK raise
+    except Exception as error:  # whatever torch, ExecuTorch or XNNPACK raise
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ExportError(f"executorch: the graph cannot be lowered: {said}; {OTHER_WAY}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,9 @@ def _export(module: nn.Module, inputs: Specs, ranges: Ranges) -> torch.export.Ex
     example, free = [], []
     for spec in inputs:
         # Two at least: torch takes a size of 1 for one that is always so.
-        shape = [max(2, ranges[size][1]) if size in dims else 1 if isinstance(size, str) else size for size in spec.shape]
+        shape = [
+            max(2, ranges[size][1]) if size in dims else 1 if isinstance(size, str) else size for size in spec.shape
+        ]
         example.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
         free.append({axis: dims[size] for axis, size in enumerate(spec.shape) if size in dims})
     with torch.no_grad():

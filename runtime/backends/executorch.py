@@ -7,8 +7,10 @@ Its Python package takes and gives torch tensors, so that it is imported with to
 from __future__ import annotations
 
 import json
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -84,16 +86,30 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
     single_file(path)
     library = import_library()
     try:
-        program = library.runtime.Runtime.get().load_program(path)
-        ends = json.loads(program.load_method(DESCRIBE).execute([])[0])
-        method = program.load_method(FORWARD)
+        with _silent_stderr():
+            _set_threads(threads)
+            program = library.runtime.Runtime.get().load_program(path)
+            ends = json.loads(program.load_method(DESCRIBE).execute([])[0])
+            method = program.load_method(FORWARD)
     except (RuntimeError, KeyError, ValueError) as error:
         raise BundleError(f"{path}: ExecuTorch cannot load the model: {type(error).__name__}: {error}") from error
     inputs, outputs = (
         tuple(from_json(TensorSpec, spec, f"{path}: {end}") for spec in ends[end]) for end in ("inputs", "outputs")
     )
-    _set_threads(threads)
     return ExecuTorchSession(path, inputs, outputs, method)
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Keep from the terminal what ExecuTorch's own code writes to file 2 as it loads: how it looked for the CPU."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _set_threads(threads: int) -> None:

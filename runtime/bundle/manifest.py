@@ -523,7 +523,9 @@ class Manifest:
 
     def candidate_for(self, backend: str) -> Artifact:
         """Return the compressed model to run on `backend`: its engine, IR, .pte or flavour, else "candidate"."""
-        return self._pick_first(f"engine-{backend}", f"ir-{backend}", f"pte-{backend}", f"candidate-{backend}", "candidate")
+        return self._pick_first(
+            f"engine-{backend}", f"ir-{backend}", f"pte-{backend}", f"candidate-{backend}", "candidate"
+        )
 
     def graph_for(self, backend: str) -> Artifact:
         """Return the ONNX file that `candidate_for` is, or was made from."""

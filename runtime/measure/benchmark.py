@@ -176,7 +176,7 @@ def choose_backend(judged: Judged, asked: str | None = None) -> tuple[str, str |
 
 
 def graph_backend(judged: Judged) -> str:
-    """Return what runs ONNX files on the way to a bundle: its target's backend, unless that runs engines or .pte files alone."""
+    """Return what runs ONNX files on the way to a bundle: its target's backend, unless that runs compiled ones."""
     name, _ = choose_backend(judged)
     return USUAL if name in COMPILED else name
 
