@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from compress.engine.orders import BATCH
 from compress.errors import ExportError, NotExportable
 from compress.facts import Note
 from compress.graph.edit import tidy
@@ -43,6 +44,8 @@ PACKAGE = "executorch"
 SHIFT = 128
 """From the file's uint8 to XNNPACK's int8."""
 LEVELS = (-128, 127, torch.int8)
+VIEWS = ("sym_size", "view_copy", "squeeze_copy", "unsqueeze_copy")
+"""Operators that compute nothing."""
 OTHER_WAY = "use {kind: onnx}, or {kind: ort} for phones"
 Ranges = Mapping[str, tuple[int, int, int]]
 """Free size -> (least, usual, most)."""
@@ -72,12 +75,11 @@ def write_pte(state: GraphState, ends: tuple[Specs, Specs], ranges: Ranges, path
     `ends`: inputs and outputs, whose free sizes take `ranges`. Same state, same bytes.
     """
     try:
-        # Else a convolution asks NNPACK, which takes batches from 16 on, and the program is for those below alone.
-        with _quiet(), torch.backends.nnpack.flags(enabled=False):
+        with _quiet():
             from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
             from executorch.exir import to_edge_transform_and_lower
 
-            program = _export(_make_module(state, ends), ends[0], ranges)
+            program = _export(_make_module(state, ends, ranges), ends[0], ranges)
             told = {DESCRIBE: describe_ends(*ends)}
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()], constant_methods=told)
             graph = lowered.exported_program().graph
@@ -93,18 +95,20 @@ def write_pte(state: GraphState, ends: tuple[Specs, Specs], ranges: Ranges, path
     return [Note("slow", text) for text in _list_left(graph)]
 
 
-def _make_module(state: GraphState, ends: tuple[Specs, Specs]) -> nn.Module:
+def _make_module(state: GraphState, ends: tuple[Specs, Specs], ranges: Ranges) -> nn.Module:
     """Return the state's graph as a module from inputs to outputs, in order. RebuildError."""
     model = clone(state.model)
     layers = {layer.name: layer for layer in find_layers(model)}
     integer = [layers[name] for name in state.integer]
     scales = {} if state.dynamic else _insert_pairs(model, integer, state)
-    shapes = {spec.name: (_trace_shape(spec), getattr(torch, spec.dtype)) for spec in ends[0]}
+    shapes = {spec.name: (_trace_shape(spec, ranges), getattr(torch, spec.dtype)) for spec in ends[0]}
     made = rebuild(model, shapes, {"QuantizeLinear": _make_quantize, "DequantizeLinear": _make_dequantize})
     for name, weight in state.weights.items():
-        place_, layer = made.layers[name], layers[name]
-        module = made.module.get_submodule(place_)
-        made.module.set_submodule(place_, _round_layer(module, layer, weight, state, name in state.integer, scales))
+        path = made.layers[name]
+        module = made.module.get_submodule(path)
+        if not isinstance(module, _IntegerLayer | _IntegerTable):  # else of a layer that shares it
+            rounded = _round_layer(module, layers[name], weight, state, name in state.integer, scales)
+            made.module.set_submodule(path, rounded)
     return _InOrder(made, ends)
 
 
@@ -232,9 +236,10 @@ class _InOrder(nn.Module):
         return tuple(outputs[name] for name in self.gives)
 
 
-def _trace_shape(spec: TensorSpec) -> tuple[int, ...]:
-    """Return a shape that tells free sizes apart from others."""
-    return tuple(size if isinstance(size, int) else FREE_BATCH + axis for axis, size in enumerate(spec.shape))
+def _trace_shape(spec: TensorSpec, ranges: Ranges) -> tuple[int, ...]:
+    """Return a shape on which the graph is rebuilt: a batch that no other size is, the usual size elsewhere."""
+    free = {name: usual for name, (_, usual, _) in ranges.items()} | {BATCH: FREE_BATCH}
+    return tuple(free[size] if isinstance(size, str) else size for size in spec.shape)
 
 
 def _export(module: nn.Module, inputs: Specs, ranges: Ranges) -> torch.export.ExportedProgram:
@@ -242,10 +247,9 @@ def _export(module: nn.Module, inputs: Specs, ranges: Ranges) -> torch.export.Ex
     dims = {name: torch.export.Dim(name, min=sizes[0], max=sizes[2]) for name, sizes in ranges.items() if sizes[2] > 1}
     example, free = [], []
     for spec in inputs:
-        # Two at least: torch takes a size of 1 for one that is always so.
-        shape = [
-            max(2, ranges[size][1]) if size in dims else 1 if isinstance(size, str) else size for size in spec.shape
-        ]
+        # The largest: traced with a batch of 2, a convolution bounds the batch to 15, below which torch would choose
+        # another kernel; ExecuTorch takes no more than the upper bound, and asks for no lower one.
+        shape = [ranges[size][2] if isinstance(size, str) else size for size in spec.shape]
         example.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
         free.append({axis: dims[size] for axis, size in enumerate(spec.shape) if size in dims})
     with torch.no_grad():
@@ -271,6 +275,7 @@ def _list_left(graph: fx.Graph) -> list[str]:
         for node in graph.nodes
         if node.op == "call_function" and hasattr(node.target, "_op")
     )
+    left = Counter({name: n for name, n in left.items() if name not in VIEWS})
     if not left:
         return []
     counts = ", ".join(f"{n} {name}" for name, n in left.most_common())

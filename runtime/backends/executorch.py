@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -26,6 +27,7 @@ from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError, MissingDependency, UsageError
 
 NAME, PTE = "executorch", ".pte"
+PURPOSE = "the backend executorch"
 FORWARD, DESCRIBE = "forward", "describe_ends"
 """Methods of a file: the model, and what `describe_ends` wrote of it."""
 
@@ -58,9 +60,8 @@ class ExecuTorchSession:
         check_feeds(self.inputs, feeds)
         names = choose_outputs(self.outputs, outputs)
         arrays = [np.ascontiguousarray(feeds[spec.name]) for spec in self.inputs]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # an array that may not be written to is only read
-            given = [torch.from_numpy(array) for array in arrays]
+        # torch warns of an array that may not be written to, which nobody does here.
+        given = [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
         try:
             results = method.execute(given)
         except RuntimeError as error:  # ExecuTorch has no classes of its own
@@ -120,12 +121,8 @@ def _set_threads(threads: int) -> None:
 
 
 def why_unavailable() -> str | None:
-    """Return that executorch is not installed; None where it is."""
-    try:
-        import_library()
-    except MissingDependency as error:
-        return str(error)
-    return None
+    """Return that executorch is not installed; None where it is. Nothing is imported: torch takes seconds."""
+    return str(MissingDependency(NAME, PURPOSE)) if find_spec(NAME) is None else None
 
 
 def import_library() -> ModuleType:
@@ -135,7 +132,7 @@ def import_library() -> ModuleType:
             warnings.simplefilter("ignore")  # that its API is experimental
             import executorch.runtime
     except ImportError as error:
-        raise MissingDependency(NAME, "the backend executorch") from error
+        raise MissingDependency(NAME, PURPOSE) from error
     library: ModuleType = executorch
     return library
 

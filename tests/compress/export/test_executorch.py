@@ -25,7 +25,7 @@ from runtime.errors import BundleError, UsageError
 from runtime.tasks.manifest import verify
 
 installed = pytest.mark.skipif(is_missing(), reason="executorch is not installed")
-RANGES = {"batch": (1, 2, 40), "sequence": (1, 4, 8)}
+RANGES = {"n": (1, 7, 40), "length": (1, 6, 8)}
 
 
 def write(state: GraphState, path: Path) -> list[str]:
@@ -91,7 +91,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 @installed
 @pytest.mark.slow
-def test_a_bundle_holds_it_and_times_it(tmp_path: Path) -> None:
+def test_a_bundle_holds_it_and_times_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.judge.bundle.available_others", lambda manifest, main: ["executorch"])
     recipe = changed(image_recipe(tmp_path), export=[{"kind": "onnx"}, {"kind": "executorch"}])
     report = apply(recipe, tmp_path / "bundle", tmp_path / "cache", tmp_path)
     manifest = verify(tmp_path / "bundle")
