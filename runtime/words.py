@@ -27,6 +27,7 @@ OTHER_WORDS = {
     **dict.fromkeys(("onnx", "onnxruntime", "ort", "cpu"), ("onnxruntime-cpu",)),
     **dict.fromkeys(("cuda", "gpu"), ("onnxruntime-cuda", "tensorrt")),
     "trt": ("tensorrt",),
+    **dict.fromkeys(("pte", "xnnpack"), ("executorch",)),
     **dict.fromkeys(("gguf", "llamacpp", "llama_cpp"), ("llama.cpp",)),
     **dict.fromkeys(("quantize", "quantization", "ptq", "static_quantization"), ("int8",)),
     **dict.fromkeys(("reduce_range", "overflow_fix"), ("weight_bits",)),

@@ -34,6 +34,7 @@ EXTRAS = {
     "image": "bundles that read image files",
     "audio": "bundles that read recordings",
     "openvino": "the target openvino",
+    "executorch": "the target executorch: .pte files for phones",
     "genai": "trying what `compress deploy --to genai` wrote",
     "gguf": "GGUF files, as a model's source and for llama.cpp",
     "lm-eval": "tasks of lm-evaluation-harness on a bundle",

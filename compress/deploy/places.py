@@ -37,6 +37,7 @@ CMD ["python", "-m", "runtime", "serve", "bundle", "--host", "0.0.0.0", "--backe
 PACKAGES = {
     "onnxruntime-cpu": ("onnxruntime",),
     "openvino": ("openvino", "onnxruntime"),
+    "executorch": ("executorch", "torch", "onnxruntime"),
     "onnxruntime-cuda": ("onnxruntime-gpu[cuda,cudnn]",),
     "tensorrt": ("tensorrt", "cuda-bindings", "onnxruntime"),
     "tensorrt-rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs", "cuda-bindings", "onnxruntime"),

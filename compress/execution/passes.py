@@ -49,7 +49,7 @@ from compress.store.run_log import RunLog
 from compress.store.training_state import distinct
 from compress.work import Form
 from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
-from runtime.bundle.engine import ENGINES
+from runtime.bundle.engine import COMPILED
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
@@ -286,7 +286,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
     """
     recipe = run.plan.recipe
     name, elsewhere = choose_backend(recipe)
-    if elsewhere is not None or recipe.generates or name in ENGINES:
+    if elsewhere is not None or recipe.generates or name in COMPILED:
         return None
     samples = run.sets.get("calibration", run.sets["evaluation"])
     example = example_feeds(Batches(samples, run.plan.inputs, loaded.inputs)[0], loaded.inputs)

@@ -14,9 +14,10 @@ import onnx_ir as ir
 
 from compress.blocks.streamed import StreamedModel
 from compress.engine.compile import compile_order, why_not_here
-from compress.engine.orders import orders_of, ranges_of
+from compress.engine.orders import find_needed_ranges, orders_of, ranges_of
 from compress.export.card import model_card
 from compress.export.checkpoint import write_checkpoint
+from compress.export.executorch import write_pte
 from compress.export.first_token import write_first_token
 from compress.export.genai import write_genai_config
 from compress.export.gguf import FILE, write_gguf
@@ -32,7 +33,15 @@ from compress.graph.layers import find_layers
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.models.load import TorchModel
-from compress.recipe.exports import CheckpointExport, Engine, EngineExport, GgufExport, OpenVinoExport, OrtExport
+from compress.recipe.exports import (
+    CheckpointExport,
+    Engine,
+    EngineExport,
+    ExecutorchExport,
+    GgufExport,
+    OpenVinoExport,
+    OrtExport,
+)
 from compress.recipe.remedies import REMEDIES
 from compress.recipe.schema import Recipe
 from compress.rounding.state import FLOAT8, GraphState
@@ -251,6 +260,10 @@ def _write_artifacts(staging: Path, contents: Contents) -> tuple[list[Artifact],
             path = write_ort(staging / artifact.path, staging / "ort")
             size, name = path.stat().st_size, f"ort/{path.name}"
             artifacts.append(replace(artifact, name="ort", path=name, size_bytes=size, kind="ort"))
+        if isinstance(export, ExecutorchExport):
+            programs, file_notes = _write_executorch(staging, (artifact, artifacts[0]), contents)
+            artifacts += programs
+            notes += file_notes
         if isinstance(export, EngineExport):
             pair = (artifact, artifacts[0])
             made = _write_engines(
@@ -299,6 +312,30 @@ def _write_openvino(staging: Path, graph: Artifact, contents: Contents) -> tuple
         size_bytes=sum(file.stat().st_size for file in ir_files(path)),
         kind="openvino",
     ), notes
+
+
+def _write_executorch(
+    staging: Path, made_from: tuple[Artifact, Artifact], contents: Contents
+) -> tuple[list[Artifact], list[Note]]:
+    """Write the folder executorch/: the .pte of the result, and that of the float model, beside which it is judged.
+
+    `made_from`: their graphs in the bundle.
+    """
+    graphs, (graph, baseline) = contents.graphs, made_from
+    assert graphs is not None
+    ranges = find_needed_ranges(contents.recipe, contents.preprocess, None)[0]
+    states = {
+        f"pte-{graph.target}": (graph, graphs.state.for_target(graph.target)),
+        f"baseline-{graph.target}": (baseline, GraphState(graphs.float_model)),
+    }
+    artifacts, notes = [], list[Note]()
+    for name, (source, state) in states.items():
+        path = staging / "executorch" / ("model.pte" if source is graph else "baseline.pte")
+        told = write_pte(state, (graphs.inputs, graphs.outputs), ranges, path)
+        notes += told if source is graph else []
+        size, inner = path.stat().st_size, path.relative_to(staging).as_posix()
+        artifacts.append(replace(source, name=name, path=inner, target=graph.target, size_bytes=size, kind="pte"))
+    return artifacts, notes
 
 
 def _write_checkpoint(

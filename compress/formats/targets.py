@@ -7,13 +7,14 @@ of them that a README claim rests on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from runtime.plugins import BACKEND_GROUP, PluginTable, check_entry
 
 TargetName = Literal[
-    "onnxruntime-cpu", "openvino", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda", "vllm", "transformers", "llama.cpp"
-]
+    "onnxruntime-cpu", "openvino", "executorch", "tensorrt", "tensorrt-rtx", "onnxruntime-cuda",
+    "vllm", "transformers", "llama.cpp",
+]  # fmt: skip
 WeightFormat = Literal[
     "w2", "w3", "w4", "w5", "w6", "w7", "w8",
     "w2-asym", "w3-asym", "w4-asym", "w5-asym", "w6-asym", "w7-asym", "w8-asym",
@@ -164,6 +165,7 @@ _TENSORRT_FORMATS = {
     "float16": FormatFact("fast", "strongly typed float16 runs on tensor cores"),
     "bfloat16": FormatFact("fast", "strongly typed bfloat16 runs on tensor cores (compute capability 8.0 and later)"),
 }
+_NO_PTE = FormatFact("refused", "is written in float32 and int8 alone; use kind: int8, or target: onnxruntime-cpu")
 _NO_VLLM_KERNEL = "has kernels for weights of 4 and 8 bits; use scheme: W4A16 or W8A16, or target: transformers"
 _NO_GRAPH = FormatFact("refused", "reads checkpoints, not graphs; use rtn or gptq with scheme: W8A8, or an ONNX target")
 _NO_GRAPH_IN_GGUF = FormatFact("refused", "reads GGUF files, not graphs; use gptq with scheme: Q4_K, or an ONNX target")
@@ -239,6 +241,21 @@ _OWN: dict[str, Target] = {
                 "fast", "stores float16 and computes in the CPU's best type (bfloat16 where it has it)"
             ),
             "bfloat16": FormatFact("fast", "computes in bfloat16 where the CPU has it (its default there)"),
+        },
+    ),
+    "executorch": Target(
+        "executorch",
+        "u8s8",
+        formats={
+            **dict.fromkeys(get_args(Format), _NO_PTE),
+            "int8-static": FormatFact(
+                "fast",
+                "XNNPACK computes in int8 between the pairs; a layer whose output stays float scales each row of its "
+                "input as it runs, and products of two activations stay float",
+            ),
+            "int8-dynamic": FormatFact(
+                "fast", "matrix products scale each row of their input as they run; convolutions stay float"
+            ),
         },
     ),
     "tensorrt": Target("tensorrt", "s8s8", _TENSORRT_FORMATS, (32, 64, 128), (), negative_scales=False),

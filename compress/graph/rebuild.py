@@ -30,7 +30,7 @@ from compress.graph.operators import OPERATORS, list_unknown, name_operator
 from compress.graph.size_ops import holds_sizes, to_tensor
 from compress.graph.torch_images import split_crops, split_pads
 from compress.graph.torch_layers import MODULES, Parameters, make_layer
-from compress.graph.torch_ops import Compute
+from compress.graph.torch_ops import Compute, Make
 
 InputShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Input -> (shape, batch included; dtype)."""
@@ -44,25 +44,33 @@ class RebuildError(ValueError):
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """`module` takes its inputs by `parameters` (the graph's input -> parameter of forward), gives outputs by name."""
+    """`module` takes its inputs by `parameters` (the graph's input -> parameter of forward), gives outputs by name.
+
+    `layers`: the name of each of the graph's layers -> that of its module, which several may share.
+    """
 
     module: fx.GraphModule
     parameters: Mapping[str, str]
+    layers: Mapping[str, str]
 
 
-def rebuild(model: ir.Model, feeds: InputShapes) -> Rebuilt:
+def rebuild(model: ir.Model, feeds: InputShapes, makers: Mapping[str, Make] | None = None) -> Rebuilt:
     """Rebuild a normalized float graph as a module in eval mode, on the CPU, that asks for no gradient.
 
-    `feeds`: shapes that inputs may have; where the batch is free, one that nothing else has the size of. The values of
-    weights are copied. Raises RebuildError for operators that are not known here and for what depends on data.
+    `feeds`: shapes that inputs may have; where the batch is free, one that nothing else has the size of. `makers`: of
+    operators beside the usual ones. The values of weights are copied. Raises RebuildError for operators that are not
+    known here and for what depends on data.
     """
-    check_known(model)
-    return _ModuleBuilder(model).build(feeds)
+    check_known(model, makers or {})
+    return _ModuleBuilder(model, makers or {}).build(feeds)
 
 
-def check_known(model: ir.Model) -> None:
-    """Raise RebuildError that counts and names the nodes and weights of which no torch module can be made here."""
-    problems = list_unknown(model)
+def check_known(model: ir.Model, known: Collection[str] = ()) -> None:
+    """Raise RebuildError that counts and names the nodes and weights of which no torch module can be made here.
+
+    `known`: operators beside the usual ones.
+    """
+    problems = list_unknown(model, known)
     odd = Counter(
         value.dtype.name
         for value in model.graph.initializers.values()
@@ -77,14 +85,16 @@ class _ModuleBuilder:
     """`nodes`: a value's name -> its node in the fx graph; `samples`: what it is on sample inputs, without values.
 
     `layers`: by the node that computes it. `made`: what decides a layer's module -> its name, for those called twice.
+    `names`: layer -> its module's name.
     """
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model, self.root, self.graph = model, nn.Module(), fx.Graph()
+    def __init__(self, model: ir.Model, makers: Mapping[str, Make]) -> None:
+        self.model, self.makers, self.root, self.graph = model, makers, nn.Module(), fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.samples: dict[str, Any] = {}
         self.parameters = Parameters()
         self.made: dict[tuple[Any, ...], str] = {}
+        self.names: dict[str, str] = {}
         self.layers = {id(layer.node): layer for layer in find_layers(model)}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -105,7 +115,7 @@ class _ModuleBuilder:
             outputs[value.name or ""] = self._make_tensor(made, sample)[0]
         self.graph.output(outputs)
         module = fx.GraphModule(self.root, self.graph)
-        return Rebuilt(module.eval().requires_grad_(False), parameters)
+        return Rebuilt(module.eval().requires_grad_(False), parameters, self.names)
 
     def _add_node(self, node: ir.Node) -> None:
         try:
@@ -193,6 +203,8 @@ class _ModuleBuilder:
 
     def _make_function(self, node: ir.Node) -> Compute:
         """Return a function of a node that takes tensors and arrays."""
+        if node.op_type in self.makers:
+            return self.makers[node.op_type](node)
         if node.op_type == "Reshape" and isinstance(self._get_sample(node.inputs[0]), Tensor):
             return self._make_reshape(node)
         if node.op_type == "Concat" and (batch := self._find_literal_batch()):
@@ -234,7 +246,7 @@ class _ModuleBuilder:
             return False
         key = (layer.type, layer.weight.name, layer.bias and layer.bias.name, str(node.attributes.values()))
         name = self.made.get(key) or self._register(layer.name, make_layer(layer, self.parameters))
-        self.made[key] = name
+        self.made[key] = self.names[layer.name] = name
         read, sample = self._make_tensor(*self._find(layer.data_input))
         if layer.op == "Conv" and (pads := split_pads(node, list(constant(layer.weight).shape[2:]))[1]) is not None:
             read, sample = self._call_function(_pad_by(pads), read, sample)

@@ -41,7 +41,7 @@ from compress.specs import HELD, MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
 from compress.tasks import TORCH_TASKS, TorchTask
 from compress.tasks.generic import GENERIC
-from runtime.bundle.engine import ENGINES
+from runtime.bundle.engine import COMPILED
 from runtime.errors import RuntimeFailure
 from runtime.tasks import find_task
 from runtime.words import suggest
@@ -200,7 +200,7 @@ def list_exports(target: str) -> dict[str, Any]:
     reads = TARGETS[target].reads
     if reads == "checkpoint":
         return {"export": [{"kind": reads} | ({"target": target} if target != CHECKPOINT_TARGET else {})]}
-    if reads == "gguf" or target in ENGINES:
+    if reads == "gguf" or target in COMPILED:
         return {"export": [{"kind": reads if reads == "gguf" else target}]}
     return {}
 

@@ -31,7 +31,7 @@ from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
-from runtime.backends import BACKENDS
+from runtime.backends import BACKENDS, find_backend
 from runtime.bundle.manifest import fixed_batch
 from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
 from runtime.measure.benchmark import choose_backend
@@ -157,7 +157,7 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     longest = getattr(inputs.preprocess, "max_length", None)
     filled = speed.sequence_length / longest if speed.sequence_length and longest else text_fill(inputs, "evaluation")
     sample = sample_bytes(inputs.feeds)
-    on_cpu = choose_backend(recipe)[0] in ON_CPU
+    on_cpu = not find_backend(choose_backend(recipe)[0]).on_gpu
     activations = inputs.facts.peak_activation_bytes if on_cpu else 0
     return TimedBatch(key, n_samples, int(n_samples * sample * filled), int(n_samples * activations * filled))
 

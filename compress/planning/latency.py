@@ -22,6 +22,7 @@ from torch import nn
 from compress.errors import CompressError, NotExportable, PlanError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
+from compress.export.executorch import check_lowers
 from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
@@ -40,6 +41,7 @@ from compress.planning.inputs import Inputs, example_feeds, make_student, text_f
 from compress.planning.measured_speed import FLOAT_ELSEWHERE, GAINS, LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
 from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
+from compress.recipe.exports import ExecutorchExport
 from compress.recipe.schema import Recipe
 from compress.rounding.int8 import with_integer_layers
 from compress.rounding.latency import StateTimer, round_roughly
@@ -314,7 +316,10 @@ def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
         return export_encoder_decoder(wrapped, example_feeds(call, loaded.inputs), recipe.opset)
     if recipe.generates:
         return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
-    return export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
+    graph = export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
+    if any(isinstance(export, ExecutorchExport) for export in recipe.export):
+        check_lowers(graph)
+    return graph
 
 
 def round_as_planned(state: GraphState, schemes: Mapping[str, Scheme]) -> GraphState:

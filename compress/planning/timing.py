@@ -17,7 +17,7 @@ from compress.rounding.state import GraphState
 from compress.timing.clock import Clock
 from compress.timing.kept import Kept
 from runtime.backends import Feeds
-from runtime.bundle.engine import ENGINES
+from runtime.bundle.engine import COMPILED
 from runtime.measure.benchmark import choose_backend, graph_backend
 
 SWITCH = "COMPRESS_TIMING"
@@ -39,7 +39,7 @@ def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     name, elsewhere = choose_backend(recipe)
     if elsewhere is not None:
         return f"{recipe.target} does not run here"
-    return f"{name} runs engines, which are compiled at the end" if name in ENGINES else None
+    return f"{name} runs what is compiled for it at the end" if name in COMPILED else None
 
 
 def describe_call(recipe: Recipe) -> list[object]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from compress.blocks.device import explain_no_device
 from compress.data.chat import MESSAGES
 from compress.engine.compile import list_capabilities, why_not_here
-from compress.engine.orders import engine_exports, find_needed_ranges, profile_problems, ranges_of
+from compress.engine.orders import BATCH, SEQUENCE, engine_exports, find_needed_ranges, profile_problems, ranges_of
+from compress.export.executorch import OTHER_WAY, is_missing
 from compress.export.openvino import missing_packages, reads_texts
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
 from compress.formats.targets import FIRST_CAPABILITY, TARGETS
+from compress.graph.operators import OPERATORS
 from compress.models.onnx_facts import INTEGER_PRODUCTS, PRODUCTS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
@@ -21,10 +23,18 @@ from compress.planning.judging import explain_not_run, is_scored_by_torch
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
 from compress.planning.timing import explain_untimed
-from compress.recipe.exports import CheckpointExport, Engine, GgufExport, GraphExport, OnnxExport, OpenVinoExport
+from compress.recipe.exports import (
+    CheckpointExport,
+    Engine,
+    ExecutorchExport,
+    GgufExport,
+    GraphExport,
+    OnnxExport,
+    OpenVinoExport,
+)
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
-from runtime.bundle.engine import EngineOrder
+from runtime.bundle.engine import EngineOrder, free_dimensions
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import UsageError
@@ -62,6 +72,7 @@ def collect_problems(inputs: Inputs, expected: Forecast, root: Path) -> list[str
         *judging_problems(recipe, inputs.facts),
         *engine_problems(inputs),
         *openvino_problems(inputs),
+        *executorch_problems(inputs),
         *limit_problems(recipe, expected, root),
         *device_problems(recipe),
     ]
@@ -383,6 +394,27 @@ def openvino_problems(inputs: Inputs) -> list[str]:
         f"{' '.join(missing)}; or use {{kind: onnx, target: openvino}}"
         for index, export in enumerate(inputs.recipe.export)
         if isinstance(export, OpenVinoExport) and missing
+    ]
+
+
+def executorch_problems(inputs: Inputs) -> list[str]:
+    """Report what keeps a model from ExecuTorch's .pte: the package, operators, states, sizes that have no bounds."""
+    facts, problems = inputs.facts, list[str]()
+    if is_missing():
+        problems.append(f"needs the package executorch, which is not installed: pip install executorch; or {OTHER_WAY}")
+    unknown = [kind for kind in facts.operators if facts.source == "onnx" and kind not in OPERATORS]
+    if unknown:
+        problems.append(f"the file has operators that have no form in torch here: {', '.join(unknown)}; {OTHER_WAY}")
+    if facts.states:
+        problems.append(f"the model hands states from call to call, which a .pte is not written with; {OTHER_WAY}")
+    unbound = [name for name in free_dimensions(facts.inputs) if name not in (BATCH, SEQUENCE)]
+    if unbound:
+        problems.append(f"the inputs have free sizes ({', '.join(unbound)}), and a .pte is for known ones; fix them")
+    return [
+        f"export.{index}: executorch: {problem}"
+        for index, export in enumerate(inputs.recipe.export)
+        if isinstance(export, ExecutorchExport)
+        for problem in problems
     ]
 
 

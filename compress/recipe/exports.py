@@ -130,6 +130,16 @@ class OrtExport(GraphExport):
     kind: Literal["ort"] = "ort"
 
 
+class ExecutorchExport(GraphExport):
+    """ExecuTorch's .pte for XNNPACK: of the result, and of the float model that it is judged against there.
+
+    The ONNX graph that they are made from is in the bundle, too.
+    """
+
+    kind: Literal["executorch"] = "executorch"
+
+
 Engine = TensorrtExport | TensorrtRtxExport
-Export = OnnxExport | CheckpointExport | GgufExport | TensorrtExport | TensorrtRtxExport | OpenVinoExport | OrtExport
+GraphFile = OnnxExport | TensorrtExport | TensorrtRtxExport | OpenVinoExport | OrtExport | ExecutorchExport
+Export = GraphFile | CheckpointExport | GgufExport
 """All of them; `kind` tells them apart."""

@@ -120,13 +120,13 @@ def _write_static(model: ir.Model, layers: list[GraphLayer], state: GraphState, 
     for value, source, uses in find_rounded_tensors(model, layers, state, variant):
         scale, zero_point = state.ranges[source].parameters(variant, state.in_float8)
         scales |= {node: scale for node, index in uses if index == 0}
-        _insert_pair(model, value, uses, scale, zero_point)
+        insert_pair(model, value, uses, scale, zero_point)
     for layer in layers:
         weight = state.weights[layer.name]
         whole = integer_bias(layer, variant) and not state.in_float8
         input_scale = scales.get(layer.node) if whole else None
         if input_scale is not None:
-            weight = fit_scales_to_bias(weight, _get_bias(layer, state), input_scale)
+            weight = fit_scales_to_bias(weight, get_bias(layer, state), input_scale)
         _write_weight(model, layer, weight)
         _write_bias(model, layer, state, None if input_scale is None else input_scale * weight.scales[:, 0])
 
@@ -155,7 +155,7 @@ def integer_bias(layer: GraphLayer, variant: Variant) -> bool:
     return variant == "u8s8" and layer.bias is not None and layer.bias_add is None
 
 
-def _insert_pair(
+def insert_pair(
     model: ir.Model, value: ir.Value, uses: list[tuple[ir.Node, int]], scale: np.ndarray, zero_point: np.ndarray
 ) -> None:
     """Insert value -> QuantizeLinear -> DequantizeLinear -> the given uses."""
@@ -365,7 +365,7 @@ def fit_scales_to_bias(weight: QuantizedWeight, bias: np.ndarray, input_scale: n
     return replace(weight, values=values, scales=(weight.scales * growth[:, None]).astype(np.float32))
 
 
-def _get_bias(layer: GraphLayer, state: GraphState) -> np.ndarray:
+def get_bias(layer: GraphLayer, state: GraphState) -> np.ndarray:
     """Return the bias [out] of a layer that has one: the corrected one, else its own."""
     bias: np.ndarray = state.biases.get(layer.name, constant(layer.bias)).astype(np.float32)
     return bias
@@ -375,7 +375,7 @@ def _write_bias(model: ir.Model, layer: GraphLayer, state: GraphState, scales: n
     """Write a bias: int32 with `scales` [out], input scale x weight scale, where integer kernels add it; else float."""
     if layer.bias is None:
         return
-    bias = _get_bias(layer, state)
+    bias = get_bias(layer, state)
     if scales is None:
         value = initializer(model, f"{layer.name}/bias", bias)
     else:

@@ -178,7 +178,7 @@ class TorchTask:
     """Finds the first sample whose columns do not go together: its number among them, and why."""
     make_targets: Callable[[Columns, Preprocessor], np.ndarray | None] = lambda columns, _: columns.get("label")
     """Makes of a training set's columns the labels that outputs are compared with, [n, ...]."""
-    files: tuple[str, ...] = ("onnx", "openvino", "ort", "tensorrt", "tensorrt-rtx", "checkpoint")
+    files: tuple[str, ...] = ("onnx", "openvino", "ort", "executorch", "tensorrt", "tensorrt-rtx", "checkpoint")
     """The kinds of `export` that hold such a model."""
     chats: bool = False
     """Whether a sample may be a conversation, which the model's chat template renders."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from runtime.backends import onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
+from runtime.backends import executorch, onnxruntime_cpu, onnxruntime_cuda, openvino, tensorrt
 from runtime.backends.base import (
     STATES,
     Backend,
@@ -49,6 +49,7 @@ _LISTED = (
     onnxruntime_cuda.BACKEND,
     tensorrt.TENSORRT,
     tensorrt.TENSORRT_RTX,
+    executorch.BACKEND,
 )
 BACKENDS: PluginTable[Backend] = PluginTable(
     BACKEND_GROUP, {backend.name: backend for backend in _LISTED}, partial(check_entry, kind=Backend)

@@ -19,6 +19,8 @@ Ranges = Mapping[str, Range]
 """Free dimension -> its range: {"batch": (1, 8, 64), "sequence": (1, 128, 128)}."""
 ENGINES = ("tensorrt", "tensorrt-rtx")
 """The runtimes that run engines, not graphs."""
+COMPILED = (*ENGINES, "executorch")
+"""Those, and the runtime of .pte files: they run no ONNX file."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,7 @@ FILES_OF = {
     "engine": single_file,
     "openvino": ir_files,
     "ort": single_file,
+    "pte": single_file,
 }
 """Kind of artifact -> the files that its size counts."""
 
@@ -495,8 +496,8 @@ def _artifact_problems(root: Path, manifest: Manifest, artifact: Artifact) -> li
         return [f"{artifact.path}: reads {', '.join(unlisted)}, which is not among the manifest's files"]
     size = sum(file.stat().st_size for file in files)
     if size != artifact.size_bytes:
-        whats = {"checkpoint": "in its tensors", "gguf": "in the file", "engine": "in the file", "ort": "in the file"}
-        what = (whats | {"openvino": "with its weights"}).get(artifact.kind, "with external data")
+        whats = {"checkpoint": "in its tensors", "openvino": "with its weights", "onnx": "with external data"}
+        what = whats.get(artifact.kind, "in the file")
         return [f"{artifact.path}: {size} bytes {what}, the manifest says {artifact.size_bytes}"]
     return []
 

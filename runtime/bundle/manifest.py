@@ -168,7 +168,7 @@ class Artifact:
     states: tuple[State, ...] = ()
     """What a call of the file hands on to the next: `inputs` and `outputs` are then of whole sequences, [1, time, ...],
     and name none of them."""
-    kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino", "ort"] = "onnx"
+    kind: Literal["onnx", "checkpoint", "gguf", "engine", "openvino", "ort", "pte"] = "onnx"
     """A checkpoint, and a GGUF file, is not run here: its quality was measured when it was built."""
     engine: EngineRecord | None = None
     """An engine's: what it was compiled with and for."""
@@ -522,13 +522,15 @@ class Manifest:
         return tuple(order for order in self.orders if order.name not in built)
 
     def candidate_for(self, backend: str) -> Artifact:
-        """Return the compressed model to run on `backend`: its engine, IR or flavour, else "candidate"."""
-        return self._pick_first(f"engine-{backend}", f"ir-{backend}", f"candidate-{backend}", "candidate")
+        """Return the compressed model to run on `backend`: its engine, IR, .pte or flavour, else "candidate"."""
+        return self._pick_first(
+            f"engine-{backend}", f"ir-{backend}", f"pte-{backend}", f"candidate-{backend}", "candidate"
+        )
 
     def graph_for(self, backend: str) -> Artifact:
         """Return the ONNX file that `candidate_for` is, or was made from."""
         chosen = self.candidate_for(backend)
-        if chosen.kind == "openvino":
+        if chosen.kind in ("openvino", "pte"):
             return self._pick_first(f"candidate-{backend}", "candidate")
         graphs = {order.name: order.graph for order in self.orders}
         return self.artifact(graphs.get(chosen.name, chosen.name))

@@ -17,7 +17,7 @@ CPU_FLAGS = (
     *("asimddp", "i8mm", "bf16", "sve"),
 )
 """Instruction sets that decide which number format is fast: x86, then Arm."""
-PACKAGES = ("numpy", "onnxruntime", "openvino", "tokenizers", "pillow")
+PACKAGES = ("numpy", "onnxruntime", "openvino", "executorch", "tokenizers", "pillow")
 
 
 def count_cores() -> int:

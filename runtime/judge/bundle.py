@@ -13,7 +13,7 @@ import numpy as np
 from runtime.backends import find_backend
 from runtime.backends.base import Session
 from runtime.bundle.columns import Array, Columns
-from runtime.bundle.engine import ENGINES
+from runtime.bundle.engine import COMPILED
 from runtime.bundle.format import (
     Manifest,
     inside,
@@ -83,7 +83,7 @@ def judge_model(
     """Judge a candidate that is run and timed here, and return the report and what is known of each metric."""
     candidate = case.outputs or run_candidate(case, progress)
     evidence, failures = quality(case, candidate)
-    if case.backend in ENGINES:  # what a pass left is an ONNX file
+    if case.backend in COMPILED:  # what a pass left is an ONNX file
         passes = [replace(model, path=None) for model in passes]
     between = [Beside(model.path, case.backend, {}, model.cache) for model in passes if model.path is not None]
     ways = other_ways(case)

@@ -24,7 +24,7 @@ from runtime.backends import BACKENDS, Feeds, Session, find_backend, open_artifa
 from runtime.backends.base import Options
 from runtime.backends.tensorrt import engine_problems
 from runtime.bundle.columns import Array, Columns
-from runtime.bundle.engine import ENGINES
+from runtime.bundle.engine import COMPILED, ENGINES
 from runtime.bundle.files import name_file
 from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, Manifest, inside, read_samples
 from runtime.bundle.records import to_json
@@ -176,9 +176,9 @@ def choose_backend(judged: Judged, asked: str | None = None) -> tuple[str, str |
 
 
 def graph_backend(judged: Judged) -> str:
-    """Return what runs ONNX files on the way to a bundle: its target's backend, unless that runs engines alone."""
+    """Return what runs ONNX files on the way to a bundle: its target's backend, unless that runs compiled ones."""
     name, _ = choose_backend(judged)
-    return USUAL if name in ENGINES else name
+    return USUAL if name in COMPILED else name
 
 
 def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
@@ -193,13 +193,17 @@ def backend_of(manifest: Manifest, asked: str | None) -> tuple[str, str | None]:
 
 
 def engine_trouble(manifest: Manifest, backend: str) -> str | None:
-    """Return why the bundle's engines for a backend that works here cannot be run.
+    """Return why the bundle's engines, or .pte files, for a backend that works here cannot be run.
 
     None where they can, or it runs graphs.
     """
-    if backend not in ENGINES:
+    if backend not in COMPILED:
         return None
     for artifact in (manifest.candidate_for(backend), manifest.baseline_for(backend)):
+        if artifact.kind == "pte":
+            continue
+        if backend not in ENGINES:
+            return f"the {artifact.name} has not been written for it: add {{kind: {backend}}} to the recipe's export"
         if artifact.engine is None:
             return f"the {artifact.name} has not been compiled for it: compress compile BUNDLE"
         if problems := engine_problems(artifact.engine):
