@@ -11,12 +11,10 @@ what was right there before and is no longer. `--only` tries a family anew; `--q
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
+import multiprocessing
 import re
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +30,26 @@ from common import HERE, ROOT, Call, Measured, Row, at_least, at_most, run_scrip
 from language import load_causal, nats_per_token, write_tokenizer
 from torch import nn
 
+from compress.blocks.experts import unstack_experts
 from compress.errors import CompressError
+from compress.execution.run import apply_recipe
+from compress.export import loading_back
+from compress.export.decoder import export_decoder
+from compress.export.onnx import finish, save_graph
+from compress.formats.targets import TARGETS
+from compress.graph.specs import cache_of
+from compress.models.fresh_reader import answer
+from compress.models.huggingface import load_trained
+from compress.models.source import locate
+from compress.planning.make_plan import make_plan
+from compress.recipe.load import load_recipe
+from compress.rounding.state import GraphState
+from runtime.backends import find_backend
+from runtime.decode.kv_cache import Decoder
 
 KEPT, PAGE = HERE / ".census", ROOT / "docs/reference/census.md"
 MARK = "<!-- made by make census -->\n"
-VOCABULARY, WIDTH, HEADS, HEAD, LAYERS, WINDOW, POSITIONS = 256, 64, 4, 16, 4, 16, 256
+VOCABULARY, WIDTH, HEADS, HEAD, LAYERS, WINDOW, POSITIONS = 256, 64, 4, 16, 2, 16, 256
 N_TEXTS, TOKENS, GREEDY = 8, 40, 16
 """Texts to calibrate and to judge; the longest of them is longer than a window."""
 PROMPTS = (9, 5, 21)
@@ -84,17 +97,18 @@ NEEDED = r"token_id$|^head_dim$|key_value_heads$|experts$|per_tok$|^n_group$|top
 """What code takes for a number though its default is none."""
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
-    {"layer_types": ["conv", "full_attention"] * 2},
-    {"layer_types": ["linear_attention", "full_attention"] * 2},
-    {"layer_types": ["mamba", "attention"] * 2},
-    {"attn_layer_indices": [1, 3]},
+    {"layer_types": ["conv", "full_attention"]},
+    {"layer_types": ["linear_attention", "full_attention"]},
+    {"layer_types": ["mamba", "attention"]},
+    {"attn_layer_indices": [1]},
     {"num_hidden_layers": 8},
     {"num_heads": 8},
-    {"attention_types": [[["global", "local"], 2]]},
+    {"attention_types": [[["global", "local"], 1]]},
     {"num_experts_per_tok": 1},
     {"is_decoder": True},
 )
 """What a configuration gets besides, tried in turn until the model is built and runs."""
+PARTS = ("graph", "checkpoint")
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
 
 
@@ -114,7 +128,7 @@ def measure(call: Call) -> Measured:
     if not call.only and not call.quick:
         write_page(rows)
     built = [row for row in rows if row["graph"] != "not built"]
-    broken = [row for row in built for part in ("graph", "checkpoint") if row[part].startswith((WRONG, FAILED))]
+    broken = [row for row in built for part in PARTS if row[part].startswith((WRONG, FAILED))]
     return [
         at_least("families built", len(built), 1 if call.only else 150),
         at_most("graphs and checkpoints that the plan takes and that fail, or are wrong", len(broken), 0),
@@ -131,26 +145,32 @@ def list_families() -> dict[str, type]:
 
 
 def try_in_process(kind: str, quick: bool) -> Row:
-    """Return what becomes of a family, in a process that ends after SECONDS."""
+    """Return what becomes of a family, in a process that ends after SECONDS: a fork, for imports take as long."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compress-census-") as name:
-        command = [sys.executable, __file__, "--family", kind, name, *(["--quick"] if quick else [])]
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-            said = done.stderr.strip().splitlines() or [""]
-            why = f"exit code {done.returncode}: {said[-1]}"
-        except subprocess.TimeoutExpired:
-            why = f"more than {SECONDS} s"
+        child = multiprocessing.get_context("fork").Process(target=try_family, args=(kind, Path(name), quick))
+        child.start()
+        child.join(SECONDS)
+        why = f"more than {SECONDS} s" if child.is_alive() else f"exit code {child.exitcode}"
+        child.kill()
+        child.join()
         file = Path(name) / "row.json"
         row: Row = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"family": kind}
-    ended = f"{FAILED}: the process ended ({shorten(why)})"
-    unknown = {part: ended for part in ("graph", "checkpoint") if part not in row}
+    unknown = {part: f"{FAILED}: the process ended: {why}" for part in PARTS if part not in row}
     return {**row, **unknown, "seconds": round(time.monotonic() - started)}
+
+
+def ask_fork(work: Path, seconds: float) -> None:
+    """Load a checkpoint back as `loading_back.ask` does, in a fork."""
+    child = multiprocessing.get_context("fork").Process(target=answer, args=(work,))
+    child.start()
+    child.join(seconds)
 
 
 def try_family(kind: str, folder: Path, quick: bool) -> None:
     """Write row.json into `folder`, anew after each part."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    loading_back.ask = ask_fork
     row: Row = {"family": kind}
 
     def keep(**found: str) -> None:
@@ -167,15 +187,15 @@ def try_family(kind: str, folder: Path, quick: bool) -> None:
         keep(graph="not built", checkpoint="not built", why=shorten(repr(error)))
         return
     row["class"] = type(module).__name__
-    for part, target, judge in (("graph", "onnxruntime-cpu", try_graph), ("checkpoint", "transformers", try_checkpoint)):
+    for part, target, judge in (
+        ("graph", "onnxruntime-cpu", try_graph),
+        ("checkpoint", "transformers", try_checkpoint),
+    ):
         keep(**{part: try_part(folder, part, target, None if quick else judge)})
 
 
 def try_part(folder: Path, part: str, target: str, judge: Callable[[Path, Path], str] | None) -> str:
     """Return what becomes of one export: the plan's refusal, what went wrong, or what `judge` says of its result."""
-    from compress.planning.make_plan import make_plan
-    from compress.recipe.load import load_recipe
-
     recipe = write_recipe(folder, part, target)
     try:
         make_plan(load_recipe(recipe), folder / "cache", timed=False)
@@ -194,18 +214,6 @@ def try_part(folder: Path, part: str, target: str, judge: Callable[[Path, Path],
 
 def try_graph(folder: Path, recipe: Path) -> str:
     """Compare greedy tokens of the float graph, in our runtime, in a batch with padding, with transformers' own."""
-    from compress.blocks.experts import unstack_experts
-    from compress.export.decoder import export_decoder
-    from compress.export.onnx import finish, save_graph
-    from compress.formats.targets import TARGETS
-    from compress.graph.specs import cache_of
-    from compress.models.huggingface import load_trained
-    from compress.models.source import locate
-    from compress.recipe.load import load_recipe
-    from compress.rounding.state import GraphState
-    from runtime.backends import find_backend
-    from runtime.decode.kv_cache import Decoder
-
     source = locate(load_recipe(recipe).model, folder)
     reference, module = (load_trained(source).wrapped for _ in range(2))
     unstack_experts(module)
@@ -231,9 +239,6 @@ def try_graph(folder: Path, recipe: Path) -> str:
 
 def try_checkpoint(folder: Path, recipe: Path) -> str:
     """Compare the report's nats with those that transformers gives of the folder."""
-    from compress.execution.run import apply_recipe
-    from compress.recipe.load import load_recipe
-
     apply_recipe(load_recipe(recipe), folder / "bundle", folder / "cache", quiet=True)
     report = json.loads((folder / "bundle/report.json").read_text(encoding="utf-8"))
     model = load_causal(next((folder / "bundle").rglob("config.json")).parent)
@@ -317,7 +322,9 @@ def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> A
         found["head_dim"] = found["qk_rope_head_dim"]
     for name in fields.keys() & {"layer_types", "layers_block_type"}:
         if isinstance(listed := getattr(default, name, None), Sequence):
-            found[name] = list(itertools.islice(itertools.cycle(dict.fromkeys(listed)), LAYERS))
+            kinds = list(dict.fromkeys(listed))
+            found[name] = kinds * (1 if len(kinds) > 1 and "num_kv_shared_layers" not in fields else 2)
+            found["num_hidden_layers"] = len(found[name])
     for name in getattr(kind, "sub_configs", {}):
         if dataclasses.is_dataclass(part := getattr(default, name, None)):
             found[name] = make_config(type(part))
@@ -326,7 +333,7 @@ def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> A
 
 def choose_size(name: str, default: object) -> int | None:
     """Return a small size for a configuration's number; None where it keeps its default."""
-    if isinstance(default, bool) or not (isinstance(default, int) or default is None and re.search(NEEDED, name)):
+    if isinstance(default, bool) or not (isinstance(default, int) or (default is None and re.search(NEEDED, name))):
         return None
     return next((size for pattern, size in SIZES if re.search(pattern, name)), None)
 
@@ -337,7 +344,7 @@ def shorten(text: str, most: int = 300) -> str:
 
 
 def is_worse(row: Row, before: Mapping[str, Sequence[str]]) -> bool:
-    return any(was == RIGHT != row[part] for was, part in zip(before[row["family"]], ("graph", "checkpoint"), strict=True))
+    return any(was == RIGHT != row[part] for was, part in zip(before[row["family"]], PARTS, strict=True))
 
 
 def read_page() -> dict[str, list[str]]:
@@ -352,7 +359,7 @@ def write_page(rows: Sequence[Row]) -> None:
     lines = [f"transformers {transformers.__version__}, {datetime.now(UTC):%Y-%m-%d}: {count(rows)}.", ""]
     lines += ["| family | class | ONNX graph | checkpoint | why |", "|---|---|---|---|---|"]
     for row in rows:
-        parts = [row[part].partition(": ") for part in ("graph", "checkpoint")]
+        parts = [row[part].partition(": ") for part in PARTS]
         whys = dict.fromkeys(why for _, _, why in parts if why)
         why = row.get("why") or "; ".join(whys)
         cells = (row["family"], row.get("class", ""), parts[0][0], parts[1][0], why.replace("|", "\\|"))
@@ -363,14 +370,11 @@ def write_page(rows: Sequence[Row]) -> None:
 
 def count(rows: Sequence[Row]) -> str:
     told = []
-    for part in ("graph", "checkpoint"):
+    for part in PARTS:
         words = [row[part].partition(":")[0] for row in rows]
         told.append(f"{part}s " + ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words))))
     return "; ".join(told)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--family"]:
-        try_family(sys.argv[2], Path(sys.argv[3]), "--quick" in sys.argv)
-    else:
-        raise SystemExit(run_script(__doc__, (), measure))
+    raise SystemExit(run_script(__doc__, (), measure))

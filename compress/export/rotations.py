@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Rotation:
-    """Complex numbers [...] as real and imaginary parts [..., 2], with what models do with those that turn their keys."""
+    """Complex numbers [...] as real and imaginary parts [..., 2], with what models do with those by which keys turn."""
 
     def __init__(self, pairs: Tensor) -> None:
         self.pairs = pairs
