@@ -89,7 +89,7 @@ def _collect_content(module: nn.Module, model: StreamedModel, export: Checkpoint
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     schemes = {layer: model.schemes[layer] for layer in modules if layer in set(model.quantized_layers())}
     names, single = file_names(module, tensors), (export.target or CHECKPOINT_TARGET) == "vllm"
-    stacks = {} if single and names.experts else _float_stacks(module, schemes)
+    stacks = {} if single and names.one_by_one else _float_stacks(module, schemes)
     content = Content(model, export, modules, tensors, schemes, names, float_types(model.folder, export.dtype), stacks)
     if problems := list(_find_problems(content)):
         raise ExportError(problems)
@@ -281,7 +281,7 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
         notes.append(Note("warning" if change > WORST_SCALE_CHANGE else "info", text))
     if content.stacks:
         notes.append(Note("info", "experts that stay float are stored in stacks, as transformers keeps them"))
-    if any(".experts." in layer for layer in content.schemes) and not content.names.experts:
+    if any(".experts." in layer for layer in content.schemes) and not content.names.one_by_one:
         kind = content.model.architecture or "this model"
         text = (
             f"transformers reads {kind}'s experts in stacks and would leave quantized ones out; other engines read them"

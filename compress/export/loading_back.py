@@ -152,7 +152,7 @@ def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, 
         return "compress", f"transformers needs gptqmodel, and a GPU, for the {export.format.upper()} format"
     schemes = {layer: model.schemes[layer] for layer in model.quantized_layers()}
     module = model.build()
-    stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).experts
+    stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).one_by_one
     one_by_one = "transformers reads experts in stacks, and these lie one by one"
     lacks = one_by_one if stacked else _ask_transformers(module, schemes)
     return ("compress", lacks) if lacks else ("transformers", "")

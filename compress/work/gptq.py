@@ -62,7 +62,7 @@ def apply_gptq(
 
 
 def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
-    taken, kept = config.graph_layers(state)
+    taken, kept = config.graph_layers(state, context.target)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
     groups = input_groups([layer for layer in find_layers(working) if layer.name in facts])
