@@ -46,6 +46,7 @@ from compress.recipe.load import load_recipe
 from compress.rounding.state import GraphState
 from runtime.backends import find_backend
 from runtime.decode.kv_cache import Decoder
+from runtime.errors import RuntimeFailure
 
 KEPT, PAGE = HERE / ".census", ROOT / "docs/reference/census.md"
 MARK = "<!-- made by make census -->\n"
@@ -70,6 +71,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"chunk_size_feed", 0),
     (r"(^|_)chunk_size$", 8),
     (r"index_topk", 8),
+    (r"index(er)?_n_heads", 16),
     (r"^n_group$|topk_group|^num_expert_group|n_limited_groups", 1),
     (r"top_?k$|per_tok$|experts_top|moe_k$|num_selected", 2),
     (r"n(um)?_shared_experts?$|shared_experts?_num|predict_layers|n_predict", 1),
@@ -199,7 +201,7 @@ def try_part(folder: Path, part: str, target: str, judge: Callable[[Path, Path],
     recipe = write_recipe(folder, part, target)
     try:
         make_plan(load_recipe(recipe), folder / "cache", timed=False)
-    except CompressError as error:
+    except (CompressError, RuntimeFailure) as error:
         said = shorten("; ".join(error.problems)).replace(f"{folder}/", "")
         return f"{REFUSED if error.exit_code == 2 else FAILED}: {said}"
     except Exception as error:  # noqa: BLE001  (a finding)
