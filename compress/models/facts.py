@@ -412,7 +412,7 @@ def describe_unread(unread: Mapping[str, int]) -> str:
     more = f" and {len(named) - MOST_NAMED} groups more" if len(named) > MOST_NAMED else ""
     return (
         f"left out: the source's files hold tensors that are no part of this model ({some}{more}; "
-        f"{size_text(sum(unread.values()))}); no file gets them, and no size counts them"
+        f"{size_text(sum(unread.values()))}); a checkpoint of the same sizes keeps them as they are, no other file does"
     )
 
 
