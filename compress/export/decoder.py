@@ -333,7 +333,8 @@ class _Watch(TorchDispatchMode):
         if read & self.given:
             self.given |= made
         if func.overloadpacket in LOOK_UPS:
-            self.ignores_padding |= bool(read & self.counted) and not read & self.given
+            rows = {id(leaf) for leaf in args[1:]}
+            self.ignores_padding |= bool(rows & self.counted) and not rows & self.given
         return out
 
 
