@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.PHONY: setup demo quick test fuzz shelf check docs gpu-check format schema clean
+.PHONY: setup demo quick test fuzz shelf census check docs gpu-check format schema clean
 
 setup: $(ALL)
 
@@ -42,6 +42,11 @@ fuzz: setup
 # Small models of what people deploy, through the whole build, and the table of docs/reference/shelf.md: half an hour.
 shelf: setup
 	SHELF=1 $(PYTEST) tests/shelf
+
+# Every causal family of the installed transformers, tiny, and the table of docs/reference/census.md: one or two hours; it
+# goes on from where it was stopped.
+census: setup
+	OMP_NUM_THREADS=1 COMPRESS_TIMING=off $(BIN)/python benchmarks/census.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ SCRIPTS = (
     "gate_confidence",
     "comparison_noise",
     "forecasts",
+    "census",
 )
 
 

@@ -68,6 +68,7 @@ class Part:
     device: torch.device = CPU
     together: bool = True
     tables: Tables = field(default_factory=Tables)
+    experts: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass
@@ -101,6 +102,11 @@ class BlockWork:
     @property
     def input_groups(self) -> tuple[InputGroup, ...]:
         return self.part.input_groups
+
+    @property
+    def experts(self) -> tuple[tuple[str, ...], ...]:
+        """Return the layers of each expert of the block's mixtures."""
+        return self.part.experts
 
     @property
     def tables(self) -> Tables:

@@ -88,7 +88,7 @@ def norm_weight_offset(module: nn.Module) -> float | None:
         try:
             with torch.no_grad():
                 before, after = (torch.func.functional_call(module, s, (x,)) for s in (state, changed))
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError, AttributeError):  # one that a gate comes into
             return None
         if not isinstance(before, Tensor) or before.shape != x.shape:
             return None

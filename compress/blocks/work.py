@@ -74,6 +74,7 @@ class Work:
         self.module = self._build_module()
         parts = {plain(path): part for path, part in self.module.named_modules()}
         self.names = [block.name for block in model.structure.blocks]
+        self.experts = {block.name: block.experts for block in model.structure.blocks}
         self.whole = self.names == [""]
         self.blocks = [] if self.whole else [parts[name] for name in self.names]
         self._place_lookups(self.module)
@@ -284,6 +285,7 @@ class Work:
             device=self.device,
             together=self.together,
             tables=self.tables,
+            experts=self.experts.get(entry.name, ()),
         )
 
     def _fill_module(self, module: nn.Module, name: str, read: Read) -> None:

@@ -17,6 +17,7 @@ from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.sharing import main_process, wait
 from compress.blocks.stream import rss_mib
+from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError, PlanError
@@ -42,6 +43,7 @@ from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.models.facts import describe_unread
+from compress.models.weights import safetensors_shapes
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
 from compress.planning.inputs import (
@@ -354,7 +356,7 @@ def _collect_contents(
 ) -> Contents:
     """Return what the bundle is made of; `with_float`: the float graph, too."""
     plan, recipe, inputs, evaluation = run.plan, run.plan.recipe, run.plan.inputs, run.sets["evaluation"]
-    portable = make_portable(recipe)
+    portable, surplus = make_portable(recipe), _find_surplus(plan, passed.streamed)
     return Contents(
         recipe=recipe,
         recipe_yaml=recipe_to_yaml(recipe, portable),
@@ -373,19 +375,31 @@ def _collect_contents(
         generation=generation_of(inputs),
         cache=run.cache.root,
         module=build_kept(run, passed),
-        load_back=_prepare_load_back(run) if passed.streamed is not None else None,
+        load_back=_prepare_load_back(run, surplus) if passed.streamed is not None else None,
         detections=inputs.facts.detections,
-        source_bytes=None if exported and with_float else _source_bytes(plan),
+        source_bytes=None if exported and with_float else _source_bytes(plan, surplus),
     )
 
 
-def _prepare_load_back(run: RunContext) -> LoadBack:
+def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:
+    """Return the source's tensors that are no part of the model -> their files: checkpoints hold them, too.
+
+    None beside a model that passes have made smaller, to which they do not fit any more.
+    """
+    unread = plan.before.unread
+    if model is None or model.shapes or not unread or not any(e.kind == "checkpoint" for e in plan.recipe.export):
+        return {}
+    held = {name: path for path in plan.inputs.source.weights for name in safetensors_shapes(path)}
+    return {name: held[name] for name in unread}
+
+
+def _prepare_load_back(run: RunContext, surplus: Mapping[str, Path]) -> LoadBack:
     """Return what the checkpoints are loaded back with: a few samples of the evaluation set."""
     plan, recipe = run.plan, run.plan.recipe
     batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
     allowed = allowed_bytes(recipe, held=int(2 * rss_mib() * 2**20))  # this process, and another's libraries
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
-    return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log)
+    return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log, surplus)
 
 
 def _run_bundle(
@@ -414,8 +428,10 @@ def _collect_graphs(plan: Plan, exported: FloatModel | None, passed: Passed, wit
     return Graphs(exported.state.model, passed.state, *ends, with_float, plan.before.states)
 
 
-def _source_bytes(plan: Plan) -> int:
-    return sum(path.stat().st_size for path in plan.inputs.source.weights) - sum(plan.before.unread.values())
+def _source_bytes(plan: Plan, kept: Mapping[str, Path]) -> int:
+    """Return the bytes of the source's weights, those that no part of the result holds left out."""
+    lost = sum(size for name, size in plan.before.unread.items() if name not in kept)
+    return sum(path.stat().st_size for path in plan.inputs.source.weights) - lost
 
 
 def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -345,7 +345,8 @@ def _write_checkpoint(
     model = contents.streamed
     assert model is not None
     trusted = contents.recipe.model.trust_remote_code
-    notes = write_checkpoint(folder, model, export, contents.recipe_yaml, with_code=trusted)
+    surplus = contents.load_back.surplus if contents.load_back is not None else {}
+    notes = write_checkpoint(folder, model, export, contents.recipe_yaml, trusted, surplus)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder)
         notes += write_first_token(folder, contents.preprocess)

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts, restack
@@ -21,7 +23,7 @@ from compress.errors import ExportError
 from compress.export import awq_format, compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json
 from compress.export.checkpoint_rules import format_names, layer_problem
-from compress.export.shards import Entry, ShardUnit, write_shards
+from compress.export.shards import TYPES, Entry, ShardUnit, write_shards
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
@@ -43,7 +45,10 @@ WITH_ZEROS = {"gptq": gptq_format, "awq": awq_format}
 
 @dataclass(frozen=True)
 class Content:
-    """What is to be written. `own`: the module's parameters and stored buffers; all names are the module's."""
+    """What is to be written. `own`: the module's parameters and stored buffers; all names are the module's.
+
+    `surplus`: tensors of the source that are no part of the module, by the files' names -> the file.
+    """
 
     model: StreamedModel
     export: CheckpointExport
@@ -53,22 +58,28 @@ class Content:
     names: FileNames
     types: FloatTypes
     stacks: Mapping[str, ExpertPart]
+    surplus: Mapping[str, Path]
     scale_changes: dict[str, float] = field(default_factory=dict)
     """Layer -> the largest relative change of a scale in the type it is stored in, once the layer is written."""
 
 
 def write_checkpoint(
-    folder: Path, model: StreamedModel, export: CheckpointExport, recipe_yaml: str, with_code: bool = False
+    folder: Path,
+    model: StreamedModel,
+    export: CheckpointExport,
+    recipe_yaml: str,
+    with_code: bool = False,
+    surplus: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[Note]:
     """Write everything that an engine loads into `folder`, and return notes on it.
 
     Peak memory is one layer's weights, whatever the size of the model. Quantized layers are stored exactly but for
-    scales, which take the type that the format has for them. `with_code`: the model's own *.py come along. Raises
-    ExportError: a layer that the format cannot hold, a tensor that is missing or damaged, a value that a smaller type
-    cannot hold; SourceError: a source file that cannot be read.
+    scales, which take the type that the format has for them. `with_code`: the model's own *.py come along. `surplus`:
+    see `Content`; these are copied byte for byte. Raises ExportError: a layer that the format cannot hold, a tensor
+    that is missing or damaged, a value that a smaller type cannot hold; SourceError: a source file that cannot be read.
     """
     module = model.build()
-    content = _collect_content(module, model, export)
+    content = _collect_content(module, model, export, surplus)
     folder.mkdir(parents=True, exist_ok=True)
     files = write_shards(folder, list(_make_units(content)), SHARD_BYTES)
     quantization = _make_quantization_config(content)
@@ -84,13 +95,16 @@ def write_checkpoint(
     return _make_notes(content, files, untied, recorded)
 
 
-def _collect_content(module: nn.Module, model: StreamedModel, export: CheckpointExport) -> Content:
+def _collect_content(
+    module: nn.Module, model: StreamedModel, export: CheckpointExport, surplus: Mapping[str, Path]
+) -> Content:
     modules = {plain(name): part for name, part in module.named_modules()}
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     schemes = {layer: model.schemes[layer] for layer in modules if layer in set(model.quantized_layers())}
     names, single = file_names(module, tensors), (export.target or CHECKPOINT_TARGET) == "vllm"
-    stacks = {} if single and names.experts else _float_stacks(module, schemes)
-    content = Content(model, export, modules, tensors, schemes, names, float_types(model.folder, export.dtype), stacks)
+    stacks = {} if single and names.one_by_one else _float_stacks(module, schemes)
+    types = float_types(model.folder, export.dtype)
+    content = Content(model, export, modules, tensors, schemes, names, types, stacks, surplus)
     if problems := list(_find_problems(content)):
         raise ExportError(problems)
     return content
@@ -138,6 +152,19 @@ def _make_units(content: Content) -> Iterator[ShardUnit]:
             yield _make_float_unit(content, name)
     for attention, scales in content.model.kv_scales.items():
         yield _make_scale_unit(content.names.layer(attention), scales)
+    yield from (_make_copied_unit(name, path) for name, path in content.surplus.items())
+
+
+def _make_copied_unit(name: str, path: Path) -> ShardUnit:
+    with safe_open(path, framework="pt") as file:
+        held = file.get_slice(name)
+        entry = Entry(name, TYPES[held.get_dtype()], tuple(held.get_shape()))
+
+    def make() -> dict[str, Tensor]:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name)}
+
+    return ShardUnit((entry,), make)
 
 
 def _make_float_unit(content: Content, name: str) -> ShardUnit:
@@ -237,6 +264,7 @@ def _make_quantization_config(content: Content) -> dict | None:
     floating = [n for n, p in content.modules.items() if n not in content.schemes and _is_targetable(p, targeted)]
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
+    ignore += [name.removesuffix(".weight") for name in content.surplus if name.endswith(".weight")]
     if (form := WITH_ZEROS.get(content.export.format)) is not None:
         return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
@@ -281,7 +309,7 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
         notes.append(Note("warning" if change > WORST_SCALE_CHANGE else "info", text))
     if content.stacks:
         notes.append(Note("info", "experts that stay float are stored in stacks, as transformers keeps them"))
-    if any(".experts." in layer for layer in content.schemes) and not content.names.experts:
+    if any(".experts." in layer for layer in content.schemes) and not content.names.one_by_one:
         kind = content.model.architecture or "this model"
         text = (
             f"transformers reads {kind}'s experts in stacks and would leave quantized ones out; other engines read them"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from compress.facts import LayerFacts, ModelFacts, Note, Structure
 from compress.formats.schemes import KvScheme, Scheme
+from compress.formats.targets import TARGETS
 from compress.passes.kv_cache import attentions
 from compress.recipe.exports import CheckpointExport
 
@@ -42,6 +43,9 @@ def checkpoint_problems(
         problems += [problem] if problem else []
     problems += find_tied_problems(facts, schemes)
     problems += _find_expert_problems([layer.name for layer in facts.layers], schemes)
+    if TARGETS[target].stacks_experts and (stacked := next((n for n in schemes if layers[n].stacked), "")):
+        said = f"{target} reads this model's experts in one tensor, which no format in few bits has"
+        problems.append(f"{stacked}: {said}; ignore ['re:.*[.]experts[.]'], or set the export's target: vllm")
     if export.format in ("gptq", "awq"):
         problems += _find_single_scheme_problems(export.format.upper(), schemes, kv_cache)
     if export.format == "awq":
@@ -76,7 +80,7 @@ def checkpoint_notes(
     if dense:
         bits = ", ".join(map(str, dense))
         notes.append(Note("info", f"weights of {bits} bits are read by compressed-tensors 0.18 and later"))
-    if any(".experts." in name for name in schemes):
+    if any(".experts." in layer.name and not layer.stacked for layer in facts.layers if layer.name in schemes):
         text = "experts are stored one by one, as vLLM reads them; transformers dequantizes and stacks them as it loads"
         notes.append(Note("info", text))
     looked_up = _find_embeddings(facts.layers, schemes)

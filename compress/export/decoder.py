@@ -22,6 +22,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from compress.blocks.untouched import leave_untouched
 from compress.errors import ExportError, NotExportable
@@ -46,6 +47,7 @@ READ = 1
 SHORT, LONG = (3, 7), (640, 1280)
 """Tokens of calls of which the second takes more operators where code walks over a text, by tokens or by chunks."""
 WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
+LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten.index_select)
 FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError)
 """What a model's own code raises on a cache, or on lengths, that it does not take."""
 
@@ -298,23 +300,42 @@ def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
     mask = ids.new_ones(len(ids), READ + length)
     positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
     past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
-    with _Counter() as counter:
+    with _Watch((ids, mask, positions)) as watch:
         _, cache = wrapper.call(ids, mask, positions, past)
-    return cache, counter.count
+    if watch.ignores_padding:
+        raise _refuse(wrapper.wrapped, "it counts positions without the mask: beside padding a text would be another")
+    return cache, watch.count
 
 
 def _find_device(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
-class _Counter(TorchDispatchMode):
-    """Count the operators that run while it is open."""
+class _Watch(TorchDispatchMode):
+    """Count the operators that run while it is open, and see whether a table is read by numbers that count alone."""
 
-    count = 0
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.count, self.ignores_padding = 0, False
+        self.counted: set[int] = set()
+        self.given = set(map(id, given))
+        self.alive: list[Any] = [given]
+        """Another tensor may be where one was that is no more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        self.alive.append(out)
+        made = {id(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        read = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if func.overloadpacket == torch.ops.aten.arange or read & self.counted:
+            self.counted |= made
+        if read & self.given:
+            self.given |= made
+        if func.overloadpacket in LOOK_UPS:
+            rows = {id(leaf) for leaf in args[1:]}
+            self.ignores_padding |= bool(rows & self.counted) and not rows & self.given
+        return out
 
 
 def _copy_cache(cache: DynamicCache) -> DynamicCache:

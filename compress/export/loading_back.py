@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
@@ -83,13 +83,15 @@ Outputs = Mapping[str, np.ndarray]
 class LoadBack:
     """What checkpoints are loaded back with. `feeds`: encoded samples, by the model's input.
 
-    `memory_bytes`: what a process may take; `log`: one line for the run's log.
+    `memory_bytes`: what a process may take; `log`: one line for the run's log; `surplus`: what checkpoints hold that is
+    no part of the model, as of `write_checkpoint`.
     """
 
     source: Source
     feeds: Sequence[Mapping[str, np.ndarray]]
     memory_bytes: int
     log: Callable[[str], None]
+    surplus: Mapping[str, Path] = field(default_factory=dict)
 
 
 def choose_samples(batches: Sequence[Mapping[str, np.ndarray]], texts: bool) -> list[dict[str, np.ndarray]]:
@@ -124,7 +126,8 @@ def check_loads_back(
         spec, root = how.source.spec.model_dump_json(), str(how.source.root.resolve())
         rounds = whole and reader == "transformers" and _rounds_as_it_runs(model)
         threads = torch.get_num_threads()
-        job = LoadRequest(str(folder.resolve()), spec, root, reader, whole, rounds, len(given), threads)
+        surplus = tuple(how.surplus)
+        job = LoadRequest(str(folder.resolve()), spec, root, reader, whole, rounds, len(given), threads, surplus)
         (work / JOB).write_text(json.dumps(asdict(job)), encoding="utf-8")
         ask(work, BASE_SECONDS + SECONDS_A_GIB * n_bytes / 2**30)
         answer = LoadReply(**json.loads((work / ANSWER).read_text(encoding="utf-8")))
@@ -152,7 +155,7 @@ def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, 
         return "compress", f"transformers needs gptqmodel, and a GPU, for the {export.format.upper()} format"
     schemes = {layer: model.schemes[layer] for layer in model.quantized_layers()}
     module = model.build()
-    stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).experts
+    stacked = any(".experts." in layer for layer in schemes) and not file_names(module, module.state_dict()).one_by_one
     one_by_one = "transformers reads experts in stacks, and these lie one by one"
     lacks = one_by_one if stacked else _ask_transformers(module, schemes)
     return ("compress", lacks) if lacks else ("transformers", "")

@@ -8,8 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from compress.blocks.experts import Experts
+from compress.blocks.materialise import plain
+
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter of all experts -> the layers of each that it holds, in their order."""
+SPLIT_NAMES = {"input_linear": ("w1", "w3"), "output_linear": ("w2",)}
+"""A stack as files call it -> what vLLM, which takes it apart, calls these layers."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class FileNames:
     converters: tuple[Any, ...] = ()
     prefix: str = ""
     experts: Mapping[str, str] = field(default_factory=dict)
+    one_by_one: bool = False
+    """Whether files hold each expert's layers by themselves, and not in stacks."""
     own: dict[str, bool] = field(default_factory=dict)
 
     def layer(self, name: str) -> str:
@@ -81,9 +88,30 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
         forward=tuple(change for change in loaded if isinstance(change, WeightRenaming)),
         converters=tuple(change for change in loaded if isinstance(change, WeightConverter)),
         prefix=wrapped.base_model_prefix,
-        experts=_find_expert_leaves(saved),
+        experts=_find_expert_leaves(saved) or _find_split_leaves(saved),
+        one_by_one=bool(_find_expert_leaves(saved)),
         own=dict.fromkeys(own, True),
     )
+
+
+def find_stacks(module: nn.Module) -> tuple[str, ...]:
+    """Return the mixtures, made into layers, whose experts files of transformers hold in one tensor for all."""
+    names = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
+    return () if not names or file_names(module, ()).one_by_one else tuple(names)
+
+
+def _find_split_leaves(conversions: Iterable[Any]) -> dict[str, str]:
+    """Return gate_proj -> w1, ... where files hold stacks under names of SPLIT_NAMES."""
+    from transformers.core_model_loading import WeightRenaming
+
+    leaves: dict[str, str] = {}
+    for change in conversions:
+        if isinstance(change, WeightRenaming):
+            stacked = change._original_target_patterns[0].rpartition(".")[2]
+            for name, split in SPLIT_NAMES.items():
+                if name in change._original_source_patterns[0]:
+                    leaves |= dict(zip(PROJECTIONS.get(stacked, ()), split, strict=False))
+    return leaves
 
 
 def _find_expert_leaves(conversions: Iterable[Any]) -> dict[str, str]:

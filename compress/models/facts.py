@@ -24,6 +24,7 @@ from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, Sampl
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
+from compress.models.checkpoint_names import find_stacks
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import OpenedModel, open_on_meta
 from compress.models.onnx_facts import onnx_facts
@@ -83,6 +84,7 @@ def model_facts(
     check_feeds(source.spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
     traced, more, structure = _look_at(source, module, feeds)
+    structure = replace(structure, stacks=find_stacks(module))
     layers = assign_roles(_describe_layers(module, traced), structure)
     other_bytes = count_other_bytes(module, layers)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
@@ -284,9 +286,10 @@ def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes)
     """Return how a module that holds its values is built; `feeds`: by parameter of forward."""
     feeds = short_feeds(spec, feeds)
     try:
-        return find_structure(module, zeros(feeds, "cpu"))
+        structure = find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS:  # its forward looks at values
-        return find_structure(module, zeros(feeds, "cpu"), compute=True)
+        structure = find_structure(module, zeros(feeds, "cpu"), compute=True)
+    return replace(structure, stacks=find_stacks(module))
 
 
 def _trace_coupling(source: Source, module: nn.Module, feeds: SampleShapes) -> Coupling:
@@ -409,7 +412,7 @@ def describe_unread(unread: Mapping[str, int]) -> str:
     more = f" and {len(named) - MOST_NAMED} groups more" if len(named) > MOST_NAMED else ""
     return (
         f"left out: the source's files hold tensors that are no part of this model ({some}{more}; "
-        f"{size_text(sum(unread.values()))}); no file gets them, and no size counts them"
+        f"{size_text(sum(unread.values()))}); a checkpoint of the same sizes keeps them as they are, no other file does"
     )
 
 

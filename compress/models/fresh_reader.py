@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -43,6 +44,8 @@ class LoadRequest:
     rounds: bool
     samples: int
     threads: int
+    surplus: Sequence[str] = ()
+    """Tensors that the checkpoint holds and that are no part of the model, as it was loaded before."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def _load_checkpoint(job: LoadRequest) -> nn.Module:
         whole, on_meta = huggingface.load_trained, huggingface.build_on_meta
         return whole(source, alone=True) if job.whole else on_meta(source, alone=True)[0]
     placement = {} if job.whole else {"device_map": "meta"}
-    module, unused = huggingface.read_pretrained(source, **placement)
+    module, unused = huggingface.read_pretrained(source, job.surplus, **placement)
     if unused:
         raise SourceError(unused)  # it would be lost on whoever loads the checkpoint
     return module

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -253,8 +253,11 @@ def class_names(config: Any) -> tuple[str, ...]:
     return () if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
-def read_pretrained(source: Source, **placement: Any) -> tuple[nn.Module, list[str]]:
-    """Return the wrapped model as transformers reads it, and a note of tensors that it has no use for. SourceError."""
+def read_pretrained(source: Source, surplus: Collection[str] = (), **placement: Any) -> tuple[nn.Module, list[str]]:
+    """Return the wrapped model as transformers reads it, and a note of tensors that it has no use for. SourceError.
+
+    `surplus`: tensors, by the files' names, that the note does not name.
+    """
     auto, config, kwargs = _choose_class(source)
     for path in source.weights:
         if path.suffix == ".safetensors":
@@ -279,7 +282,7 @@ def read_pretrained(source: Source, **placement: Any) -> tuple[nn.Module, list[s
         raise SourceError(f"{source.name}: cannot be loaded as {auto.__name__}: {_shorten_reason(error)}") from error
     if has_small_floats(quantization_of(source.folder)) and not placement:
         _unpack_as_float32(model)
-    return _wrap_model(source.spec, model), _check_loaded(source, info)
+    return _wrap_model(source.spec, model), _check_loaded(source, info, surplus)
 
 
 def _unpack_as_float32(model: Any) -> None:
@@ -297,8 +300,10 @@ def _unpack_as_float32(model: Any) -> None:
     model.hf_quantizer.compressor.remove_decompression_hook(model)
 
 
-def _check_loaded(source: Source, info: dict[str, Any]) -> list[str]:
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+def _check_loaded(source: Source, info: dict[str, Any], surplus: Collection[str]) -> list[str]:
+    ends = {_last_words(name) for name in surplus}  # transformers gives some another beginning
+    missing = sorted(info["missing_keys"])
+    unexpected = sorted(name for name in info["unexpected_keys"] if _last_words(name) not in ends)
     problems = [f"{source.name}: the weights lack '{name}', which a {source.task} model needs" for name in missing]
     problems += [
         f"{source.name}: '{name}' is {list(have)} in the weights, {list(want)} in the model that config.json describes"
@@ -307,6 +312,10 @@ def _check_loaded(source: Source, info: dict[str, Any]) -> list[str]:
     if problems:
         raise SourceError(problems)
     return [f"{UNUSED} a {source.task} model does not use: {', '.join(unexpected)}"] if unexpected else []
+
+
+def _last_words(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-3:])
 
 
 def _find_auto_class(task: str, model_type: str) -> Any:

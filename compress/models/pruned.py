@@ -54,11 +54,14 @@ def fit_record(module: nn.Module, path: Path | None) -> None:
 def open_recorded_store(module: nn.Module, source: Source) -> WeightStore:
     """Return a store of the source's tensors for a module that has its sizes, quantized ones as floats.
 
-    SourceError: names or shapes that do not fit.
+    Stacked experts become layers, in place, where the files hold them one by one. SourceError: names or shapes that do
+    not fit.
     """
     try:
         return open_store(source.weights, module, quantization=quantization_of(source.folder))
     except NotAsNamed as error:
+        if unstack_experts(module):
+            return open_recorded_store(module, source)
         raise SourceError(f"{source.folder}: {error}; the files are of another model than config.json") from error
 
 

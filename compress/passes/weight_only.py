@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -62,6 +63,7 @@ MUCH = 0.25
 """Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %; of the
 weights to round, from which narrow layers are no exception but a group size that does not suit the model."""
 NARROW = "fewer inputs than a group, or a single output"
+STACKED = "its engine reads experts in one tensor, which no format in few bits has"
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -101,9 +103,9 @@ class WeightPass(WeightNumbers, Pass):
     """Exceptions for some of the layers; where several select a layer, later ones win key by key."""
     indivisible: Literal["keep_narrow", "refuse", "fit"] = "keep_narrow"
     """What becomes of a layer whose inputs `group_size` does not divide. keep_narrow: an error in the plan, but those
-    with fewer inputs than a group, and those with a single output, stay float; refuse: an error for these, too; fit:
-    the nearest group size that divides them and that the target takes, else one scale for each output channel, named in
-    the report."""
+    with fewer inputs than a group, and those with a single output, stay float; refuse: an error for these, too, and for
+    experts that the engine reads in one tensor alone, which stay float otherwise; fit: the nearest group size that
+    divides them and that the target takes, else one scale for each output channel, named in the report."""
 
     @model_validator(mode="after")
     def _check_mixed_bits(self) -> WeightPass:
@@ -139,12 +141,19 @@ class WeightPass(WeightNumbers, Pass):
         """Return whether the recipe asks for embeddings or the output layer in few bits."""
         return self.embeddings is not None or self.lm_head is not None
 
-    def choose_layers(self, layers: Sequence[LayerFacts]) -> tuple[list[LayerFacts], list[LayerDecision]]:
+    def choose_layers(
+        self, layers: Sequence[LayerFacts], target: Target
+    ) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers to round, and give a decision for each of the others."""
+
+        def unfit(layer: LayerFacts) -> str | None:
+            keeps = layer.stacked and target.stacks_experts and self.indivisible != "refuse"
+            return self.unfit(layer) or (STACKED if keeps else None)
+
         tables = [layer for layer in layers if self.table_scheme(layer)]
         others = [layer for layer in layers if not self.table_scheme(layer)]
         ignore = [pattern for pattern in self.ignore if pattern != "lm_head"]  # the default: the key goes before it
-        taken, kept = choose_layers(others, self.targets, self.ignore, self.unfit)
+        taken, kept = choose_layers(others, self.targets, self.ignore, unfit)
         more_taken, more_kept = choose_layers(tables, (), ignore, lambda layer: None)
         return _in_order(layers, [*taken, *more_taken]), [*kept, *more_kept]
 
@@ -231,7 +240,7 @@ class WeightPass(WeightNumbers, Pass):
 
     def _plan_layers(self, facts: ModelFacts, target: Target) -> PassPlan:
         """Return the plan with bits that are given for each layer."""
-        taken, kept = self.choose_layers(facts.layers)
+        taken, kept = self.choose_layers(facts.layers, target)
         if self.needs_calibration and facts.structure is not None:
             idle = find_uncalled(taken, facts.structure)
             taken = [layer for layer in taken if layer not in idle]
@@ -244,13 +253,17 @@ class WeightPass(WeightNumbers, Pass):
         problems = pattern_problems(facts.layers, self.kind, self._collect_patterns())
         if not taken:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
-            before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else ""
+            before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else _tell_why(kept)
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
         notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
             notes.append(Note("info", f"{self.kind}: {list_some(narrow)} stay float: {NARROW}"))
+        if stacked := [decision.layer for decision in kept if decision.reason == STACKED]:
+            said = f"{target.name} reads them in one tensor, which no format in few bits has; target: vllm packs them"
+            experts = f"{len(stacked)} layers of experts ({list_some(stacked)}) stay float"
+            notes.append(Note("warning", f"{self.kind}: {experts}: {said}"))
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:
@@ -371,7 +384,7 @@ class WeightPass(WeightNumbers, Pass):
     def formats(self) -> tuple[Format, ...]:
         return tuple(dict.fromkeys(map(format_of, self.schemes())))
 
-    def graph_layers(self, model: GraphState) -> tuple[list[LayerFacts], list[LayerDecision]]:
+    def graph_layers(self, model: GraphState, target: Target) -> tuple[list[LayerFacts], list[LayerDecision]]:
         """Choose the layers of a graph to round, and give a decision for each of the others.
 
         Raises PassError if its opset is too low.
@@ -382,7 +395,7 @@ class WeightPass(WeightNumbers, Pass):
                 f"{self.kind}: block-wise weights need a graph of opset {LOWEST_OPSET} or later, "
                 f"and this one has {opset}"
             )
-        return self.choose_layers(model.facts())
+        return self.choose_layers(model.facts(), target)
 
     def _collect_patterns(self) -> dict[str, Sequence[str]]:
         """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""
@@ -464,6 +477,12 @@ def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[La
         for layer in layers
         if layer.name not in read and not layer.name.startswith(inside) and layer.type != "Embedding"
     ]
+
+
+def _tell_why(kept: Sequence[LayerDecision]) -> str:
+    """Return why most layers were not taken, as the end of a sentence; "" where none is left to tell of."""
+    reasons = Counter(decision.reason for decision in kept if decision.type != "Embedding")
+    return "".join(f": {n} are none, as {reason}" for reason, n in reasons.most_common(1))
 
 
 def _in_order(layers: Sequence[LayerFacts], chosen: Sequence[LayerFacts]) -> list[LayerFacts]:

@@ -78,7 +78,7 @@ def list_layers(model: StreamedModel) -> list[LayerFacts]:
 
 def block_layers(config: WeightPass, block: BlockWork, target: Target) -> BlockLayers:
     """Return what a pass does to the layers of a block. A shared table comes up where the first of its layers does."""
-    taken, kept = config.choose_layers(block_facts(block))
+    taken, kept = config.choose_layers(block_facts(block), target)
     facts: dict[str, LayerFacts] = {}
     schemes: dict[str, Scheme] = {}
     tables: dict[str, Scheme] = {}

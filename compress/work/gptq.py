@@ -5,6 +5,7 @@ A torch model's block stops its forward before each input group while what reads
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,13 @@ from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import InputGroup, LayerFacts, Note
+from compress.facts import InputGroup, LayerDecision, LayerFacts, Note
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.graph.edit import initializer
 from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
+from compress.passes.choosing import list_some
 from compress.passes.gptq import Gptq
 from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
 from compress.rounding.gram import Gram, explain_no_gram, gram_matrix
@@ -50,6 +52,8 @@ from compress.work.block_layers import (
 )
 from compress.work.mixed_bits import settle_bits
 
+UNREAD = "no calibration data reaches it"
+
 
 def apply_gptq(
     config: Gptq, model: GraphState | StreamedModel, context: PassContext
@@ -62,7 +66,7 @@ def apply_gptq(
 
 
 def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
-    taken, kept = config.graph_layers(state)
+    taken, kept = config.graph_layers(state, context.target)
     facts = {layer.name: layer for layer in taken}
     working = clone(state.model)
     groups = input_groups([layer for layer in find_layers(working) if layer.name in facts])
@@ -155,6 +159,11 @@ def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: floa
     return remarks
 
 
+def _name_mixture(layer: str) -> str:
+    """Return what layers of the same name in all experts of a mixture are called: experts.*.gate_proj."""
+    return re.sub(r"\.\d+(\.\D*)$", r".*\1", layer)
+
+
 class _BlockRounding:
     """One block: a Gram matrix for each input group while it is needed, and what is to be said."""
 
@@ -162,7 +171,10 @@ class _BlockRounding:
         self.config, self.block, self.layers, self.target = config, block, layers, target
         self.grams: dict[InputGroup, Gram] = {}
         self.inputs = InputRanges.of(layers.schemes)
-        self.left = dict.fromkeys(layers.schemes, "no calibration data reaches it")
+        self.left = dict.fromkeys(layers.schemes, UNREAD)
+        self.first = {layers[0] for layers in block.experts}
+        self.mixtures: dict[str, tuple[Tensor, int]] = {}
+        """What the experts of a mixture read together: X^T X, and the number of rows."""
 
     def visit(self, input_group: InputGroup, rows: Tensor) -> None:
         names = self.layers.of(input_group.layers)
@@ -183,6 +195,10 @@ class _BlockRounding:
         if trouble := explain_no_gram(gram, n_rows):
             self.left |= dict.fromkeys(names, trouble)  # `finish` rounds them to the nearest
             return
+        if input_group.layers[0] in self.first:
+            mixture = _name_mixture(input_group.layers[0])
+            total, n = self.mixtures.get(mixture, (torch.zeros_like(gram), 0))
+            self.mixtures[mixture] = (total + gram * n_rows, n + n_rows)
         names = leave_unscaled(self.config, self.block, self.layers, self.inputs, names)
         for shared in (False, True):  # a weight that is a table, too, is weighed by both of its uses
             alike = [name for name in names if (name in self.layers.sharers) == shared]
@@ -211,15 +227,38 @@ class _BlockRounding:
                     del self.left[name]
 
     def finish(self) -> None:
-        """Round layers of whose inputs nothing is known (an expert that no token chose) to the nearest."""
+        """Round experts that no token chose, and layers whose inputs are broken; leave others that nothing reached."""
         config, block, target = self.config, self.block, self.target
-        left = leave_unscaled(config, block, self.layers, self.inputs, self.layers.of(list(self.left)))
-        texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left]
-        facts = self.layers.facts.values()
+        unread = {name for name in self.left if self.left[name] == UNREAD}
+        starved = [layers for layers in block.experts if unread.issuperset(layers)]
+        floats = [name for name in self.left if name in unread and not any(name in layers for layers in starved)]
+        self._round_like_siblings(starved)
+        left = [name for name in self.left if name not in floats]
+        left = leave_unscaled(config, block, self.layers, self.inputs, left)
+        texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left if name not in unread]
+        texts += [f"gptq: {', '.join(floats)}: no calibration data reaches what stays float"] if floats else []
+        kept = [LayerDecision(name, self.layers.facts[name].type, "kept", UNREAD) for name in floats]
+        facts = [layer for name, layer in self.layers.facts.items() if name not in floats]
         remark(block, [*texts, *(text for layer in facts if (text := config.fit_remark(layer, target)))])
         shared = find_shared(config, block, {name: self.layers.schemes[name] for name in left})
         for name in left:
             scheme = self.layers.schemes[name]
             weight = nearest(matrix(config, block, name), scheme, target, shared=shared.get(name))
             put_layer(block, self.layers, name, weight, self.inputs.scale(name))
-        block.say(decisions=[*(config.decision(layer, target) for layer in facts), *self.layers.kept])
+        block.say(decisions=[*(config.decision(layer, target) for layer in facts), *self.layers.kept, *kept])
+
+    def _round_like_siblings(self, starved: Sequence[Sequence[str]]) -> None:
+        """Round what experts that no token chose read by what the mixture's others read, and say which these are.
+
+        Their last layers, whose inputs are their own, are left to be rounded to the nearest.
+        """
+        first = {layers[0] for layers in starved}
+        for group in (group for group in self.block.input_groups if group.layers[0] in first):
+            total, n = self.mixtures.get(_name_mixture(group.layers[0]), (None, 0))
+            names = leave_unscaled(self.config, self.block, self.layers, self.inputs, self.layers.of(group.layers))
+            if total is not None and names:
+                self._round(names, total / n)
+        if starved:
+            experts = list_some([layers[0].rpartition(".")[0] for layers in starved])
+            text = f"no calibration token reaches {len(starved)} of {len(self.block.experts)} experts ({experts})"
+            remark(self.block, [f"gptq: {text}: rounded by what the others read, their last layers to the nearest"])

@@ -81,7 +81,7 @@ def settle_bits(
     budget = config.budget
     if budget is None:
         return config, Settled()
-    taken, _ = config.choose_layers(list_layers(model))
+    taken, _ = config.choose_layers(list_layers(model), context.target)
     allocation = config.find_allocation(taken, model.structure)
     if allocation.split or allocation.explain_unreachable(budget):
         raise PassError(f"{config.kind}: {allocation.explain_unreachable(budget) or 'bits: overrides split a group'}")

@@ -82,7 +82,7 @@ def apply_qat_weights(config: Qat, loaded: TorchModel, context: ModelContext) ->
 def _round_layers(config: Qat, student: nn.Module, context: ModelContext) -> tuple[Trained, list[LayerDecision]]:
     """Round layers to the nearest with scales searched for; return them, and a decision for each of the others."""
     modules = {name: part for name, part in module_names(student).items() if is_layer(part)}
-    facts, kept = config.choose_layers([layer_facts(name, part) for name, part in modules.items()])
+    facts, kept = config.choose_layers([layer_facts(*module) for module in modules.items()], context.target)
     layers = {layer.name: modules[layer.name] for layer in facts}
     schemes = {layer.name: config.setting(layer, context.target) for layer in facts}
     weights = {}

@@ -46,7 +46,7 @@ def apply_rtn(
 
 
 def _round_graph(config: Rtn, state: GraphState, context: PassContext) -> PassResult[GraphState]:
-    taken, kept = config.graph_layers(state)
+    taken, kept = config.graph_layers(state, context.target)
     layers = {layer.name: layer for layer in find_layers(state.model)}
     weights, target = {}, context.target
     for facts in context.progress(taken, "rtn: rounding"):

@@ -73,6 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "gemma4_text": {**SLIDING, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    "deepseek_v2": {**LATENT, **ROUTED, "first_k_dense_replace": 0},
     "deepseek_v3": {**LATENT, **ROUTED},
     "deepseek_v32": {**LATENT, **ROUTED, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
     "mimo_v2_flash": {**ROUTED, "head_dim": 16, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8},

@@ -13,12 +13,14 @@ import torch
 from decoder_graphs import VOCABULARY, kinds
 from tiny_decoders import CONFIGS, REFUSED, make
 from torch import nn
+from torch.nn import functional
 
 from compress.blocks.experts import unstack_experts
 from compress.errors import ExportError, NotExportable
 from compress.export.decoder import export_decoder, find_states
 from compress.export.onnx import finish, save_graph
 from compress.export.recurrence import KERNELS, OPERATOR, exchange_recurrences
+from compress.export.rotations import RealRotations
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of
 from compress.rounding.state import GraphState
@@ -94,6 +96,23 @@ def test_what_no_graph_holds_is_refused_by_shapes_alone(kind: str, said: str) ->
         find_states(module)
 
 
+def test_complex_numbers_are_pairs() -> None:
+    """What code does with those by which it turns keys, and what comes of it."""
+    rng = torch.Generator().manual_seed(0)
+    angles, keys = torch.randn(2, 3, 4, generator=rng), torch.randn(2, 5, 3, 8, generator=rng)
+
+    def turn() -> torch.Tensor:
+        turns: Any = torch.polar(torch.ones_like(angles), angles) * 0.5
+        turns = (turns.unsqueeze(1)[:, :, :2] * torch.ones(4)).to(keys.device)
+        numbers = torch.view_as_complex(keys.reshape(*keys.shape[:-1], -1, 2))[..., :2, :]
+        assert turns.shape == (2, 1, 2, 4)
+        return torch.view_as_real(numbers * turns).flatten(3)
+
+    expected = turn()
+    with RealRotations():
+        torch.testing.assert_close(turn(), expected)
+
+
 class Odd(nn.Module):
     """A decoder of one layer whose `keep` says what its cache has after a call."""
 
@@ -135,6 +154,11 @@ def keep_without_rows(cache: Any, hidden: torch.Tensor) -> None:
     cache.update(hidden[:1, None], hidden[:1, None], 0)
 
 
+def place_by_count(cache: Any, hidden: torch.Tensor) -> None:
+    rows = functional.embedding(torch.arange(hidden.shape[1]), hidden.new_ones(2048, 8))
+    cache.update((hidden + rows)[:, None], hidden[:, None], 0)
+
+
 def look(cache: Any, hidden: torch.Tensor) -> None:
     if hidden.sum() > 0:
         cache.update(hidden[:, None], hidden[:, None], 0)
@@ -146,6 +170,7 @@ def look(cache: Any, hidden: torch.Tensor) -> None:
         (walk, "its code walks over the text in Python"),
         (walk_by_chunks, "its code walks over the text in Python"),
         (count, "layer 0 keeps a DynamicLayer that counts its tokens in n_read"),
+        (place_by_count, "it counts positions without the mask"),
         (keep_twice, "layer 0 keeps keys, which grows by something else than each token"),
         (keep_without_rows, r"layer 0 keeps keys \(1, 1, 4, 8\), which is no row for each text"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import architectures
 import graphs
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from graphs import context, facts_of, written
 from torch import Tensor
 
+from compress.blocks.experts import unstack_experts
 from compress.context import PassResult
 from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
@@ -311,7 +313,7 @@ def test_static_inputs_get_a_scale_and_integer_products_symmetric_levels() -> No
         assert (weight.scales > 0).all()
 
 
-def test_a_layer_that_no_row_reaches_is_rounded_to_the_nearest_and_named() -> None:
+def test_a_layer_that_no_row_reaches_stays_float_and_is_named() -> None:
     def with_idle() -> Any:
         net = streaming.llama(layers=2)
         net.get_submodule("model.layers.0.mlp").expert = torch.nn.Linear(32, 16)
@@ -319,9 +321,28 @@ def test_a_layer_that_no_row_reaches_is_rounded_to_the_nearest_and_named() -> No
 
     result = on_blocks(with_idle())
     name = "model.layers.0.mlp.expert"
-    assert [note.text for note in result.notes] == [
-        f"gptq: {name}: no calibration data reaches it; rounded to the nearest"
-    ]
-    weight = with_idle().get_submodule(name).weight.detach()
-    expected = round_to_grid(weight, WeightScheme(4, 16))
-    np.testing.assert_array_equal(result.model.store.quantized(name).values, expected.values)
+    assert [note.text for note in result.notes] == [f"gptq: {name}: no calibration data reaches what stays float"]
+    assert not result.model.store.is_quantized(name)
+    decided = next(one for one in result.decisions if one.layer == name)
+    assert (decided.action, decided.reason) == ("kept", "no calibration data reaches it")
+
+
+def test_experts_without_tokens_are_rounded_by_what_the_others_read() -> None:
+    """A router that knows two experts: the others' first layers have the Hessian of what these read."""
+    net = architectures.build("mixtral").float()
+    for block in net.model.layers:
+        gate = block.mlp.gate
+        gate.top_k = 1
+        gate.weight[1], gate.weight[2:] = -gate.weight[0], 0
+    unstack_experts(net)
+    result = on_blocks(net, [{**batch, "input_ids": batch["input_ids"] % 61} for batch in streaming.texts()])
+    text = (
+        "gptq: no calibration token reaches 2 of 4 experts (model.layers.0.mlp.experts.2, model.layers.0.mlp.experts.3"
+    )
+    assert result.notes[0].text.startswith(text)
+    for expert in (2, 3):
+        for layer, is_nearest in (("gate_proj", False), ("up_proj", False), ("down_proj", True)):
+            name = f"model.layers.0.mlp.experts.{expert}.{layer}"
+            weight = net.get_submodule(name).weight.detach()
+            same = result.model.store.quantized(name).values == round_to_grid(weight, WeightScheme(4, 16)).values
+            assert same.all() == is_nearest, name

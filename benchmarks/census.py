@@ -1,0 +1,382 @@
+"""Every causal language model of the installed transformers, tiny: what the plan takes is right, or is refused there.
+
+The recipes are its own, as one would write them under recipes/: `gptq` to W4A16 for target transformers, and an ONNX
+file. Each family is built of transformers' own configuration with small sizes and random weights, in a process of its
+own with a limit of time and memory. The float graph has to give every greedy token of transformers in our runtime, in a
+batch with padding; the checkpoint, loaded by transformers itself, the report's nats. What is found stays in
+benchmarks/.census, from where a run that was stopped goes on; a whole run writes docs/reference/census.md, and names
+what was right there before and is no longer. `--only` tries a family anew; `--quick` plans, and applies nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import re
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from common import HERE, ROOT, Call, Measured, Row, at_least, at_most, run_script, say
+from language import load_causal, nats_per_token, write_tokenizer
+from torch import nn
+
+from compress.blocks.experts import unstack_experts
+from compress.errors import CompressError
+from compress.execution.run import apply_recipe
+from compress.export import loading_back
+from compress.export.decoder import export_decoder
+from compress.export.onnx import finish, save_graph
+from compress.formats.targets import TARGETS
+from compress.graph.specs import cache_of
+from compress.models.fresh_reader import answer
+from compress.models.huggingface import load_trained
+from compress.models.source import locate
+from compress.planning.make_plan import make_plan
+from compress.recipe.load import load_recipe
+from compress.rounding.state import GraphState
+from runtime.backends import find_backend
+from runtime.decode.kv_cache import Decoder
+from runtime.errors import RuntimeFailure
+
+KEPT, PAGE = HERE / ".census", ROOT / "docs/reference/census.md"
+MARK = "<!-- made by make census -->\n"
+VOCABULARY, WIDTH, HEADS, HEAD, LAYERS, WINDOW, POSITIONS = 256, 64, 4, 16, 2, 16, 256
+N_TEXTS, TOKENS, GREEDY = 8, 40, 16
+"""Texts to calibrate and to judge; the longest of them is longer than a window."""
+PROMPTS = (9, 5, 21)
+LARGEST = 30_000_000
+"""Parameters; more is not tiny: a size has a name that SIZES lacks."""
+SECONDS, ADDRESS_SPACE = 900, 24 * 2**30
+CLOSE = 1e-4
+"""Of logits over the largest, and of nats. Measured: 1e-7 to 2e-5 where all is right."""
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"bos_token_id", 1),
+    (r"eos_token_id", 2),
+    (r"pad_token_id", 0),
+    (r"token_(id|index)$", 5),
+    (r"vocab|n_words", VOCABULARY),
+    (r"position_embeddings|n_positions|context_length|(seq|model)_(max_)?len|max_.*length|^n_ctx$|max_seq", POSITIONS),
+    (r"sliding_window$|window_size$|local_attention$", WINDOW),
+    (r"attention_chunk_size", 2 * WINDOW),
+    (r"chunk_size_feed", 0),
+    (r"(^|_)chunk_size$", 8),
+    (r"index_topk", 8),
+    (r"index(er)?_n_heads", 16),
+    (r"^n_group$|topk_group|^num_expert_group|n_limited_groups", 1),
+    (r"top_?k$|per_tok$|experts_top|moe_k$|num_selected", 2),
+    (r"n(um)?_shared_experts?$|shared_experts?_num|predict_layers|n_predict", 1),
+    (r"first_k_dense|num_dense_layers|n_dense|dense_layers$", 1),
+    (r"zero_expert|num_memory_blocks", 2),
+    (r"kv_shared_layers", 2),
+    (r"experts?(_num)?$", 4),
+    (r"(num|n)_.*(layers|blocks)$|^n_layers?$|^num_layers$|_layers$", LAYERS),
+    (r"(period|interval|pattern)$|_every", 2),
+    (r"offset$", 1),
+    (r"key_value_heads|num_kv|n_head_kv|kv_heads", 2),
+    (r"heads?$", HEADS),
+    (r"rank(_|$)", 32),
+    (r"rope_head_dim|rotary_dim$", 8),
+    (r"global_head_dim|mamba.*head_?dim|mamba_d_head", 32),
+    (r"head_?dim$|head_size$|d_head$|d_kv$", HEAD),
+    (r"per_layer_input", HEAD),
+    (r"(state_size|d_state|ssm_state.*)$", HEAD),
+    (r"n_groups$|ngroups$", 1),
+    (r"intermediate|ffn|d_ff|n_inner|feed_forward|mlp_(dim|hidden)|d_inner|_ff_", 96),
+    (r"hidden|d_model|n_embd|embed_dim|emb_dim|^dim$|width|embedding_size|proj_dim|d_ssm", WIDTH),
+)
+"""Names of a configuration's numbers -> what they are here; the first that matches is taken."""
+NEEDED = r"token_id$|^head_dim$|key_value_heads$|experts$|per_tok$|^n_group$|topk_group$"
+"""What code takes for a number though its default is none."""
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"layer_types": ["conv", "full_attention"]},
+    {"layer_types": ["linear_attention", "full_attention"]},
+    {"layer_types": ["mamba", "attention"]},
+    {"attn_layer_indices": [1]},
+    {"num_hidden_layers": 8},
+    {"num_heads": 8},
+    {"attention_types": [[["global", "local"], 1]]},
+    {"num_experts_per_tok": 1},
+    {"is_decoder": True},
+)
+"""What a configuration gets besides, tried in turn until the model is built and runs."""
+PARTS = ("graph", "checkpoint")
+RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
+
+
+def measure(call: Call) -> Measured:
+    known = list_families()
+    rows, before = [], read_page()
+    for kind in call.choose(known, quick=len(known)):
+        path = KEPT / f"{transformers.__version__}{'-quick' * call.quick}" / f"{kind}.json"
+        if call.only or not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(try_in_process(kind, call.quick)), encoding="utf-8")
+        rows.append(json.loads(path.read_text(encoding="utf-8")))
+        say(json.dumps(rows[-1]))
+    worse = [row["family"] for row in rows if row["family"] in before and not call.quick and is_worse(row, before)]
+    if worse:
+        say(f"right before, and no longer: {', '.join(worse)}")
+    if not call.only and not call.quick:
+        write_page(rows)
+    built = [row for row in rows if row["graph"] != "not built"]
+    broken = [row for row in built for part in PARTS if row[part].startswith((WRONG, FAILED))]
+    return [
+        at_least("families built", len(built), 1 if call.only else 150),
+        at_most("graphs and checkpoints that the plan takes and that fail, or are wrong", len(broken), 0),
+        at_most("families that were right before, and are no longer", len(worse), 0),
+    ], rows
+
+
+def list_families() -> dict[str, type]:
+    """Return transformers' names of the configurations that have a causal language model, and their classes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = transformers.CONFIG_MAPPING
+    return {kind: known[kind] for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind in known}
+
+
+def try_in_process(kind: str, quick: bool) -> Row:
+    """Return what becomes of a family, in a process that ends after SECONDS: a fork, for imports take as long."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="compress-census-") as name:
+        child = multiprocessing.get_context("fork").Process(target=try_family, args=(kind, Path(name), quick))
+        child.start()
+        child.join(SECONDS)
+        why = f"more than {SECONDS} s" if child.is_alive() else f"exit code {child.exitcode}"
+        child.kill()
+        child.join()
+        file = Path(name) / "row.json"
+        row: Row = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"family": kind}
+    unknown = {part: f"{FAILED}: the process ended: {why}" for part in PARTS if part not in row}
+    return {**row, **unknown, "seconds": round(time.monotonic() - started)}
+
+
+def ask_fork(work: Path, seconds: float) -> None:
+    """Load a checkpoint back as `loading_back.ask` does, in a fork."""
+    child = multiprocessing.get_context("fork").Process(target=answer, args=(work,))
+    child.start()
+    child.join(seconds)
+
+
+def try_family(kind: str, folder: Path, quick: bool) -> None:
+    """Write row.json into `folder`, anew after each part."""
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    loading_back.ask = ask_fork
+    row: Row = {"family": kind}
+
+    def keep(**found: str) -> None:
+        row.update(found)
+        (folder / "row.json").write_text(json.dumps(row), encoding="utf-8")
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            module = build(list_families()[kind])
+        module.save_pretrained(folder / "model")
+        write_tokenizer(folder / "model", VOCABULARY)
+        write_texts(folder)
+    except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
+        keep(graph="not built", checkpoint="not built", why=shorten(repr(error)))
+        return
+    row["class"] = type(module).__name__
+    for part, target, judge in (
+        ("graph", "onnxruntime-cpu", try_graph),
+        ("checkpoint", "transformers", try_checkpoint),
+    ):
+        keep(**{part: try_part(folder, part, target, None if quick else judge)})
+
+
+def try_part(folder: Path, part: str, target: str, judge: Callable[[Path, Path], str] | None) -> str:
+    """Return what becomes of one export: the plan's refusal, what went wrong, or what `judge` says of its result."""
+    recipe = write_recipe(folder, part, target)
+    try:
+        make_plan(load_recipe(recipe), folder / "cache", timed=False)
+    except (CompressError, RuntimeFailure) as error:
+        said = shorten("; ".join(error.problems)).replace(f"{folder}/", "")
+        return f"{REFUSED if error.exit_code == 2 else FAILED}: {said}"
+    except Exception as error:  # noqa: BLE001  (a finding)
+        return f"{FAILED}: plan: {shorten(repr(error))}"
+    if judge is None:
+        return "planned"
+    try:
+        return judge(folder, recipe)
+    except Exception as error:  # noqa: BLE001
+        return f"{FAILED}: {shorten(str(error) if isinstance(error, CompressError) else repr(error))}"
+
+
+def try_graph(folder: Path, recipe: Path) -> str:
+    """Compare greedy tokens of the float graph, in our runtime, in a batch with padding, with transformers' own."""
+    source = locate(load_recipe(recipe).model, folder)
+    reference, module = (load_trained(source).wrapped for _ in range(2))
+    unstack_experts(module)
+    graph, _ = finish(GraphState(export_decoder(module)), TARGETS["onnxruntime-cpu"])
+    save_graph(graph, folder / "model.onnx")
+    decoder = Decoder(find_backend("onnxruntime-cpu").open(folder / "model.onnx", 1, {}), cache_of(graph))
+    random = np.random.default_rng(0)
+    rows = [random.integers(3, VOCABULARY, n).tolist() for n in PROMPTS]
+    got, worst = decoder.start([np.array(row) for row in rows], max(PROMPTS) + GREEDY), 0.0
+    for step in range(GREEDY):
+        with torch.no_grad():
+            wanted = torch.stack(
+                [reference(input_ids=torch.tensor([row]), use_cache=False).logits[0, -1] for row in rows]
+            ).numpy()
+        worst = max(worst, float(np.abs(got - wanted).max() / np.abs(wanted).max()))
+        tokens = wanted.argmax(axis=1)
+        if got.argmax(axis=1).tolist() != tokens.tolist() or not worst < CLOSE:
+            return f"{WRONG}: logits differ by {worst:.1e} at token {step}"
+        rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+        got = decoder.step(tokens) if step < GREEDY - 1 else got
+    return RIGHT
+
+
+def try_checkpoint(folder: Path, recipe: Path) -> str:
+    """Compare the report's nats with those that transformers gives of the folder."""
+    apply_recipe(load_recipe(recipe), folder / "bundle", folder / "cache", quiet=True)
+    report = json.loads((folder / "bundle/report.json").read_text(encoding="utf-8"))
+    model = load_causal(next((folder / "bundle").rglob("config.json")).parent)
+    lines = (folder / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [[int(word[1:]) for word in json.loads(line)["text"].split()] for line in lines]
+    apart = abs(nats_per_token(model, texts) - report["candidate"]["metrics"]["nll"])
+    return RIGHT if apart < CLOSE else f"{WRONG}: nats differ by {apart:.1e} from the report's"
+
+
+def write_texts(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in ("calibration", "evaluation"):
+        rows = [random.integers(3, VOCABULARY, n) for n in random.integers(TOKENS // 2, TOKENS, N_TEXTS)]
+        texts = [{"text": " ".join(f"w{token}" for token in row)} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts), encoding="utf-8")
+
+
+def write_recipe(folder: Path, part: str, target: str) -> Path:
+    recipe = {
+        "version": 1,
+        "name": part,
+        "model": {"source": f"dir:{folder}/model", "task": "text-generation"},
+        "preprocess": {"kind": "language", "max_length": POSITIONS // 2},
+        "data": {name: {"source": f"jsonl:{folder}/{name}.jsonl"} for name in ("calibration", "evaluation")},
+        "target": target,
+        "passes": [{"kind": "gptq", "scheme": "W4A16", "group_size": 32}],
+        "export": [{"kind": "onnx" if part == "graph" else "checkpoint"}],
+        "validate": {"gates": [], "benchmark": {"warmup": 1, "iterations": 3, "processes": 1}, "steps": False},
+    }
+    path = folder / f"{part}.yaml"
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    return path
+
+
+def build(kind: type) -> Any:
+    """Return a random model of the family, tiny, whose layers all matter. Raises what its code raises."""
+    first: Exception | None = None
+    for more in VARIANTS:
+        if more.keys() <= {field.name for field in dataclasses.fields(kind)}:
+            try:
+                return build_once(make_config(kind, more))
+            except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
+                first = first or error
+    assert first is not None
+    raise first
+
+
+def build_once(config: Any) -> Any:
+    """Return the model once it has run. ValueError where it is not tiny."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        n = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if n > LARGEST:
+        raise ValueError(f"it has {n} parameters: a size of its configuration is not among those that are made small")
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(4)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[1, 7, 9]])).logits
+    if not logits.isfinite().all():
+        raise ValueError("its logits are not finite")
+    return model
+
+
+def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a configuration of the class with small sizes, those of the configurations within it, too.
+
+    Where layers are of several kinds, one after another of each.
+    """
+    default, fields = kind(), {field.name: field.default for field in dataclasses.fields(kind)}
+    sizes = {name: choose_size(name, value) for name, value in fields.items()}
+    found = {name: size for name, size in sizes.items() if size is not None}
+    if fields.get("num_key_value_heads") in (None, fields.get("num_attention_heads")):
+        found["num_key_value_heads"] = HEADS
+    if fields.get("head_dim") == fields.get("qk_rope_head_dim", 0):
+        found["head_dim"] = found["qk_rope_head_dim"]
+    for name in fields.keys() & {"layer_types", "layers_block_type"}:
+        if isinstance(listed := getattr(default, name, None), Sequence):
+            kinds = list(dict.fromkeys(listed))
+            found[name] = kinds * (1 if len(kinds) > 1 and "num_kv_shared_layers" not in fields else 2)
+            found["num_hidden_layers"] = len(found[name])
+    for name in getattr(kind, "sub_configs", {}):
+        if dataclasses.is_dataclass(part := getattr(default, name, None)):
+            found[name] = make_config(type(part))
+    return kind(**{name: size for name, size in found.items() if name in fields} | dict(more))
+
+
+def choose_size(name: str, default: object) -> int | None:
+    """Return a small size for a configuration's number; None where it keeps its default."""
+    if isinstance(default, bool) or not (isinstance(default, int) or (default is None and re.search(NEEDED, name))):
+        return None
+    return next((size for pattern, size in SIZES if re.search(pattern, name)), None)
+
+
+def shorten(text: str, most: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
+def is_worse(row: Row, before: Mapping[str, Sequence[str]]) -> bool:
+    return any(was == RIGHT != row[part] for was, part in zip(before[row["family"]], PARTS, strict=True))
+
+
+def read_page() -> dict[str, list[str]]:
+    """Return what the page says of each family: graph and checkpoint."""
+    table = PAGE.read_text(encoding="utf-8").partition(MARK)[2].splitlines() if PAGE.is_file() else []
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table if line.startswith("| ")]
+    return {row[0]: row[2:4] for row in cells if len(row) > 3}
+
+
+def write_page(rows: Sequence[Row]) -> None:
+    """Write the table into the page, behind MARK."""
+    lines = [f"transformers {transformers.__version__}, {datetime.now(UTC):%Y-%m-%d}: {count(rows)}.", ""]
+    lines += ["| family | class | ONNX graph | checkpoint | why |", "|---|---|---|---|---|"]
+    for row in rows:
+        parts = [row[part].partition(": ") for part in PARTS]
+        whys = dict.fromkeys(why for _, _, why in parts if why)
+        why = row.get("why") or "; ".join(whys)
+        cells = (row["family"], row.get("class", ""), parts[0][0], parts[1][0], why.replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} |")
+    text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    PAGE.write_text(f"{text}{MARK}" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def count(rows: Sequence[Row]) -> str:
+    told = []
+    for part in PARTS:
+        words = [row[part].partition(":")[0] for row in rows]
+        told.append(f"{part}s " + ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words))))
+    return "; ".join(told)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_script(__doc__, (), measure))
