@@ -78,9 +78,10 @@ def run_lines(job: str, tool: str, script: str, python: Path, call: Call) -> Row
     folder = call.out / Path(script).stem
     folder.mkdir(exist_ok=True)
     say(f"{job}: {tool}")
-    # NNCF compiles its kernels as they are first used, and gives up after a minute.
-    patience = {"NNCF_EXTENSION_LOAD_TIMEOUT": "0"}
-    given = {"BENCH": str(call.bench), "NETWORK": str(ROOT / "compress/zoo/cifar_resnet.py"), **patience}
+    # NNCF compiles its kernels as they are first used, gives up after a minute, and waits for ever on the lock that a
+    # killed run left.
+    kernels = {"NNCF_EXTENSION_LOAD_TIMEOUT": "0", "TORCH_EXTENSIONS_DIR": str(call.out / "kernels")}
+    given = {"BENCH": str(call.bench), "NETWORK": str(ROOT / "compress/zoo/cifar_resnet.py"), **kernels}
     path = [str(SCRIPTS), *([str(ROOT)] if python == Path(sys.executable) else [])]
     environment = {**peer_environment(), **given, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
     begun, used = time.perf_counter(), count_processor_seconds()

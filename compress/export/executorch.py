@@ -127,7 +127,7 @@ def _insert_pairs(model: ir.Model, integer: Sequence[GraphLayer], state: GraphSt
         if layer.data_input.name in rounded and after_activation(layer.output).name in whole
     }
     others = {layer.node for layer in products} - static.keys()
-    written = {*place(model, products, state.placement, leave_out=state.leave_out).writers}
+    written: set[str | None] = {*place(model, products, state.placement, leave_out=state.leave_out).writers}
     written |= {after_activation(layer.output).name for layer in products if layer.node in static}
     scales: dict[str, float] = {}
     for value, source, uses in pairs:
@@ -171,7 +171,7 @@ def _round_layer(
     if layer.bias is not None:
         module.bias = nn.Parameter(torch.from_numpy(get_bias(layer, state)), requires_grad=False)
         if layer.name in scales:
-            weight = fit_scales_to_bias(weight, get_bias(layer, state), np.float32(scales[layer.name]))
+            weight = fit_scales_to_bias(weight, get_bias(layer, state), np.asarray(scales[layer.name]))
     if computed and (layer.name in scales or _has_dynamic_kernel(module)):
         return _IntegerLayer(module, weight, dynamic=layer.name not in scales)
     module.weight = nn.Parameter(torch.from_numpy(weight.dequantize()), requires_grad=False)
@@ -210,8 +210,11 @@ class _IntegerLayer(nn.Module):
 class _IntegerTable(nn.Module):
     """An embedding that dequantizes the rows that are looked up: of int8 [rows, width], with a scale for each column.
 
-    A weight of 8 bits is of that form (`int8`); `weight` is the table transposed.
+    `weight`: the table transposed, as `int8` leaves it.
     """
+
+    values: Tensor
+    scales: Tensor
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
