@@ -159,6 +159,8 @@ def is_stacked(module: nn.Module) -> bool:
     up = parameters.get("gate_up_proj", parameters.get("up_proj"))
     if up is None or "down_proj" not in parameters or up.dim() != 3 or parameters["down_proj"].dim() != 3:
         return False
+    if len(up) != len(parameters["down_proj"]):
+        return False  # some experts are none: they give what they read
     if {name.removesuffix("_bias") for name in parameters} - {"gate_up_proj", *PROJECTIONS}:
         return False  # it computes with something else besides
     return len(inspect.signature(module.forward).parameters) == 3 and (

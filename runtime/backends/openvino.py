@@ -304,15 +304,18 @@ def keep_cache(model: Any, pairs: Mapping[str, str], tokens: str) -> None:
     model.validate_nodes_and_infer_types()
     apply_make_stateful_transformation(model, dict(pairs))
     # Free sizes of a state begin at 0, the batch too, and to join that with one row reads beyond its memory (2026.4):
-    # every state begins as [batch, heads, 0, size] instead.
+    # every state begins as [batch, heads, 0, size] instead. But not where keys and values have several sizes: attention
+    # stays apart there, and with such a beginning nothing runs, logits are [0, 0, vocabulary] (2026.4).
     shape = ops.shape_of(model.input(tokens), output_type="i64")
     batch = ops.gather(shape, ops.constant([0], np.int64), axis)
-    for operator in model.get_ops():
-        if operator.get_type_name() == READ_STATE:
-            fixed = [size.get_length() if size.is_static else 0 for size in operator.get_output_partial_shape(0)]
-            sizes = ops.concat([batch, *(ops.constant([size], np.int64) for size in fixed[1:])], 0)
+    states = [operator for operator in model.get_ops() if operator.get_type_name() == READ_STATE]
+    kept = [[0 if size.is_dynamic else size.get_length() for size in op.get_output_partial_shape(0)] for op in states]
+    uneven = len({fixed[-1] for fixed in kept if 0 in fixed[1:]}) > 1
+    for operator, fixed in zip(states, kept, strict=True):
+        if not (uneven and 0 in fixed[1:]):
+            shape = ops.concat([batch, *(ops.constant([size], np.int64) for size in fixed[1:])], 0)
             empty = ops.constant(0, dtype=operator.get_output_element_type(0))
-            operator.set_arguments([ops.broadcast(empty, sizes)])
+            operator.set_arguments([ops.broadcast(empty, shape)])
     model.validate_nodes_and_infer_types()
 
 
