@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-import io
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from hashlib import sha256
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,15 +117,12 @@ def quick_check() -> Iterator[None]:
 
 @contextmanager
 def quick_export() -> Iterator[None]:
-    """Export with one table of operators, and what is exported again from what it gave: torch makes a table for each
-    export, a third of a small model's time."""
-    import torch
+    """Export with one table of operators; torch makes one for each export, a third of a small model's time."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     tables = staticmethod(_find_tables())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", tables)
-        patch.setattr(torch.onnx, "export", _find_export())
         yield
 
 
@@ -140,54 +132,6 @@ def _find_tables() -> Callable[..., Any]:
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     return cache(ONNXRegistry.from_torchlib)
-
-
-@cache
-def _find_export() -> Callable[..., Any]:
-    """Return `torch.onnx.export`, which remembers graphs as bytes; to be called before it takes its place."""
-    import onnx
-    import onnx_ir as ir
-    import torch
-
-    export, made = torch.onnx.export, {}
-
-    def export_once(module: Any, args: Any, *, custom_translation_table: Any, **fields: Any) -> Any:
-        key = _digest(module, fields) if fields["optimize"] else None  # else its weights stay in their files
-        if key not in made:
-            program = export(module, args, custom_translation_table=custom_translation_table, **fields)
-            if key is None or program is None:
-                return program
-            made[key] = ir.to_proto(program.model).SerializeToString()
-        return SimpleNamespace(model=ir.from_proto(onnx.load_from_string(made[key])))
-
-    return export_once
-
-
-class _Content(pickle.Pickler):
-    """Writes what a module is: its classes by their names or files, the values of its tensors."""
-
-    def reducer_override(self, value: Any) -> Any:
-        from torch import Tensor, uint8
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if isinstance(value, Tensor):
-            content = repr((type(value), value.dtype, value.shape, value.requires_grad)).encode()
-            if not (value.is_meta or isinstance(value, FakeTensor)):
-                content += value.detach().contiguous().flatten().view(uint8).numpy().tobytes()
-            return bytes, (content,)
-        if isinstance(value, type) and value.__module__.startswith("_compress_model_"):  # and the place of its file
-            return bytes, (value.__qualname__.encode() + Path(inspect.getfile(value)).read_bytes(),)
-        return NotImplemented
-
-
-def _digest(*parts: Any) -> str | None:
-    """Return a digest of what is exported; None where it cannot be written down, as a function within another."""
-    written = io.BytesIO()
-    try:
-        _Content(written).dump(parts)
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, NotImplementedError):
-        return None
-    return sha256(written.getbuffer()).hexdigest()
 
 
 @pytest.fixture(scope="module")
