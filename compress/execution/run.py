@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from compress.blocks import heap
 from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.sharing import main_process, wait
@@ -409,12 +408,9 @@ def _run_bundle(
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
     backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
     told = run.run_log.progress
-
-    def run_both() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        heap.return_all()  # two models are opened beside what this process holds
-        return run_beside(staging, manifest, columns, backend, progress=told)
-
-    return keep_both(run.cache, run.plan.keys.beside, run_both)
+    return keep_both(
+        run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
+    )
 
 
 def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:
