@@ -107,8 +107,6 @@ def test_a_shown_recipe_plans(block: Block, projects: Path, monkeypatch: pytest.
 
     if "kind: openvino" in block.text:
         pytest.importorskip("openvino_tokenizers")
-    if "kind: executorch" in block.text:
-        pytest.importorskip("executorch")
     task = yaml.safe_load(block.text)["model"]["task"]
     file = projects / task / "recipe.yaml"
     file.write_text(re.sub(r'"hf:[^"]+"', '"dir:model"', block.text))
