@@ -40,7 +40,7 @@ from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of
 from compress.models.fresh_reader import answer
 from compress.models.huggingface import load_trained
-from compress.models.source import locate
+from compress.models.source import Source, locate
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 from compress.rounding.state import GraphState
@@ -217,7 +217,7 @@ def try_part(folder: Path, part: str, target: str, judge: Callable[[Path, Path],
 def try_graph(folder: Path, recipe: Path) -> str:
     """Compare greedy tokens of the float graph, in our runtime, in a batch with padding, with transformers' own."""
     source = locate(load_recipe(recipe).model, folder)
-    reference, module = (load_trained(source).wrapped for _ in range(2))
+    reference, module = (load_whole(source) for _ in range(2))
     unstack_experts(module)
     graph, _ = finish(GraphState(export_decoder(module)), TARGETS["onnxruntime-cpu"])
     save_graph(graph, folder / "model.onnx")
@@ -237,6 +237,10 @@ def try_graph(folder: Path, recipe: Path) -> str:
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
         got = decoder.step(tokens) if step < GREEDY - 1 else got
     return RIGHT
+
+
+def load_whole(source: Source) -> Any:
+    return load_trained(source).wrapped
 
 
 def try_checkpoint(folder: Path, recipe: Path) -> str:
@@ -317,7 +321,7 @@ def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> A
     """
     default, fields = kind(), {field.name: field.default for field in dataclasses.fields(kind)}
     sizes = {name: choose_size(name, value) for name, value in fields.items()}
-    found = {name: size for name, size in sizes.items() if size is not None}
+    found: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     if fields.get("num_key_value_heads") in (None, fields.get("num_attention_heads")):
         found["num_key_value_heads"] = HEADS
     if fields.get("head_dim") == fields.get("qk_rope_head_dim", 0):

@@ -43,8 +43,8 @@ class LayerFacts:
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
     the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
-    lost where an engine puts its own layer in its place. `stacked`: an expert's, which transformers' files hold in one
-    tensor with the others'.
+    lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as
+    floats alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LayerFacts:
     sparse: bool = False
     role: Literal["", "table", "head", "tied", "router"] = ""
     custom: bool = False
-    stacked: bool = False
+    unpackable: bool = False
 
     @property
     def is_table(self) -> bool:
@@ -140,8 +140,8 @@ class Structure:
     notes: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     """Layers of whose outputs the largest choose what runs, as those that choose experts."""
-    stacks: tuple[str, ...] = ()
-    """Mixtures whose experts transformers' files hold in one tensor for all."""
+    unpackable: tuple[str, ...] = ()
+    """Layers, and modules of them, that transformers reads as floats alone."""
 
     @property
     def input_groups(self) -> tuple[InputGroup, ...]:
@@ -328,7 +328,7 @@ def matches(pattern: str, name: str, *types: str) -> bool:
 
 
 def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> tuple[LayerFacts, ...]:
-    """Return a torch model's layers with their roles, and experts of stacks marked.
+    """Return a torch model's layers with their roles, and what transformers cannot unpack.
 
     A table is an embedding of at least SMALL_TABLE of the largest one's size; a matrix product that holds a table's
     weight is tied to it, whatever the structure shows.
@@ -341,7 +341,7 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
     last = structure.head if structure is not None else ()
 
     routers = structure.routers if structure is not None else ()
-    stacks = tuple(f"{name}." for name in structure.stacks) if structure is not None else ()
+    unpackable = tuple(f"{name}." for name in structure.unpackable) if structure is not None else ()
 
     def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router"]:
         if layer.weight in tables:
@@ -351,8 +351,7 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
     return tuple(
-        replace(layer, role=find_role(layer), stacked=bool(stacks) and layer.name.startswith(stacks))
-        for layer in layers
+        replace(layer, role=find_role(layer), unpackable=f"{layer.name}.".startswith(unpackable)) for layer in layers
     )
 
 

@@ -19,7 +19,7 @@ OPS = {"Linear": "MatMul", "Conv1D": "MatMul", "Embedding": "Gather"}
 
 @dataclass(frozen=True)
 class Tables:
-    """The layers that have a role, or lie in stacks (see `LayerFacts`), by name.
+    """The layers that have a role, or are unpackable (see `LayerFacts`), by name.
 
     `sharers`: layer at whose turn a shared weight is rounded -> the others that hold it.
     """
@@ -54,7 +54,7 @@ def find_tables(module: nn.Module, structure: Structure, tied: Mapping[str, str]
         if is_layer(part)
         for facts in [layer_facts(plain(name), part)]
     ]
-    with_role = {layer.name: layer for layer in assign_roles(layers, structure) if layer.role or layer.stacked}
+    with_role = {layer.name: layer for layer in assign_roles(layers, structure) if layer.role or layer.unpackable}
     read = {name for input_group in structure.input_groups for name in input_group.layers}
     by_weight: dict[str, list[str]] = {}
     for layer in with_role.values():

@@ -43,9 +43,9 @@ def checkpoint_problems(
         problems += [problem] if problem else []
     problems += find_tied_problems(facts, schemes)
     problems += _find_expert_problems([layer.name for layer in facts.layers], schemes)
-    if TARGETS[target].stacks_experts and (stacked := next((n for n in schemes if layers[n].stacked), "")):
-        said = f"{target} reads this model's experts in one tensor, which no format in few bits has"
-        problems.append(f"{stacked}: {said}; ignore ['re:.*[.]experts[.]'], or set the export's target: vllm")
+    if TARGETS[target].needs_floats and (name := next((n for n in schemes if layers[n].unpackable), "")):
+        said = f"{target} reads it as floats alone (experts in one tensor, or a weight that the model's own code sets)"
+        problems.append(f"{name}: {said}; ignore it, or set the export's target: vllm")
     if export.format in ("gptq", "awq"):
         problems += _find_single_scheme_problems(export.format.upper(), schemes, kv_cache)
     if export.format == "awq":
@@ -80,7 +80,7 @@ def checkpoint_notes(
     if dense:
         bits = ", ".join(map(str, dense))
         notes.append(Note("info", f"weights of {bits} bits are read by compressed-tensors 0.18 and later"))
-    if any(".experts." in layer.name and not layer.stacked for layer in facts.layers if layer.name in schemes):
+    if any(".experts." in layer.name and not layer.unpackable for layer in facts.layers if layer.name in schemes):
         text = "experts are stored one by one, as vLLM reads them; transformers dequantizes and stacks them as it loads"
         notes.append(Note("info", text))
     looked_up = _find_embeddings(facts.layers, schemes)

@@ -58,8 +58,8 @@ class Target:
     """A weight's scale may be negative."""
     cpu_operators: bool = False
     """It has ONNX Runtime's operators for CPUs, into which its graphs are rewritten."""
-    stacks_experts: bool = False
-    """It reads the experts of a mixture as one tensor, which no format in few bits has, where their files hold one."""
+    needs_floats: bool = False
+    """It cannot read in few bits what is `unpackable` (see `LayerFacts`)."""
 
     def fact(self, name: Format) -> FormatFact:
         return self.formats[name]
@@ -344,7 +344,7 @@ _OWN: dict[str, Target] = {
             "bfloat16": _NO_GRAPH,
         },
         reads="checkpoint",
-        stacks_experts=True,
+        needs_floats=True,
     ),
     "llama.cpp": Target(
         "llama.cpp",

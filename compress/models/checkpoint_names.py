@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from compress.blocks.experts import Experts
-from compress.blocks.materialise import plain
+from compress.blocks.materialise import copy_without_weights, plain
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter of all experts -> the layers of each that it holds, in their order."""
@@ -94,10 +96,42 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
     )
 
 
-def find_stacks(module: nn.Module) -> tuple[str, ...]:
-    """Return the mixtures, made into layers, whose experts files of transformers hold in one tensor for all."""
+def find_unpackable(module: nn.Module) -> tuple[str, ...]:
+    """Return the layers, and mixtures made into layers, that transformers reads as floats alone."""
     names = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
-    return () if not names or file_names(module, ()).one_by_one else tuple(names)
+    stacks = [] if not names or file_names(module, ()).one_by_one else names
+    return (*stacks, *_find_initialised(getattr(module, "wrapped", module)))
+
+
+def _find_initialised(model: nn.Module) -> list[str]:
+    """Return the layers whose weights the model's own code looks at, in its parts, as transformers loads a checkpoint.
+
+    A layer in few bits has no such weight yet, and loading ends with an AttributeError.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    probe = copy_without_weights(model)
+    names = {part: name for name, part in probe.named_modules() if type(part) is nn.Linear}
+    seen = []
+
+    class Watched(nn.Linear):
+        @property
+        def weight(self) -> Any:  # type: ignore[override]
+            seen.append(names[self])
+            return self._parameters["weight"]
+
+    for layer in names:
+        layer.__class__ = Watched
+    owner: Any = probe
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for part in probe.modules():
+            owner = part if isinstance(part, PreTrainedModel) else owner
+            if part not in names:
+                with suppress(Exception):  # whatever its code raises; transformers would raise it, too
+                    owner._init_weights(part)
+    return list(dict.fromkeys(seen))
 
 
 def _find_split_leaves(conversions: Iterable[Any]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, Sampl
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
-from compress.models.checkpoint_names import find_stacks
+from compress.models.checkpoint_names import find_unpackable
 from compress.models.feeds import check_feeds, input_specs, output_specs, parameters
 from compress.models.meta import OpenedModel, open_on_meta
 from compress.models.onnx_facts import onnx_facts
@@ -84,7 +84,7 @@ def model_facts(
     check_feeds(source.spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
     traced, more, structure = _look_at(source, module, feeds)
-    structure = replace(structure, stacks=find_stacks(module))
+    structure = replace(structure, unpackable=find_unpackable(module))
     layers = assign_roles(_describe_layers(module, traced), structure)
     other_bytes = count_other_bytes(module, layers)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
@@ -289,7 +289,7 @@ def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes)
         structure = find_structure(module, zeros(feeds, "cpu"))
     except factory.USER_ERRORS:  # its forward looks at values
         structure = find_structure(module, zeros(feeds, "cpu"), compute=True)
-    return replace(structure, stacks=find_stacks(module))
+    return replace(structure, unpackable=find_unpackable(module))
 
 
 def _trace_coupling(source: Source, module: nn.Module, feeds: SampleShapes) -> Coupling:

@@ -63,7 +63,7 @@ MUCH = 0.25
 """Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %; of the
 weights to round, from which narrow layers are no exception but a group size that does not suit the model."""
 NARROW = "fewer inputs than a group, or a single output"
-STACKED = "its engine reads experts in one tensor, which no format in few bits has"
+UNPACKABLE = "its engine reads it as floats alone"
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
 GROUP_SIZE = 32
@@ -104,8 +104,8 @@ class WeightPass(WeightNumbers, Pass):
     indivisible: Literal["keep_narrow", "refuse", "fit"] = "keep_narrow"
     """What becomes of a layer whose inputs `group_size` does not divide. keep_narrow: an error in the plan, but those
     with fewer inputs than a group, and those with a single output, stay float; refuse: an error for these, too, and for
-    experts that the engine reads in one tensor alone, which stay float otherwise; fit: the nearest group size that
-    divides them and that the target takes, else one scale for each output channel, named in the report."""
+    what the engine reads as floats alone (experts in one tensor), which stays float otherwise; fit: the nearest group
+    size that divides them and that the target takes, else one scale for each output channel, named in the report."""
 
     @model_validator(mode="after")
     def _check_mixed_bits(self) -> WeightPass:
@@ -147,8 +147,8 @@ class WeightPass(WeightNumbers, Pass):
         """Choose the layers to round, and give a decision for each of the others."""
 
         def unfit(layer: LayerFacts) -> str | None:
-            keeps = layer.stacked and target.stacks_experts and self.indivisible != "refuse"
-            return self.unfit(layer) or (STACKED if keeps else None)
+            keeps = layer.unpackable and target.needs_floats and self.indivisible != "refuse"
+            return self.unfit(layer) or (UNPACKABLE if keeps else None)
 
         tables = [layer for layer in layers if self.table_scheme(layer)]
         others = [layer for layer in layers if not self.table_scheme(layer)]
@@ -260,10 +260,10 @@ class WeightPass(WeightNumbers, Pass):
         notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
             notes.append(Note("info", f"{self.kind}: {list_some(narrow)} stay float: {NARROW}"))
-        if stacked := [decision.layer for decision in kept if decision.reason == STACKED]:
-            said = f"{target.name} reads them in one tensor, which no format in few bits has; target: vllm packs them"
-            experts = f"{len(stacked)} layers of experts ({list_some(stacked)}) stay float"
-            notes.append(Note("warning", f"{self.kind}: {experts}: {said}"))
+        if floats := [decision.layer for decision in kept if decision.reason == UNPACKABLE]:
+            why = "experts in one tensor, or weights that the model's own code sets as it loads"
+            said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
+            notes.append(Note("warning", f"{self.kind}: {len(floats)} layers ({list_some(floats)}) stay float: {said}"))
         problems += more
         k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
         if k_formats and not self.takes_k_formats:
