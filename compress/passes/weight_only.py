@@ -480,8 +480,10 @@ def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[La
 
 
 def _tell_why(kept: Sequence[LayerDecision]) -> str:
-    """Return why most layers were not taken, as the end of a sentence; "" where none is left to tell of."""
-    reasons = Counter(decision.reason for decision in kept if decision.type != "Embedding")
+    """Return why most layers were not taken, as the end of a sentence; "" where the recipe itself left them out."""
+    asked = ("ignore: ", "not among targets")
+    told = [each.reason for each in kept if each.type != "Embedding" and not each.reason.startswith(asked)]
+    reasons = Counter(told)
     return "".join(f": {n} are none, as {reason}" for reason, n in reasons.most_common(1))
 
 
