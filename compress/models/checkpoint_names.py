@@ -116,14 +116,14 @@ def _find_initialised(model: nn.Module) -> list[str]:
     names = {part: name for name, part in probe.named_modules() if type(part) is nn.Linear}
     seen = []
 
-    class Watched(nn.Linear):
+    class NotingLinear(nn.Linear):
         @property
         def weight(self) -> Any:  # type: ignore[override]
             seen.append(names[self])
             return self._parameters["weight"]
 
     for layer in names:
-        layer.__class__ = Watched
+        layer.__class__ = NotingLinear
     owner: Any = probe
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for part in probe.modules():

@@ -32,8 +32,8 @@ FORWARD, DESCRIBE = "forward", "describe_ends"
 """Methods of a file: the model, and what `describe_ends` wrote of it."""
 
 
-class Tensor(Protocol):
-    """What is used of torch's class of that name."""
+class TorchTensor(Protocol):
+    """What is used of torch's tensors."""
 
     def numpy(self) -> Array: ...
 
@@ -41,7 +41,7 @@ class Tensor(Protocol):
 class Method(Protocol):
     """What is used of ExecuTorch's class of that name."""
 
-    def execute(self, inputs: Sequence[object]) -> Sequence[Tensor]: ...
+    def execute(self, inputs: Sequence[object]) -> Sequence[TorchTensor]: ...
 
 
 @dataclass
