@@ -384,10 +384,11 @@ def _collect_contents(
 def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:
     """Return the source's tensors that are no part of the model -> their files: checkpoints hold them, too.
 
-    None beside a model that passes have made smaller, to which they do not fit any more.
+    None beside a model that passes have made smaller, or put in its place: they do not fit it.
     """
-    unread = plan.before.unread
-    if model is None or model.shapes or not unread or not any(e.kind == "checkpoint" for e in plan.recipe.export):
+    unread, own = plan.before.unread, locate_result(plan.inputs) is plan.inputs.source
+    writes = any(export.kind == "checkpoint" for export in plan.recipe.export)
+    if model is None or model.shapes or not own or not unread or not writes:
         return {}
     held = {name: path for path in plan.inputs.source.weights for name in safetensors_shapes(path)}
     return {name: held[name] for name in unread}

@@ -229,12 +229,12 @@ class _BlockRounding:
     def finish(self) -> None:
         """Round experts that no token chose, and layers whose inputs are broken; leave others that nothing reached."""
         config, block, target = self.config, self.block, self.target
-        unread = {name for name in self.left if self.left[name] == UNREAD}
+        scaled = leave_unscaled(config, block, self.layers, self.inputs, self.layers.of(list(self.left)))
+        unread = {name for name in scaled if self.left[name] == UNREAD}
         starved = [layers for layers in block.experts if unread.issuperset(layers)]
-        floats = [name for name in self.left if name in unread and not any(name in layers for layers in starved)]
+        floats = [name for name in scaled if name in unread and not any(name in layers for layers in starved)]
         self._round_like_siblings(starved)
-        left = [name for name in self.left if name not in floats]
-        left = leave_unscaled(config, block, self.layers, self.inputs, left)
+        left = [name for name in scaled if name in self.left and name not in floats]
         texts = [f"gptq: {name}: {self.left[name]}; rounded to the nearest" for name in left if name not in unread]
         texts += [f"gptq: {', '.join(floats)}: no calibration data reaches what stays float"] if floats else []
         kept = [LayerDecision(name, self.layers.facts[name].type, "kept", UNREAD) for name in floats]
@@ -255,9 +255,8 @@ class _BlockRounding:
         first = {layers[0] for layers in starved}
         for group in (group for group in self.block.input_groups if group.layers[0] in first):
             total, n = self.mixtures.get(_name_mixture(group.layers[0]), (None, 0))
-            names = leave_unscaled(self.config, self.block, self.layers, self.inputs, self.layers.of(group.layers))
-            if total is not None and names:
-                self._round(names, total / n)
+            if total is not None:
+                self._round(self.layers.of(group.layers), total / n)
         if starved:
             experts = list_some([layers[0].rpartition(".")[0] for layers in starved])
             text = f"no calibration token reaches {len(starved)} of {len(self.block.experts)} experts ({experts})"
