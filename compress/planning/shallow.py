@@ -34,7 +34,7 @@ BUDGET_S = 12.0
 """Seconds for their answers: five rounds of Qwen2.5-Coder 0.5B's, for a difference scatters more than a time."""
 COPIES = 1.8
 """Float copies of all weights of the two that timing them holds. With Qwen2.5-Coder 0.5B they are 2.6 GiB, and the plan
-that times them takes 4.6 GiB at its peak, libraries among them."""
+that times them takes 4.7 GiB at its peak, libraries among them."""
 HELD = 2**16
 """Elements of a parameter that is held: the exporter may look at it."""
 SPREAD = 0.02
