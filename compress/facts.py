@@ -43,8 +43,8 @@ class LayerFacts:
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
     the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
-    lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as
-    floats alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
+    lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as floats
+    alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
     """
 
     name: str

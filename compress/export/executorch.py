@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,16 @@ from compress.rounding.state import GraphState
 from runtime.backends.executorch import DESCRIBE, describe_ends, open_session
 from runtime.bundle.tensors import TensorSpec
 
-PACKAGE = "executorch"
 SHIFT = 128
 """From the file's uint8 to XNNPACK's int8."""
-LEVELS = (-128, 127, torch.int8)
+INT8 = (-128, 127, torch.int8)
+"""What ExecuTorch's operators are told of integers: the least, the greatest, their type."""
 VIEWS = ("sym_size", "view_copy", "squeeze_copy", "unsqueeze_copy")
 """Operators that compute nothing."""
 OTHER_WAY = "use {kind: onnx}, or {kind: ort} for phones"
 Ranges = Mapping[str, tuple[int, int, int]]
 """Free size -> (least, usual, most)."""
 Specs = tuple[TensorSpec, ...]
-
-
-def is_missing() -> bool:
-    """Return whether ExecuTorch is not installed."""
-    return find_spec(PACKAGE) is None
 
 
 def check_lowers(graph: ir.Model) -> None:
@@ -142,12 +136,12 @@ def _insert_pairs(model: ir.Model, integer: Sequence[GraphLayer], state: GraphSt
 
 def _make_quantize(node: ir.Node) -> Callable[..., Tensor]:
     scale, zero = _read_parameters(node)
-    return lambda x, *_: torch.ops.quantized_decomposed.quantize_per_tensor(x, scale, zero, *LEVELS)
+    return lambda x, *_: torch.ops.quantized_decomposed.quantize_per_tensor(x, scale, zero, *INT8)
 
 
 def _make_dequantize(node: ir.Node) -> Callable[..., Tensor]:
     scale, zero = _read_parameters(node)
-    return lambda x, *_: torch.ops.quantized_decomposed.dequantize_per_tensor(x, scale, zero, *LEVELS)
+    return lambda x, *_: torch.ops.quantized_decomposed.dequantize_per_tensor(x, scale, zero, *INT8)
 
 
 def _read_parameters(node: ir.Node) -> tuple[float, int]:
@@ -199,9 +193,9 @@ class _IntegerLayer(nn.Module):
         ops = torch.ops.quantized_decomposed
         if self.dynamic:
             scale, zero = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
-            x = ops.quantize_per_token(x, scale, zero, *LEVELS)
-            x = ops.dequantize_per_token(x, scale, zero, *LEVELS, torch.float32)
-        weight = ops.dequantize_per_channel(self.values, self.scales, self.zeros, 0, *LEVELS)
+            x = ops.quantize_per_token(x, scale, zero, *INT8)
+            x = ops.dequantize_per_token(x, scale, zero, *INT8, torch.float32)
+        weight = ops.dequantize_per_channel(self.values, self.scales, self.zeros, 0, *INT8)
         if isinstance(self.layer, nn.Linear):
             return F.linear(x, weight, self.bias)
         return self.layer._conv_forward(x, weight, self.bias)

@@ -10,7 +10,7 @@ from compress.blocks.device import explain_no_device
 from compress.data.chat import MESSAGES
 from compress.engine.compile import list_capabilities, why_not_here
 from compress.engine.orders import BATCH, SEQUENCE, engine_exports, find_needed_ranges, profile_problems, ranges_of
-from compress.export.executorch import OTHER_WAY, is_missing
+from compress.export.executorch import OTHER_WAY
 from compress.export.openvino import missing_packages, reads_texts
 from compress.facts import LOWEST_OPSET, ModelFacts, Note
 from compress.formats.targets import FIRST_CAPABILITY, TARGETS
@@ -34,6 +34,7 @@ from compress.recipe.exports import (
 )
 from compress.recipe.schema import Recipe
 from compress.tasks import TORCH_TASKS, find_torch_task
+from runtime.backends import executorch
 from runtime.bundle.engine import EngineOrder, free_dimensions
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
@@ -400,7 +401,7 @@ def openvino_problems(inputs: Inputs) -> list[str]:
 def executorch_problems(inputs: Inputs) -> list[str]:
     """Report what keeps a model from ExecuTorch's .pte: the package, operators, states, sizes that have no bounds."""
     facts, problems = inputs.facts, list[str]()
-    if is_missing():
+    if executorch.why_unavailable() is not None:
         problems.append(f"needs the package executorch, which is not installed: pip install executorch; or {OTHER_WAY}")
     unknown = [kind for kind in facts.operators if facts.source == "onnx" and kind not in OPERATORS]
     if unknown:

@@ -14,17 +14,17 @@ from tiny_lm import language_recipe
 
 from compress.errors import NotExportable, PlanError
 from compress.export import executorch
-from compress.export.executorch import check_lowers, is_missing, write_pte
+from compress.export.executorch import check_lowers, write_pte
 from compress.export.onnx import finish
 from compress.formats.targets import TARGETS
 from compress.graph.specs import input_specs, output_specs
-from compress.planning import validation
 from compress.rounding.state import GraphState
 from runtime.backends import BACKENDS
+from runtime.backends.executorch import why_unavailable
 from runtime.errors import BundleError, UsageError
 from runtime.tasks.manifest import verify
 
-installed = pytest.mark.skipif(is_missing(), reason="executorch is not installed")
+installed = pytest.mark.skipif(why_unavailable() is not None, reason="executorch is not installed")
 RANGES = {"n": (1, 7, 40), "length": (1, 6, 8)}
 
 
@@ -120,7 +120,7 @@ def refuse(recipe: dict[str, Any], folder: Path) -> str:
 
 
 def test_the_plan_refuses_what_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "is_missing", lambda: True)
+    monkeypatch.setattr("runtime.backends.executorch.why_unavailable", lambda: "it is not there")
     recipe = changed(image_recipe(tmp_path), export=[{"kind": "onnx"}, {"kind": "executorch"}])
     assert "export.1: executorch: needs the package executorch, which is not installed: pip install" in refuse(
         recipe, tmp_path
