@@ -59,6 +59,7 @@ from runtime.clock.machine import cpu_info, environment, say_busy
 from runtime.errors import RuntimeFailure
 
 BUDGET_S = 300.0
+"""A person waits for it: five minutes, as the command's help says."""
 FEWEST, MOST_CALIBRATED, MOST_EVALUATED, MACS = 64, 128, 512, 5e10
 """Samples of a table in minutes, no verdict: as many as so many multiplications allow, between these bounds."""
 FORMATS: dict[Format, str] = {
@@ -79,6 +80,7 @@ OF_ALL = ("int8-static", "w4", "w8", "int8-dynamic", "float16", "bfloat16")
 SPEED: dict[str, Any] = {"warmup": 2, "iterations": 12, "throughput_batch_size": 8}
 DECODING = {"prompt_tokens": 32, "new_tokens": 16}
 FINALISTS = 4
+"""Rows that are timed once more, in the same rounds."""
 LEFT_FOR_MEASURING = 0.1
 """Of the budget: no build goes on into it, so that the last row and the last rounds are measured in time."""
 LEAST_SHARE = 0.05

@@ -57,6 +57,7 @@ CONFIRMED = 3
 ENOUGH = 0.9
 """Share of the loss that the proposed layers give back."""
 TIMED_ROWS = 3
+"""Samples whose runs the layers' milliseconds are read from."""
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ def _explain_no_units(model: SwitchedModel) -> str:
 
 
 FIT_ROWS = 16
+"""Samples on which it is looked whether float weights are the candidate's."""
 SAME = 1e-5
 """Squared error over squares up to which outputs are the same but for rounding in float32."""
 FIT = 0.1

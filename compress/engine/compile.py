@@ -47,6 +47,7 @@ _KINDS = {
     ir.DataType.FLOAT: "float32",
 }
 TIMEOUT_S = 4 * 3600
+"""A build that hangs ends: TensorRT tries every kernel of every layer, which takes minutes to an hour."""
 FAILED = 1
 
 

@@ -44,6 +44,7 @@ from runtime.tasks import find_task
 GRAPH, ARRAYS, STATE, WEIGHTS = "graph.onnx", "arrays.safetensors", "state.json", "weights.safetensors"
 BASELINE, CANDIDATE = "baseline.npz", "candidate.npz"
 PARITY_BATCHES = 4
+"""Batches of the sample on which an export is compared with the model, beside the one that it was traced with."""
 MakeBatches = Callable[[tuple[TensorSpec, ...]], Batches]
 """Inputs of a model -> the encoded samples that it is exported and checked with."""
 

@@ -12,6 +12,7 @@ from compress.context import PassResult
 from compress.work import Form
 
 PAUSE_S = 0.02
+"""Seconds between two looks at the memory: what is held for less is not seen."""
 
 
 class WorkMeter:

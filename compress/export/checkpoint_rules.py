@@ -17,6 +17,7 @@ from compress.recipe.exports import CheckpointExport
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 """Layers of one parent that vLLM runs as one, where they read the same tensor."""
 GROUPS = (-1, 32, 64, 128)
+"""Group sizes that vLLM has kernels for; -1: a scale a row."""
 W4AFP8_GROUP = 128
 """Of vLLM's CUTLASS kernel, which compute capability 9.0 alone has."""
 GPTQ_BITS, AWQ_BITS, AWQ_OUTPUTS = (2, 3, 4, 8), 4, 8

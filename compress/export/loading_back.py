@@ -76,6 +76,7 @@ HEADROOM = 2.5
 """Bytes that loading may take at its peak, over those of the float32 weights."""
 FRESH = "from compress.models.fresh_reader import main; main(sys.argv[1])"
 BASE_SECONDS, SECONDS_A_GIB = 600, 120
+"""After them, and as many again for each GiB, a reader that hangs is ended."""
 Outputs = Mapping[str, np.ndarray]
 
 

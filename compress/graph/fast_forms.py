@@ -29,6 +29,7 @@ from compress.graph.specs import ATTENTION
 from compress.graph.stored import StoredTensor, join_last
 
 CHANNEL_MULTIPLE = 4
+"""Input channels of a convolution that ONNX Runtime's integer kernels read at once."""
 LEAST_BLOCK = 16
 """Of what GatherBlockQuantized reads: 16 and larger powers of two."""
 INT8_ACCURACY = 4

@@ -22,6 +22,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 UNKNOWN_LENGTH = 2048
+"""Tokens of a model whose configuration names no length."""
 
 
 def tokenizer_folder(source: Source, cache: Path) -> tuple[Path | None, list[str]]:

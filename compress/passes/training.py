@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from compress.models.load import TorchModel
 
 EPOCHS = 10.0
+"""Where neither steps nor epochs are given."""
 WARMUP = 0.05
 """Part of the steps over which the rate rises: with it, and with `MOMENTUM` and `LARGEST_NORM` of
 `compress.distill.train`, was measured what `recipes/claims` say of training."""

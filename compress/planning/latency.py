@@ -67,6 +67,7 @@ from runtime.words import size_text
 BUDGET_S = 6.0
 """Seconds for the calls of one comparison."""
 REQUESTS = 12
+"""Requests of a decoder's forecast; each times its prompt once and every further token."""
 WEIGHT_GROUP = 32
 MOST_NAMED = 8
 Log = Callable[[str], None]

@@ -22,6 +22,7 @@ from runtime.encode.preprocess import AudioPreprocess, ImagePreprocess, Preproce
 from runtime.tasks import find_task
 
 N_SAMPLES = 16
+"""Samples drawn for a model without data, which is timed and never judged."""
 USUAL_SIDE, USUAL_SECONDS, MOST_TOKENS = 224, 2.0, 128
 """Of images and sounds whose size neither the model nor its files say; and of texts."""
 REASON = "synthetic: drawn at random, to time calls with; no quality can be told from it"

@@ -17,6 +17,7 @@ from compress.errors import PassError
 from compress.pruning.costs import Cost, Term
 
 BISECTIONS = 50
+"""Halvings of an interval of the price's logarithm that is 60 wide: down to what a float tells apart."""
 EXCHANGES = 400
 """At most; each makes the damage less."""
 MOST_WIDTHS = 4096

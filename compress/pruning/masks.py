@@ -18,6 +18,7 @@ from compress.pruning.sparsity import Sparsity
 Scope = Literal["row", "layer"]
 """Within what the share is taken: of each output's weights, or of all."""
 TINY = 1e-30
+"""Keeps a division by the length of a direction that is all zero finite."""
 REFIT_STEPS = 10
 """With 2:4 tinystories656k has 4.084 nats per token without any, 3.953 after 3, 3.937 after 10, 3.939 after 30."""
 

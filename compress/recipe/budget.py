@@ -11,6 +11,7 @@ from dataclasses import dataclass
 MOST_FILE_BYTES = 2**20
 MOST_FILES = 100
 MOST_CHARACTERS = 2**22
+"""A recipe is written by hand: what is larger than these is a mistake, or was made to exhaust the reader."""
 MOST_VALUES = 50_000
 """Read and written in some seconds; the largest recipes name some ten thousand classes."""
 MOST_DEPTH = 64

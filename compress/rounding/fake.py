@@ -26,6 +26,7 @@ REACH = 0.45
 """How far from its integer, in levels, a float weight may pull the place where learning starts; below a half."""
 MOST_SHIFT = 0.5
 MOST_STRETCH = 0.5
+"""A learned scale stays between half and one and a half of the start's, a range's end within half a level."""
 
 
 class FakeWeight(nn.Module):

@@ -29,7 +29,9 @@ BLOCK = 128
 NEAR = 32
 """Columns whose updates are applied to the rest of their block at once."""
 MOST_DAMPING = 1.0
+"""Of the mean diagonal; a Gram matrix that even this does not make invertible is refused."""
 SMALL = 1e-3
+"""Of the mean diagonal, added to each entry: an input that is never there still weighs something."""
 JUDGED_ROWS = 128
 """Rows of a weight, evenly spaced, on which its output error is measured."""
 

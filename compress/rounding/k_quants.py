@@ -233,6 +233,7 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
 
 
 _SHRINKAGES = (1.12, 1.06, 1.0, 0.96, 0.92, 0.88, 0.84, 0.78, 0.7, 0.6)
+"""Scales that are tried, as parts of the one that reaches the group's largest weight."""
 
 
 def _list_ranges() -> list[tuple[float, float]]:

@@ -31,6 +31,7 @@ DOUBT = 0.5
 ROUNDED, FLOAT = 0, 1
 """The choices of a group."""
 TIMING_BUDGET_S = 6.0
+"""Seconds for timing a choice beside the float model."""
 Groups = Sequence[tuple[str, ...]]
 
 

@@ -18,6 +18,7 @@ from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_tok
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
+"""Bins of a histogram on either side of zero, which doubles its range by merging pairs of them."""
 LOWEST_EXPONENT = -100
 """Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]

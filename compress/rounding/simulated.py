@@ -34,6 +34,7 @@ LEVELS: dict[Variant, tuple[int, int]] = {"u8s8": (0, 255), "s8s8": (-128, 127)}
 TOP = 127
 """The greatest of a weight; the least is its negative, so that every kernel may negate it."""
 LEAST_GROWTH, MOST_GROWTH = -0.9, 4.0
+"""A range's learned end stays between a tenth of the start's and five times it."""
 
 
 class SimulatedGraph(nn.Module):

@@ -20,6 +20,7 @@ from compress.rounding.observers import Observer, choose_range
 from compress.rounding.quantized_weight import round_to_nearest
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Exponents that are tried; SmoothQuant's paper (arXiv 2211.10438) takes 0.5 for most models, 0.75 for GLM-130B."""
 FREE, COSTLY = 0.9, 0.6
 """Part of the old error that the new one must be below: if a smoothing folds, and if it costs a multiplication."""
 NORMS = {"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}

@@ -60,6 +60,7 @@ EVIDENCE = "evidence.json"
 GIVEN = "given"
 """The chain that stands in the recipe."""
 BUDGET_S = 3600.0
+"""Where no time is given: an hour."""
 REACHED = "the goal is reached"
 UNTRAINED, TRAINED = "-untrained", "-trained"
 """Of a structure's name, its chain before the race, and behind it."""
@@ -72,6 +73,7 @@ MOST_FORMATS = 3
 MORE = 1.1
 """Times what a judged format is foreseen to give, from which on another is worth a look."""
 MOST_RACING = 6
+"""Structures that are trained a little before the best is trained in full."""
 RACE = 0.35
 """Part of the time left that the race may take."""
 TASTE = 0.035

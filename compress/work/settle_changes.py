@@ -27,6 +27,7 @@ from runtime.clock.machine import cpu_info
 SAME_CLASS = 0.9
 """Of the images, that a change must leave the class that the teacher gave them."""
 TRIED_IMAGES = 512
+"""Of the training set, on which it is tried what a picture may suffer without becoming another class."""
 BATCH = 64
 SHIFTED = (8, 16, 32)
 """A shift is by so small a part of the shorter side: the largest of them that the teacher bears."""

@@ -19,6 +19,7 @@ from runtime.clock.machine import peak_memory_bytes
 from runtime.clock.turns import Call, make_call, time_in_turns
 
 CALLS = 200
+"""Calls of a file in one process, where the budget has room for them."""
 FEEDS = "feeds.npz"
 RUNS = 3
 """Calls after which memory is read: the first allocates, the next may still grow the arena."""

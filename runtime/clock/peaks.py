@@ -24,6 +24,7 @@ ROWS, WIDTH = 128, 1024
 """Of the large product."""
 CALLS = 30
 BUDGET_S = 1.0
+"""Calls of each product, and the seconds after which no more are made."""
 READER = "onnxruntime-cpu"
 LEAST_READ, MOST_READ = 1 << 20, 1 << 26
 """Bytes of the matrix whose reading is timed: as many as the model has weights, within these."""

@@ -25,7 +25,9 @@ and 0.04 ms that scatter by 0.6 % between processes, blocks of 30 ms, of which f
 SETTLED_S = 0.05
 """A call from which on none is made uncounted before it: what it meets in caches is nothing beside it."""
 MIN_ROUNDS = 5
+"""Rounds whose ratios have a median and a spread."""
 WARMUP_BUDGET_S = 10.0
+"""Seconds after which a slow model counts as warm."""
 DISTURBED = 0.02
 """Share of a round that other work took from which on the round is set apart, where others can be had."""
 LEAST_SHARE = 0.05

@@ -29,6 +29,7 @@ MASKS = ("attention_mask", "padding_mask")
 """Names of the input that says which places hold sound."""
 RATES = range(100, 1_000_000)
 LONGEST_SECONDS = 3600.0
+"""An hour: a bundle that asks for more would have each of its recordings padded to it."""
 MOST_SAMPLES = 2**27
 """Of one waveform: two hours at 16000 a second."""
 MOST_FRAMES, MOST_BINS = 2**20, 1024

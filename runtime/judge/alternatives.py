@@ -33,6 +33,7 @@ from runtime.tasks.metrics import METRICS, why_not
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 FIDELITY_SAMPLES = 256
+"""The first samples, on which another way to run the model is compared with the baseline."""
 JUDGED = 2
 """Rows of the models that are judged: baseline and candidate on the main backend."""
 Row = dict[str, Any]

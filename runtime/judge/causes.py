@@ -38,6 +38,7 @@ FIXED_COST_MS = 0.2
 """A call below this may be mostly the runtime's own cost."""
 HALF = ("float16", "bfloat16")
 MOST_BETWEEN = 1000
+"""Nodes behind which a layer's other end is no longer looked for."""
 
 
 @dataclass(frozen=True)

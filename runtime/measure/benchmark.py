@@ -57,7 +57,6 @@ SHOWN = 3
 """Processes that time what no gate is about: whole answers, models beside the judged ones."""
 LARGE_BATCHES = 8
 """Different large batches: a process reads all of them before it measures."""
-"""Gives the items of a loop, whose purpose the text names in a word, and says where it is."""
 LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
 RATES = frozenset({"throughput", "cost_per_million"})
 """Metrics of single calls, and of large batches."""

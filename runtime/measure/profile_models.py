@@ -24,9 +24,11 @@ from runtime.measure.profile_onnxruntime import profile_onnxruntime
 from runtime.measure.profile_openvino import profile_openvino
 
 LEAST_CALLS, MOST_CALLS = 5, 50
+"""Profiled calls of a model: an operator's median needs some, and more tell nothing new."""
 BUDGET_S = 2.0
 """Seconds for the profiled calls of one model."""
 SHORT_MS, PLAIN_CALLS = 1.0, 100
+"""A call that takes less is also timed this often without the profiler, whose own work is no small part of it."""
 MOST_EVENTS = 50_000
 """Of a profile, which is read as one JSON document."""
 PROFILERS: dict[str, Callable[[Path, int, Options, Feeds | None, Path], Profiled]] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader")
 SECONDS = 20
+"""After them a driver that hangs counts as none."""
 NO_GPU = "no GPU that the driver sees; see `nvidia-smi`"
 
 

@@ -13,6 +13,7 @@ import sys
 from runtime.processes.search_path import HOME, holds_bundle, keep_trusted
 
 SECONDS = 120
+"""After them an isolated call that hangs is ended."""
 FOLLOW_PARENT = """\
 if sys.platform == "linux":
     import ctypes, signal
