@@ -1,4 +1,4 @@
-"""Decoders that are timed in turns: each is brought to a number of tokens, then reads single tokens by the clock."""
+"""Decoders that are timed in turns, by the clock: each reads a prompt, or single tokens behind a number of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ CONTEXT = 1280
 
 
 class Player(Protocol):
-    """One decoder with its threads set."""
+    """One decoder with its threads set. `size_bytes`: of its files."""
+
+    size_bytes: int
+
+    def read(self, n: int) -> float:
+        """Seconds of a prompt of `n` tokens, batch 1, until the logits that follow it are there."""
 
     def turn(self, past: int, n: int) -> float:
         """Seconds for `n` single tokens, batch 1, that follow `past` tokens; what leads there is not timed."""
@@ -45,7 +50,7 @@ class OrtPlayer:
 
     Takes graphs as torch's exporter and as onnxruntime-genai's builder write them. One whose attention is
     GroupQueryAttention gets one buffer for each layer, bound as past and as present; otherwise the present of one call
-    is bound as the past of the next. The cache is filled with numbers, not by a prefill: the time is the same.
+    is bound as the past of the next. Before single tokens the cache is filled with numbers: the time is the same.
     """
 
     def __init__(self, path: Path, threads: int, head_size: int) -> None:
@@ -56,7 +61,7 @@ class OrtPlayer:
         settings.log_severity_level = 3
         self._ort, self._head_size = ort, head_size
         self._session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        self._shared = shares_buffer(path)
+        self._shared, self.size_bytes = shares_buffer(path), graph_bytes(path)
         inputs = self._session.get_inputs()
         self._caches = [spec for spec in inputs if spec.name.startswith("past")]
         self._feeds = [spec.name for spec in inputs if not spec.name.startswith("past")]
@@ -64,26 +69,29 @@ class OrtPlayer:
         self._logits = np.empty((1, 1, logits.shape[-1]), np.float32)
         self._kept: dict[int, dict[str, Any]] = {}
 
+    def read(self, n: int) -> float:
+        binding = self._session.io_binding()
+        binding.bind_output("logits")
+        self._bind_cache(binding, 0)
+        return timed(lambda _: self._run(binding, 0, n), 1)
+
     def turn(self, past: int, n: int) -> float:
         binding = self._session.io_binding()
         binding.bind_ortvalue_output("logits", self._value(self._logits))
-        cache = self._cache(CONTEXT if self._shared else past)
-        if self._shared:
-            for name, value in cache.items():
-                binding.bind_ortvalue_output(present_of(name), value)
         for _ in range(2):  # the first is to warm up, and is forgotten
-            for name, value in cache.items():
-                binding.bind_ortvalue_input(name, value)
+            self._bind_cache(binding, past)
             seconds = timed(lambda i: self._run(binding, past + i), n)
         return seconds
 
-    def _run(self, binding: Any, past: int) -> None:
-        """Read one token after `past`."""
-        made = {
-            "input_ids": np.array([[TOKEN]], np.int64),
-            "attention_mask": np.ones((1, past + 1), np.int64),
-            "position_ids": np.array([[past]], np.int64),
-        }
+    def _bind_cache(self, binding: Any, past: int) -> None:
+        for name, value in self._cache(CONTEXT if self._shared else past).items():
+            binding.bind_ortvalue_input(name, value)
+            if self._shared:
+                binding.bind_ortvalue_output(present_of(name), value)
+
+    def _run(self, binding: Any, past: int, n: int = 1) -> None:
+        """Read `n` tokens after `past`."""
+        made = make_feeds(past, n)
         for name in self._feeds:
             binding.bind_cpu_input(name, made[name])
         if self._shared:
@@ -114,6 +122,20 @@ class OrtPlayer:
         self._session = None
 
 
+def make_feeds(past: int, n: int) -> dict[str, np.ndarray]:
+    """What a graph reads beside its cache for `n` tokens after `past`."""
+    return {
+        "input_ids": np.full((1, n), TOKEN, np.int64),
+        "attention_mask": np.ones((1, past + n), np.int64),
+        "position_ids": np.arange(past, past + n, dtype=np.int64)[None],
+    }
+
+
+def graph_bytes(path: Path) -> int:
+    """Of a graph and the file of its weights, whose name begins with its own, or with its stem."""
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.stem}.*"))
+
+
 def numbers(shape: tuple[int, ...]) -> np.ndarray:
     """float32, normally distributed."""
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -138,7 +160,10 @@ class BundlePlayer:
         manifest = read_manifest(bundle)
         artifact = manifest.candidate_for("onnxruntime-cpu")
         self._session = find_backend("onnxruntime-cpu").open(bundle / artifact.path, threads, {})
-        self._decoder = Decoder(self._session, artifact.cache)
+        self._decoder, self.size_bytes = Decoder(self._session, artifact.cache), artifact.size_bytes
+
+    def read(self, n: int) -> float:
+        return timed(lambda _: self._decoder.start([np.full(n, TOKEN, np.int64)], CONTEXT), 1)
 
     def turn(self, past: int, n: int) -> float:
         self._decoder.start([np.full(past, TOKEN, np.int64)], CONTEXT)
@@ -159,14 +184,22 @@ class GenaiPlayer:
         config = genai.Config(str(folder))
         config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}))
         self._genai, self._model = genai, genai.Model(config)
+        self.size_bytes = graph_bytes(folder / "model.onnx")
+
+    def read(self, n: int) -> float:
+        generator = self._generator()
+        return timed(lambda _: generator.append_tokens(np.full((1, n), TOKEN, np.int32)), 1)
 
     def turn(self, past: int, n: int) -> float:
-        settings = self._genai.GeneratorParams(self._model)
-        settings.set_search_options(max_length=CONTEXT, min_length=CONTEXT, do_sample=False)
-        generator = self._genai.Generator(self._model, settings)
+        generator = self._generator()
         generator.append_tokens(np.full((1, past), TOKEN, np.int32))
         generator.generate_next_token()
         return timed(lambda _: generator.generate_next_token(), n)
+
+    def _generator(self) -> Any:
+        settings = self._genai.GeneratorParams(self._model)
+        settings.set_search_options(max_length=CONTEXT, min_length=CONTEXT, do_sample=False)
+        return self._genai.Generator(self._model, settings)
 
     def close(self) -> None:
         self._model = None
@@ -175,7 +208,7 @@ class GenaiPlayer:
 class OpenVinoPlayer:
     """A decoder in OpenVINO, its cache made its state; hint LATENCY and its own default precision.
 
-    The cache is filled with numbers, not by a prefill.
+    Before single tokens the cache is filled with numbers.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -190,21 +223,21 @@ class OpenVinoPlayer:
         settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
         self._openvino = openvino
         self._request = core.compile_model(model, "CPU", settings).create_infer_request()
-        self._inputs = [port.any_name for port in model.inputs]
+        self._inputs, self.size_bytes = [port.any_name for port in model.inputs], graph_bytes(path)
+
+    def read(self, n: int) -> float:
+        self._request.reset_state()
+        return timed(lambda _: self._run(0, n), 1)
 
     def turn(self, past: int, n: int) -> float:
         for _ in range(2):  # the first is to warm up, and is forgotten
             for state in self._request.query_state():
                 state.state = self._openvino.Tensor(numbers((1, self._shape[1], past, self._shape[3])))
-            seconds = timed(lambda i: self._read(past + i), n)
+            seconds = timed(lambda i: self._run(past + i), n)
         return seconds
 
-    def _read(self, past: int) -> None:
-        made = {
-            "input_ids": np.array([[TOKEN]], np.int64),
-            "attention_mask": np.ones((1, past + 1), np.int64),
-            "position_ids": np.array([[past]], np.int64),
-        }
+    def _run(self, past: int, n: int = 1) -> None:
+        made = make_feeds(past, n)
         self._request.infer({name: made[name] for name in self._inputs if name in made})
 
     def close(self) -> None:
@@ -212,12 +245,12 @@ class OpenVinoPlayer:
 
 
 class LlamaCppPlayer:
-    """llama.cpp in its own environment and process, asked turn by turn."""
+    """llama.cpp in its own environment and process, asked turn by turn. `source`: a Llama's folder, or a GGUF file."""
 
-    def __init__(self, folder: Path, out: Path, threads: int) -> None:
+    def __init__(self, source: Path, out: Path, threads: int) -> None:
         out.mkdir(exist_ok=True)
         job, self._log = out / f"{threads}.job.json", out / f"{threads}.log"
-        asked = {"folder": str(folder), "out": str(out), "threads": threads, "context": CONTEXT}
+        asked = {"source": str(source), "out": str(out), "threads": threads, "context": CONTEXT}
         job.write_text(json.dumps(asked), encoding="utf-8")
         command = [str(peer_python("llamacpp")), str(HERE / "peers" / "llamacpp_decode.py"), str(job)]
         with self._log.open("wb") as log:
@@ -226,9 +259,15 @@ class LlamaCppPlayer:
             )
         self.size_bytes = int(self._answer()["bytes"])
 
+    def read(self, n: int) -> float:
+        return self._ask(prompt=n)
+
     def turn(self, past: int, n: int) -> float:
+        return self._ask(past=past, n=n)
+
+    def _ask(self, **asked: int) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"past": past, "n": n}) + "\n")
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return float(self._answer()["seconds"])
 
@@ -247,13 +286,15 @@ class LlamaCppPlayer:
         self._process.wait()
 
 
-def play(players: dict[str, Player], past: int, n: int, rounds: int, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds a token of each player in each round; they take turns, in a random order every round."""
+def play(
+    players: dict[str, Player], work: Callable[[Player], float], rounds: int, seed: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of each player's work in each round; they take turns, in a random order every round."""
     order = np.random.default_rng(seed)
     seconds: dict[str, list[float]] = {name: [] for name in players}
     for _ in range(rounds):
         for name in order.permutation(list(players)):
-            seconds[str(name)].append(players[str(name)].turn(past, n) / n)
+            seconds[str(name)].append(work(players[str(name)]))
     return seconds
 
 

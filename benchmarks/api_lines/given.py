@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def read_network() -> torch.nn.Module:
     spec = importlib.util.spec_from_file_location("network", os.environ["NETWORK"])
     assert spec is not None and spec.loader is not None
     code = importlib.util.module_from_spec(spec)
+    sys.modules["network"] = code  # a pickle of the network names it
     spec.loader.exec_module(code)
     net: torch.nn.Module = code.resnet56()
     net.load_state_dict(load_file(BENCH / WEIGHTS))

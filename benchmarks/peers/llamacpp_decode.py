@@ -1,9 +1,10 @@
-"""llama.cpp on a Llama of transformers: JOB. First Q4_0 is made of it, then it decodes by turns.
+"""llama.cpp on a model in floats: JOB. First Q4_0 is made of it, then it reads by turns.
 
-Job: "folder"; "out": a folder for the GGUF files; "threads"; "context". When it is ready it says so in one line of
-JSON, {"bytes": size of the Q4_0 file}. Then each line of standard input is {"past", "n"}: it brings its cache to `past`
-tokens, and answers with {"seconds"} for the `n` single tokens that follow. The answers go to the stream that standard
-output was; what the library prints goes to standard error.
+Job: "source": a Llama's folder of transformers, or a GGUF file; "out": a folder for the GGUF files; "threads";
+"context". When it is ready it says so in one line of JSON, {"bytes": size of the Q4_0 file}. Then each line of standard
+input is {"past", "n"}: it brings its cache to `past` tokens, and answers with {"seconds"} for the `n` single tokens
+that follow; or {"prompt"}: it answers with those of a prompt of so many tokens. The answers go to the stream that
+standard output was; what the library prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -114,6 +115,13 @@ class Decoder:
             seconds = time.perf_counter() - start
         return seconds
 
+    def read(self, n: int) -> float:
+        """Seconds of a prompt of `n` tokens."""
+        self._go_to(0)
+        start = time.perf_counter()
+        self._go_to(n)
+        return time.perf_counter() - start
+
     def _go_to(self, past: int) -> None:
         if self._length > past:
             llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self._context), 0, past, -1)
@@ -131,12 +139,13 @@ class Decoder:
 
 
 def prepare(job: Job) -> Path:
-    out = Path(job["out"])
-    made = out / "q4_0.gguf"
+    source, out = Path(job["source"]), Path(job["out"])
+    made, floats = out / "q4_0.gguf", out / "f32.gguf"
     if not made.exists():
-        write_gguf(Path(job["folder"]), out / "f32.gguf")
-        quantize(out / "f32.gguf", made)
-        (out / "f32.gguf").unlink()
+        if source.is_dir():
+            write_gguf(source, floats)
+        quantize(floats if source.is_dir() else source, made)
+        floats.unlink(missing_ok=True)
     return made
 
 
@@ -154,7 +163,7 @@ def main() -> None:
     answer(bytes=path.stat().st_size)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer(seconds=decoder.turn(asked["past"], asked["n"]))
+        answer(seconds=decoder.read(asked["prompt"]) if "prompt" in asked else decoder.turn(asked["past"], asked["n"]))
 
 
 if __name__ == "__main__":
