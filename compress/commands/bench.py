@@ -52,8 +52,8 @@ from compress.search.workers import TrialAnswer, TrialOrder, start_workers
 from compress.store.cache import default_root
 from compress.tasks import TORCH_TASKS
 from compress.version import __version__
-from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS
+from runtime.backends.openvino import computes_bfloat16
 from runtime.bundle.files import write_whole
 from runtime.clock.machine import cpu_info, environment, say_busy
 from runtime.errors import RuntimeFailure
@@ -540,7 +540,7 @@ def _list_notes(space: Formats, table: BenchTable) -> tuple[str, ...]:
             for row in table.rows
             if row.may_gain
         ]
-    if computes_bfloat16("cpu") and any(row.backend == "openvino" and row.state == "measured" for row in table.rows):
+    if any(row.backend == "openvino" and row.state == "measured" for row in table.rows) and computes_bfloat16():
         notes.append("openvino: what is not in integers computes in bfloat16 on this processor, as float32, too")
     return tuple(filter(None, [*notes, say_busy(environment(table.threads))]))
 

@@ -29,7 +29,7 @@ from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.schedule import (
     Rows,
     TrainingSchedule,
-    evaluations_due,
+    is_look_due,
     learning_rate,
     progress_made,
     split_rows,
@@ -284,10 +284,10 @@ class _Training:
     def _judge(self) -> None:
         """Look, end and save where it is time, after a step."""
         schedule, log = self.schedule, self.log
-        seconds = self._agreed_seconds()
+        seconds, n_looks = self._agreed_seconds(), len(log.evaluations)
         late = schedule.max_seconds is not None and seconds >= schedule.max_seconds
         last = late or log.step == schedule.steps
-        due = bool(log.evaluations) and evaluations_due(schedule, log.step, seconds) >= len(log.evaluations)
+        due = is_look_due(schedule, log.step, seconds, n_looks, self._agree(log.looking_s))
         if last or due or log.step % schedule.evaluate_every == 0:
             self._evaluate()
         if last:
@@ -301,8 +301,10 @@ class _Training:
             if not len(self.held):
                 self.best, self.log.best_step = module_state(self.module), self.log.step
                 return
+            begun = time.monotonic()
             if self.log.look(self._compute_held_out_loss()):
                 self.best = module_state(self.module)
+            self.log.looking_s += time.monotonic() - begun
         self.options.log(line(self.options.name, self.log, self.schedule, self._seconds()))
 
     def _compute_held_out_loss(self) -> float:
@@ -357,10 +359,13 @@ class _Training:
         return self.log.seconds + time.monotonic() - self.begun
 
     def _agreed_seconds(self) -> float:
+        return self._agree(self._seconds())
+
+    def _agree(self, seconds: float) -> float:
         """Return the mean over processes, so that all do the same; 0 where time does not count."""
         if self.schedule.max_seconds is None:
             return 0.0
-        return float(self.sum(torch.tensor(self._seconds(), dtype=torch.float64))) / self.size
+        return float(self.sum(torch.tensor(seconds, dtype=torch.float64))) / self.size
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all processes."""

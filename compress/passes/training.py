@@ -95,8 +95,8 @@ class TrainingPass(Pass):
     optimizer: Literal["adamw", "sgd", "auto"] = "adamw"
     """sgd, with a momentum of 0.9, wants a higher rate. auto, with learning_rate: auto: the better of both."""
     precision: Precision | Literal["auto"] = "float32"
-    """Of the products and convolutions; bfloat16 halves the time on processors that have it (AVX512-BF16, AMX). auto:
-    bfloat16 on these, and on GPUs that have it."""
+    """Of the products and convolutions; bfloat16 halves the time on processors that have AMX. auto: bfloat16 on GPUs
+    that have it, and on a CPU where the model answers sooner in it."""
     augment: Augmentation | Literal["auto"] = Augmentation()
     """Random changes of images. auto: those under which the teacher goes on seeing the same class, and mixup where the
     schedule has 40 epochs or more; none where there are no classes of images."""

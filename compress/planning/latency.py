@@ -52,8 +52,8 @@ from compress.store.run_log import choose_log
 from compress.timing.kept import Kept
 from compress.work import WORK, foresee_pass
 from compress.work.contexts import GraphContext, ModelContext
-from compress.work.settle_changes import computes_bfloat16
 from runtime.backends import BACKENDS, Feeds, find_backend
+from runtime.backends.openvino import computes_bfloat16
 from runtime.bundle.manifest import fixed_batch
 from runtime.clock.machine import peak_memory_bytes
 from runtime.decode.kv_cache import Decoder
@@ -430,7 +430,7 @@ def _list_elsewhere(backend: str) -> dict[str, str]:
     """Return what another runtime does with the float file, in words -> that runtime."""
     if backend == "openvino" or BACKENDS["openvino"].available() is not None:
         return {}
-    return {f"{FLOAT_ELSEWHERE}{'bf16' if computes_bfloat16('cpu') else 'float32'}": "openvino"}
+    return {f"{FLOAT_ELSEWHERE}{'bf16' if computes_bfloat16() else 'float32'}": "openvino"}
 
 
 def _describe_gain(recipe: Recipe, latency: LatencyForecast) -> list[Note]:

@@ -1,4 +1,4 @@
-"""`augment: auto` and `precision: auto`: what the teacher goes on recognising, and what the device computes fast.
+"""`augment: auto` and `precision: auto`: what the teacher goes on recognising, and what it answers fast in.
 
 An image changed at random teaches only while the teacher still knows what it sees: a mirrored digit does not.
 So each change is tried on the teacher alone, and kept where it gives nearly all images the class that it gave before.
@@ -6,6 +6,7 @@ So each change is tried on the teacher alone, and kept where it gives nearly all
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -14,15 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.sharing import from_main
 from compress.context import PassContext, TrainSet
 from compress.distill.datasets import is_channels_first, shift_images
+from compress.distill.schedule import Precision
 from compress.facts import Note
 from compress.models.load import TorchModel
-from compress.passes.training import Augmentation, TrainingPass
+from compress.passes.training import Augmentation, LearningPass
 from compress.rounding.outputs import first_output
 from compress.tasks import find_torch_task
-from compress.work.settled import Settled
-from runtime.clock.machine import cpu_info
+from compress.work.settled import Settled, keep, recall
+from compress.work.training import batches_of
+from runtime.clock.turns import time_in_turns
 
 SAME_CLASS = 0.9
 """Of the images, that a change must leave the class that the teacher gave them."""
@@ -33,9 +37,14 @@ SHIFTED = (8, 16, 32)
 """A shift is by so small a part of the shorter side: the largest of them that the teacher bears."""
 BLENDED = 1.0
 """Beta's alpha where images are blended; what a blend is, the teacher says."""
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Of processors that multiply in bfloat16."""
-Pass = TypeVar("Pass", bound=TrainingPass)
+GAIN = 0.9
+"""Of the float32 time, that bfloat16 must stay below. A processor's flags tell nothing: a training step of ResNet-56
+takes 1.4 times as long in it on a Xeon that has AVX512-BF16 and no AMX."""
+TIMED_S, MOST_TIMED_S = 0.2, 2.0
+"""Seconds of one answer from which on no more rows are added to a batch, and of all that are timed."""
+FILE = "precision.json"
+"""In a pass's folder of unfinished work: what was chosen, so that a killed run goes on in it."""
+Pass = TypeVar("Pass", bound=LearningPass)
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
@@ -50,7 +59,7 @@ def settle_changes(
     if config.augment == "auto":
         found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
     if config.precision == "auto":
-        found["precision"] = "bfloat16" if computes_bfloat16(context.device) else "float32"
+        found["precision"] = _find_precision(config, loaded, teacher, trainset, context)
     if not found:
         return config, Settled()
     note = Note("info", f"{config.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
@@ -59,11 +68,44 @@ def settle_changes(
     return config.settle(0.0, **found), Settled(fields, (note,))
 
 
-def computes_bfloat16(device: str) -> bool:
-    """Return whether the device ("cpu" or "cuda:n") multiplies in bfloat16 faster than in float32."""
-    if device.startswith("cuda"):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(BFLOAT16_FLAGS & set(cpu_info()[1]))
+def _find_precision(
+    config: LearningPass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, context: PassContext
+) -> Precision:
+    """Return bfloat16 where the device has it, and a CPU answers a batch sooner in it; else float32."""
+    if context.device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    record = recall(context, FILE)
+    if record is None:
+        batch_of, most = batches_of(config, trainset, loaded), min(config.batch_size, trainset.n)
+        ratio = _time_bfloat16(teacher, lambda n: batch_of(np.arange(n), None).feeds, most)
+        record = from_main({"precision": "bfloat16" if ratio < GAIN else "float32"})
+        keep(context, FILE, record)
+    precision: Precision = record["precision"]
+    return precision
+
+
+@torch.no_grad()
+def _time_bfloat16(module: nn.Module, make_feeds: Callable[[int], Mapping[str, Tensor]], most: int) -> float:
+    """Return the time of an answer in bfloat16 over that in float32, of as many rows as take a while, or `most`."""
+
+    def answer(feeds: Mapping[str, Tensor], reduced: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
+            module(**feeds)
+
+    n_rows, seconds = 1, 0.0
+    while True:
+        feeds = make_feeds(n_rows)
+        answer(feeds, False)  # the first of a shape finds its kernels
+        begun = time.perf_counter()
+        answer(feeds, False)
+        seconds = time.perf_counter() - begun
+        if seconds > TIMED_S or n_rows == most:
+            break
+        n_rows = min(2 * n_rows, most)
+    calls = [lambda _: answer(feeds, False), lambda _: answer(feeds, True)]
+    turns = time_in_turns(calls, 10, budget_s=MOST_TIMED_S, one_thread=torch.get_num_threads() == 1)
+    before, after = turns.typical_ms
+    return after / before
 
 
 def _describe(value: Any) -> str:

@@ -117,6 +117,8 @@ class Core(Protocol):
 
     def add_extension(self, path: str) -> None: ...
 
+    def get_property(self, device: str, name: str) -> Any: ...
+
 
 @dataclass
 class OpenVinoSession:
@@ -354,6 +356,12 @@ def core() -> Core:
     """
     made: Core = _import_openvino().Core()
     return made
+
+
+def computes_bfloat16() -> bool:
+    """Return whether float layers compute in bfloat16 on this processor, unless OpenVINO is told otherwise."""
+    precision: str = core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    return precision == "bf16"
 
 
 def _import_openvino() -> ModuleType:

@@ -184,7 +184,7 @@ def test_time_ends_a_run_with_a_last_look() -> None:
     _, log = taught(schedule, before_step=lambda step, part: done.append(part))
     assert log.end == "time" and 3 < log.step < 60 and log.evaluations[-1][0] == log.step
     seldom, _ = taught(replace(schedule, evaluate_every=5_000)), None
-    assert len(seldom[1].evaluations) > 8  # where few of the steps are taken the clock asks for them
+    assert 4 < len(seldom[1].evaluations) <= 7  # the clock asks for them, at most for a tenth of itself: each takes 1 s
     assert done == sorted(done) and done[-1] > 0.5  # by the clock: 10,000 steps are far
 
 

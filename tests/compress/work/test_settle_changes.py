@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from compress.passes.qat import Qat
 from compress.passes.training import Augmentation
 from compress.recipe.repeat import repeat_training
 from compress.recipe.schema import Recipe
-from compress.work.settle_changes import computes_bfloat16, settle_changes
+from compress.work.contexts import ModelContext
+from compress.work.settle_changes import FILE, settle_changes
+from compress.work.settled import keep
 from runtime.bundle.tensors import TensorSpec
 
 IMAGES = (TensorSpec("pixel_values", "float32", ("batch", 1, 16, 16)),)
@@ -37,7 +41,9 @@ class Seeing(nn.Module):
         return torch.stack([value, -value], dim=-1)
 
 
-def settle(teacher: nn.Module, task: str = "image-classification", **config: Any) -> Any:
+def settle(
+    teacher: nn.Module, context: ModelContext | None = None, task: str = "image-classification", **config: Any
+) -> Any:
     loaded = TorchModel(
         architecture="Net",
         inputs=IMAGES,
@@ -47,7 +53,8 @@ def settle(teacher: nn.Module, task: str = "image-classification", **config: Any
         parameters={"pixel_values": "x"},
     )
     images = np.random.default_rng(0).normal(0.0, 1.0, (200, 1, 16, 16)).astype(np.float32)
-    return settle_changes(Distill(**config), loaded, teacher, Arrays({"pixel_values": images}), model_context([]))
+    trainset = Arrays({"pixel_values": images})
+    return settle_changes(Distill(**config), loaded, teacher, trainset, context or model_context([]))
 
 
 def test_a_change_is_kept_where_the_teacher_goes_on_seeing_the_same() -> None:
@@ -69,11 +76,20 @@ def test_where_there_are_no_classes_of_images_nothing_is_changed() -> None:
     assert config.augment == Augmentation()
 
 
-def test_the_precision_is_what_the_processor_multiplies_in(cpuinfo: Path) -> None:
-    for flags, expected in (("avx2 avx512_bf16", "bfloat16"), ("avx2", "float32")):
-        cpuinfo.write_text(f"flags: {flags}")
-        assert settle(Seeing(lambda x: x.mean((1, 2, 3))), precision="auto")[0].precision == expected
-        assert computes_bfloat16("cpu") == (expected == "bfloat16")
+@pytest.mark.parametrize(("slow_in", "expected"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_the_precision_is_what_the_teacher_answers_sooner_in(slow_in: str, expected: str) -> None:
+    def look(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu") == (slow_in == "bfloat16"):
+            time.sleep(0.02)
+        return x.mean((1, 2, 3))
+
+    assert settle(Seeing(look), precision="auto")[0].precision == expected
+
+
+def test_a_killed_run_goes_on_in_the_precision_that_it_chose(tmp_path: Path) -> None:
+    context = replace(model_context([]), work=tmp_path)
+    keep(context, FILE, {"precision": "bfloat16"})
+    assert settle(Seeing(lambda x: x.mean((1, 2, 3))), context, precision="auto")[0].precision == "bfloat16"
 
 
 def test_what_was_found_is_written_into_the_recipe() -> None:
