@@ -226,15 +226,18 @@ class OpenVinoPlayer:
         self._inputs, self.size_bytes = [port.any_name for port in model.inputs], graph_bytes(path)
 
     def read(self, n: int) -> float:
-        self._request.reset_state()
+        self._fill(0)
         return timed(lambda _: self._run(0, n), 1)
 
     def turn(self, past: int, n: int) -> float:
         for _ in range(2):  # the first is to warm up, and is forgotten
-            for state in self._request.query_state():
-                state.state = self._openvino.Tensor(numbers((1, self._shape[1], past, self._shape[3])))
+            self._fill(past)
             seconds = timed(lambda i: self._run(past + i), n)
         return seconds
+
+    def _fill(self, past: int) -> None:
+        for state in self._request.query_state():
+            state.state = self._openvino.Tensor(numbers((1, self._shape[1], past, self._shape[3])))
 
     def _run(self, past: int, n: int = 1) -> None:
         made = make_feeds(past, n)
