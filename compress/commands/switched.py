@@ -66,6 +66,9 @@ class SwitchedHandle:
     def get_outputs(self) -> list[Argument]:
         return self.handle.get_outputs()
 
+    def get_overridable_initializers(self) -> list[Argument]:
+        return self.handle.get_overridable_initializers()
+
     def get_providers(self) -> list[str]:
         return self.handle.get_providers()
 

@@ -53,6 +53,7 @@ from compress.graph.fast_forms import (
 )
 from compress.graph.half import to_half
 from compress.graph.halves import cross_names, share_weights, split_halves
+from compress.graph.last_logits import keep_last_logits
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
@@ -134,6 +135,8 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
     flush_denormals(model)
     share_tables(model)
     DeduplicateInitializersPass(size_limit=MOST_SHARED)(model)  # zero points, above all
+    if target.cpu_operators and cache_of(model) is not None:
+        keep_last_logits(model)
     strip_metadata(model)
     return model, notes
 
@@ -194,6 +197,8 @@ def float_graph(model: ir.Model) -> ir.Model:
     share_tables(plain)
     tidy(plain)
     keep_pools_fast(plain)
+    if cache_of(plain) is not None:
+        keep_last_logits(plain)
     strip_metadata(plain)
     return plain
 

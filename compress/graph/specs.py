@@ -24,7 +24,8 @@ CACHE_OUTPUTS = re.compile(
 
 
 def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
-    return _make_specs(model.graph.inputs)
+    """Return the specs of what has to be given. ValueError."""
+    return _make_specs([value for value in model.graph.inputs if not value.is_initializer()])
 
 
 def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:

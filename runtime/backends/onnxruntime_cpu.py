@@ -72,6 +72,8 @@ class InferenceSession(Protocol):
 
     def get_outputs(self) -> list[Argument]: ...
 
+    def get_overridable_initializers(self) -> list[Argument]: ...
+
     def get_providers(self) -> list[str]: ...
 
 
@@ -112,6 +114,11 @@ class OnnxRuntimeSession:
         except failures() as error:
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
         return dict(zip(names, results, strict=True))
+
+    def takes(self, name: str) -> bool:
+        """Return whether the graph has an input of that name that need not be given."""
+        handle = check_open(self.path, self.handle)
+        return any(argument.name == name for argument in handle.get_overridable_initializers())
 
     def close(self) -> None:
         self.handle = None

@@ -32,6 +32,9 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
         raise ValueError(f"{name} is {value}, above {most}")
 
 
+LOGITS_TO_KEEP = "logits_to_keep"
+"""An input of a decoder's graph that need not be given, int64 [1], with transformers' name: of how many of the last
+tokens there are to be logits; 0: of all."""
 PAST, PRESENT = "past_key_values.{layer}.{kind}", "present.{layer}.{kind}"
 """What a decoder's layer keeps between calls: names of an input and an output; layer from 0, kind is key, value, ..."""
 SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"

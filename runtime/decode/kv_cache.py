@@ -17,7 +17,7 @@ from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session, St
 from runtime.backends.base import check_open
 from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
+from runtime.bundle.manifest import LOGITS_TO_KEEP, SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import positions
 from runtime.encode.seq2seq import DECODER_IDS
@@ -34,8 +34,11 @@ class Keys(Protocol):
         """
         ...
 
-    def call(self, feeds: Feeds) -> Array:
-        """Run one call on all inputs but the past, C-contiguous; return logits [n, t, vocab], kept until the next."""
+    def call(self, feeds: Feeds, n_logits: int = 0) -> Array:
+        """Run one call on all inputs but the past, C-contiguous; return logits [n, t, vocab], kept until the next.
+
+        `n_logits`: of how many of the last tokens they are wanted; 0: of all. There may be more.
+        """
         ...
 
 
@@ -85,9 +88,9 @@ class Decoder:
         if not self.cache.shared_buffer:
             self._mask[:, width:] = 1
         self.keys.begin(len(prompts), capacity)
-        logits = self._run(ids, positions(self._mask[:, :width]))
         last = lengths - 1 if self.cache.shared_buffer else np.full(len(prompts), width - 1)
-        result: Array = logits[np.arange(len(prompts)), last].astype(np.float32)
+        logits = self._run(ids, positions(self._mask[:, :width]), width - int(last.min()))
+        result: Array = logits[np.arange(len(prompts)), last - width].astype(np.float32)
         return result
 
     def step(self, tokens: Array) -> Array:
@@ -104,11 +107,12 @@ class Decoder:
         if n_tokens > self._capacity:
             raise UsageError(f"{n_tokens} tokens do not fit into a cache made for {self._capacity}")
 
-    def _run(self, ids: Array, position_ids: Array) -> Array:
-        """Run one call on ids [n, t]; return the logits [n, t, vocab]."""
+    def _run(self, ids: Array, position_ids: Array, n_logits: int = 0) -> Array:
+        """Run one call on ids [n, t]; return the logits of the last tokens [n, `n_logits` or more, vocab]."""
         feeds = {"input_ids": ids, "attention_mask": self._mask[:, : self._total], "position_ids": position_ids}
         given = feeds.keys() & self._inputs.keys()
-        return self.keys.call({name: np.ascontiguousarray(feeds[name], self._inputs[name].dtype) for name in given})
+        given_feeds = {name: np.ascontiguousarray(feeds[name], self._inputs[name].dtype) for name in given}
+        return self.keys.call(given_feeds, n_logits)
 
 
 class EncodedDecoder:
@@ -177,6 +181,7 @@ class BoundKeys:
     def __init__(self, session: OnnxRuntimeSession, cache: KvCacheSpec) -> None:
         self._session, self._cache = session, cache
         self._inputs = {spec.name: spec for spec in session.inputs}
+        self._keeps = session.takes(LOGITS_TO_KEEP)
         self._single: Array | None = None
         """Memory for the logits of single tokens, once a call has shown their size."""
 
@@ -193,11 +198,13 @@ class BoundKeys:
             if self._cache.shared_buffer:
                 self._binding.bind_ortvalue_output(present, buffer)
 
-    def call(self, feeds: Feeds) -> Array:
+    def call(self, feeds: Feeds, n_logits: int = 0) -> Array:
         """Run one call; return the logits [n, t, vocab], which the next call may overwrite. BundleError."""
         binding, logits = self._binding, self._single
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
+        if self._keeps:
+            binding.bind_ortvalue_input(LOGITS_TO_KEEP, _make_value(np.array([n_logits]), "cpu"))
         if logits is None:
             binding.bind_output("logits")
         else:
@@ -258,7 +265,7 @@ class StateKeys:
         self._state.reset()
         self._given = dict(given or {})
 
-    def call(self, feeds: Feeds) -> Array:
+    def call(self, feeds: Feeds, n_logits: int = 0) -> Array:
         """Run one call; return logits [n, t, vocab]. UsageError for inputs that do not fit the model."""
         return self._state.run({**self._given, **feeds})["logits"]
 
@@ -283,7 +290,7 @@ class ResidentKeys:
         self._session.keeper = self
         self._rows, self._read = n_rows, 0
 
-    def call(self, feeds: Feeds) -> Array:
+    def call(self, feeds: Feeds, n_logits: int = 0) -> Array:
         """Run one call; return logits [n, t, vocab]. UsageError where no profile takes the shapes, RuntimeFailure."""
         if self._session.keeper is not self:
             raise UsageError(
