@@ -3,8 +3,7 @@
 Random models of 12 layers (hidden 1024, feed-forward 2816, 32,000 tokens): one with a gated delta rule in three of four
 layers, one with attention in all, in 4 bits by `rtn`, on two threads, in our runtime. Each is measured in a process of
 its own that reads a prompt of 4,096 tokens and then 32 single ones; the processes take turns. Claims: a token of the
-hybrid takes no longer than the twin's, and its process less memory. Beside them, not as claims: the prompt's time, and
-what both keep for a text.
+hybrid takes no longer than the twin's, and its process less memory. Beside them, not as a claim: the prompt's time.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+KEYS = ("prompt_s", "token_ms", "peak_mib")
 VOCABULARY, PAST, TOKENS, ROUNDS = 32_000, 4096, 32, 3
 RECIPE = """\
 version: 1
@@ -63,22 +63,20 @@ def measure(call: Call) -> Measured:
         recipe.write_text(RECIPE.format(name=name, model=folder, texts=texts), encoding="utf-8")
         bundles[name] = call.out / name
         apply_recipe(recipe, (), bundles[name], call.out / "cache")
-    found: dict[str, list[Row]] = {name: [] for name in bundles}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in bundles}
     for _ in range(rounds):
         for name, bundle in bundles.items():
             say(f"{name}: a prompt of {past} tokens, and {TOKENS} more")
             found[name].append(run_alone(bundle, past, call.out / "answer.json"))
-    rows = [{"model": name} | {key: median(runs, key) for key in runs[0]} for name, runs in found.items()]
-    hybrid, twin = rows
-    ratio = [own["token_ms"] / other["token_ms"] for own, other in zip(found["hybrid"], found["twin"], strict=True)]
-    claims: list[Claim] = [
-        at_most("a token of the hybrid beside the twin's", float(np.median(ratio)), 1.0),
-        at_most("memory of the hybrid beside the twin's", hybrid["peak_mib"] / twin["peak_mib"], 1.0),
-    ]
+    rows: list[Row] = [{"model": name} | {key: median(runs, key) for key in KEYS} for name, runs in found.items()]
+    claims: list[Claim] = []
+    for key, what in (("token_ms", "a token"), ("peak_mib", "memory")):
+        ratio = [own[key] / other[key] for own, other in zip(found["hybrid"], found["twin"], strict=True)]
+        claims.append(at_most(f"{what} of the hybrid beside the twin's", float(np.median(ratio)), 1.0))
     return claims, rows
 
 
-def median(rows: list[Row], key: str) -> float:
+def median(rows: list[dict[str, float]], key: str) -> float:
     return float(np.median([row[key] for row in rows]))
 
 
@@ -96,16 +94,16 @@ def write_model(folder: Path, every: int, quick: bool) -> None:
     write_tokenizer(folder, vocabulary)
 
 
-def run_alone(bundle: Path, past: int, answer: Path) -> Row:
+def run_alone(bundle: Path, past: int, answer: Path) -> dict[str, float]:
     code, _ = run_child([sys.executable, __file__, CHILD, str(bundle), str(past), str(answer)])
     if code:
         raise RunError(f"{bundle.name}: its process ended with exit code {code}")
-    row: Row = json.loads(answer.read_text(encoding="utf-8"))
+    row: dict[str, float] = json.loads(answer.read_text(encoding="utf-8"))
     return row
 
 
-def measure_bundle(bundle: Path, past: int) -> Row:
-    """Seconds of a prompt, milliseconds of a token behind it, the process's memory, and what is kept for the text."""
+def measure_bundle(bundle: Path, past: int) -> dict[str, float]:
+    """Seconds of a prompt, milliseconds of a token behind it, and the process's peak of memory."""
     from runtime.backends import find_backend
     from runtime.decode.kv_cache import Decoder
     from runtime.tasks.manifest import read_manifest
