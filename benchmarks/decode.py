@@ -51,7 +51,7 @@ data:
 target: {target}
 passes: [{passes}]
 export: [{export}]
-validate: {{benchmark: {{processes: 1}}}}
+validate: {{benchmark: {{processes: 1, iterations: 1}}}}
 """
 Maker = Callable[[int], Player]
 """Threads -> a player."""

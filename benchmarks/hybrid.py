@@ -48,7 +48,7 @@ data:
   evaluation: {{source: "jsonl:{texts}", samples: 1, shuffle: false}}
 passes:
   - {{kind: rtn, scheme: W4A16, group_size: 32, indivisible: fit}}
-validate: {{benchmark: {{processes: 1}}}}
+validate: {{benchmark: {{processes: 1, iterations: 1}}}}
 """
 
 

@@ -103,11 +103,14 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def tidy(model: ir.Model) -> None:
-    """Sort the graph; remove the nodes and initializers that nothing reads."""
+    """Sort the graph; remove the nodes and initializers that nothing reads, those too that could be given as inputs."""
     model.graph.sort()
     RemoveUnusedNodesPass()(model)
-    for name in [n for n, v in model.graph.initializers.items() if not list(v.uses()) and not v.is_graph_output()]:
-        del model.graph.initializers[name]
+    for name, value in list(model.graph.initializers.items()):
+        if not list(value.uses()) and not value.is_graph_output():
+            del model.graph.initializers[name]
+            if value.is_graph_input():
+                model.graph.inputs.remove(value)
 
 
 def strip_metadata(model: ir.Model) -> None:
