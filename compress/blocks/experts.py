@@ -124,22 +124,6 @@ def first_expert_only() -> Iterator[None]:
         _FIRST_ONLY.reset(token)
 
 
-def spread_over_experts(counts: dict[str, int], ops: dict[str, str], module: nn.Module) -> None:
-    """Give each expert its expected part of what was counted while the first one ran on all tokens; in place.
-
-    `counts` and `ops` (the operators that were seen) are by layer name. Each of E experts gets k / E of the tokens
-    where k are chosen for each.
-    """
-    for name, mixture in module.named_modules():
-        if isinstance(mixture, Experts):
-            first, n = f"{name}.0.", len(mixture.experts())
-            ran = {layer.removeprefix(first): count for layer, count in counts.items() if layer.startswith(first)}
-            seen = {layer.removeprefix(first): op for layer, op in ops.items() if layer.startswith(first)}
-            for e in range(n):
-                counts.update({f"{name}.{e}.{layer}": count * mixture.n_chosen // n for layer, count in ran.items()})
-                ops.update({f"{name}.{e}.{layer}": op for layer, op in seen.items()})
-
-
 def unstack_experts(module: nn.Module) -> list[str]:
     """Replace, in place, every module inside `module` that holds stacked experts by `Experts`, and return their names.
 

@@ -6,21 +6,32 @@ import contextlib
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.experts import first_expert_only, spread_over_experts, unstack_experts
+from compress.blocks.experts import Experts, first_expert_only, unstack_experts
 from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
-from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, run, trace, weight_shape
+from compress.blocks.trace import (
+    LAYER_OPS,
+    Work,
+    has_own_forward,
+    is_layer,
+    layer_type,
+    name_outputs,
+    run,
+    weight_shape,
+)
 from compress.errors import SourceError
-from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
+from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, SampleShapes, Structure, assign_roles
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
@@ -32,16 +43,17 @@ from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.rebuilt import rebuild_onnx
 from compress.models.source import Source
-from compress.pruning.coupling import find_coupling
+from compress.pruning.coupling import coupling_of
 from compress.pruning.dimensions import Coupling
+from compress.pruning.trials import settle_sizes
 from compress.specs import ModelSpec
 from compress.structure.alike import cut_chain
-from compress.structure.find import N_TOKENS, find_structure, one_block
+from compress.structure.dataflow import DataFlow, count_work, record, spread_over_experts
+from compress.structure.find import N_TOKENS, find_structure, one_block, structure_of
 from compress.structure.removable import find_removable
 from runtime.tasks import find_task
 from runtime.words import size_text
 
-Traced = tuple[Trace, list[str]]
 MOST_NAMED = 6
 MOST_BUILT = 2**30
 """Bytes of weights up to which a factory's model is built for a plan to run it; larger ones are run once loaded."""
@@ -50,27 +62,105 @@ DECLARED = re.compile(r"layer|block|module|depth")
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
-def model_facts(
-    source: Source,
-    feeds_shapes: SampleShapes,
-    coupling: bool = False,
-    blocks: bool = False,
-    opened: OpenedModel | None = None,
-) -> ModelFacts:
+@dataclass
+class ModelRun:
+    """A torch model run by shapes, once for whoever asks first. SourceError: it cannot be run.
+
+    `feeds`: one sample, by parameter of forward. `notes`: on how it was run.
+    """
+
+    source: Source
+    module: nn.Module
+    feeds: SampleShapes
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def flow(self) -> DataFlow:
+        """Return the run, of a mixture's first experts alone; with values where the model's code looks at them."""
+        try:
+            return self._record()
+        except factory.USER_ERRORS as error:
+            first = _first_line(error)
+        try:
+            flow = _run_untrained(self.source, self.feeds)
+        except factory.USER_ERRORS as error:
+            _check_channels(self.source, self.feeds, error)
+            raise forward_failure(self.source.spec, self.feeds, error) from error
+        self.notes.append(f"the forward pass needs values ({first}); it was run on the CPU")
+        return flow
+
+    def _record(self) -> DataFlow:
+        with first_expert_only():
+            return record(self.module, zeros(self.feeds))
+
+    @cached_property
+    def shown(self) -> tuple[DataFlow, Work, Structure]:
+        """Return a run, what layers multiply, and how the model is built: by its first blocks where they tell all."""
+        with cut_chain(self.module) as cut:
+            if cut is not None:
+                with contextlib.suppress(*factory.USER_ERRORS):
+                    flow = self._record()
+                    structure = cut.extend(structure_of(flow))
+                    if structure is not None:
+                        return flow, cut.spread(spread_over_experts(count_work(flow), flow)), structure
+        flow = self.flow
+        try:
+            structure = structure_of(flow)
+        except factory.USER_ERRORS as error:
+            structure = one_block(self.module, f"no blocks were found: {_first_line(error)}")
+        return flow, spread_over_experts(count_work(flow), flow), structure
+
+    @cached_property
+    def coupling(self) -> Coupling:
+        """Return what can be pruned: of a mixture by a run of all experts."""
+        flow, feeds = self.flow, zeros(short_feeds(self.source.spec, self.feeds))
+        try:
+            if any(isinstance(part, Experts) for part in flow.modules.values()):
+                flow = record(flow.module, feeds, flow.computed)
+            return settle_sizes(coupling_of(flow), flow.module, feeds, flow.computed)
+        except factory.USER_ERRORS as error:
+            raise SourceError(f"{self.source.name}: cannot be traced for pruning: {last_line(error)}") from error
+
+    def describe(self, coupling: bool, blocks: bool) -> dict[str, Any]:
+        """Return the fields of a model's facts that a run shows; `coupling`, `blocks`: as for `model_facts`."""
+        flow, work, structure = self.shown
+        structure = replace(structure, unpackable=find_unpackable(self.module))
+        layers = assign_roles(_describe_layers(self.module, work), structure)
+        return {
+            "layers": layers,
+            "other_bytes": count_other_bytes(self.module, layers),
+            "peak_activation_bytes": flow.peak_bytes,
+            "structure": structure,
+            "prunable": self.coupling.facts if coupling else None,
+            "unprunable": self.coupling.kept if coupling else {},
+            "removable": find_removable(self.flow, structure) if blocks else None,
+            "notes": (*self.notes, *_make_layer_notes(layers, work)),
+        }
+
+
+def model_facts(source: Source, feeds_shapes: SampleShapes, coupling: bool = False, blocks: bool = False) -> ModelFacts:
     """Return layers, shapes, work and memory for one sample of a recipe's model.
 
     `feeds_shapes`: by input. `coupling`: with the units that can be pruned. `blocks`: with the blocks that can go.
-    `opened`: the model, where it is built already; stacked experts become layers in it.
 
     Weight files are only looked at: names and shapes must fit the module. A torch model is built on the meta device and
     run on tensors that hold no values; where that cannot be done it is built untrained on the CPU, and `notes` says so.
     `peak_activation_bytes` is that of torch's eager order; `operators` are aten's for torch, ONNX's for ONNX.
     Raises SourceError.
     """
-    opened = opened or open_on_meta(source)
+    return look_at_model(open_on_meta(source), feeds_shapes, coupling, blocks)[0]
+
+
+def look_at_model(
+    opened: OpenedModel, feeds_shapes: SampleShapes, coupling: bool = False, blocks: bool = False
+) -> tuple[ModelFacts, ModelRun | None]:
+    """Return the facts of a model that is built already, and its run, if it is a torch model; as `model_facts`.
+
+    Stacked experts become layers in it.
+    """
     source, module, notes = opened.source, opened.module, opened.notes
     if source.onnx is not None:
-        return onnx_facts(source.onnx, source.task, feeds_shapes, source.spec.inputs, source.spec.state)
+        return onnx_facts(source.onnx, source.task, feeds_shapes, source.spec.inputs, source.spec.state), None
     assert module is not None
     parts = expert_parts(module)
     unstack_experts(module)
@@ -82,35 +172,25 @@ def model_facts(
         notes = (*(note for note in notes if not note.startswith(huggingface.UNUSED)), describe_unread(unread))
     names = parameters(source, module)
     check_feeds(source.spec, names, feeds_shapes)
-    feeds = {names[name]: feeds_shapes[name] for name in names}
-    traced, more, structure = _look_at(source, module, feeds)
-    structure = replace(structure, unpackable=find_unpackable(module))
-    layers = assign_roles(_describe_layers(module, traced), structure)
-    other_bytes = count_other_bytes(module, layers)
+    run = ModelRun(source, module, {names[name]: feeds_shapes[name] for name in names})
+    flow, shown = run.shown[0], run.describe(coupling, blocks)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
-    outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in traced.outputs.items()}
     if source.kind == "python" and n_bytes <= MOST_BUILT:
-        check_batch(source.spec, _build_untrained(source), feeds)
-    pruning = _trace_coupling(source, module, feeds) if coupling else None
+        check_batch(source.spec, _build_untrained(source), run.feeds)
+    found = name_outputs(flow.result).items()
+    outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in found}
     facts = ModelFacts(
         source="torch",
         architecture=architecture(module),
         task=source.task,
         inputs=input_specs(source.spec, names, feeds_shapes),
         outputs=output_specs(source.spec, outputs),
-        layers=layers,
-        other_bytes=other_bytes,
-        float_bytes=find_float_bytes(n_bytes, other_bytes, layers),
+        float_bytes=find_float_bytes(n_bytes, shown["other_bytes"], shown["layers"]),
         unread=unread,
-        peak_activation_bytes=traced.peak_activation_bytes,
-        operators=traced.operators,
-        notes=(*notes, *more, *_make_layer_notes(layers, traced)),
-        structure=structure,
-        prunable=pruning.facts if pruning else None,
-        unprunable=pruning.kept if pruning else {},
-        removable=_trace_removable(source, module, feeds, structure) if blocks else None,
+        operators=tuple(sorted({op.name for op in flow.ops})),
+        **{**shown, "notes": (*notes, *shown["notes"])},
     )
-    return facts.keep_worth_naming(_count_outside(module))
+    return facts.keep_worth_naming(_count_outside(module)), run
 
 
 def rebuilt_facts(
@@ -139,24 +219,9 @@ def rebuilt_facts(
         )
     if not layers:
         return replace(facts, rebuilt=True, notes=notes)
-    module, feeds = rebuilt.module, {rebuilt.parameters[name]: feeds_shapes[name] for name in rebuilt.parameters}
-    traced, more = _trace_module(source, module, feeds)
-    pruning = _trace_coupling(source, module, feeds) if coupling else None
-    structure = _trace_structure(source, module, feeds)
-    found = assign_roles(_describe_layers(module, traced), structure)
-    return replace(
-        facts,
-        rebuilt=True,
-        layers=found,
-        other_bytes=count_other_bytes(module, found),
-        peak_activation_bytes=traced.peak_activation_bytes,
-        notes=(*notes, *more, *_make_layer_notes(found, traced)),
-        opset=None,
-        structure=structure,
-        prunable=pruning.facts if pruning else None,
-        unprunable=pruning.kept if pruning else {},
-        removable=_trace_removable(source, module, feeds, structure) if blocks else None,
-    )
+    feeds = {rebuilt.parameters[name]: feeds_shapes[name] for name in rebuilt.parameters}
+    shown = ModelRun(source, rebuilt.module, feeds).describe(coupling, blocks)
+    return replace(facts, rebuilt=True, opset=None, **{**shown, "notes": (*notes, *shown["notes"])})
 
 
 def architecture(module: nn.Module) -> str:
@@ -164,71 +229,33 @@ def architecture(module: nn.Module) -> str:
     return type(getattr(module, "wrapped", module)).__name__
 
 
-def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
+def zeros(feeds: SampleShapes) -> dict[str, Tensor]:
     """Return one sample of zeros, [1, ...], for each input."""
-    return {
-        name: torch.zeros((1, *shape), dtype=getattr(torch, dtype), device=device)
-        for name, (shape, dtype) in feeds.items()
-    }
+    return {name: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for name, (shape, dtype) in feeds.items()}
 
 
-def _look_at(source: Source, module: nn.Module, feeds: SampleShapes) -> tuple[Trace, list[str], Structure]:
-    """Return what running the module shows, notes, and how it is built: from its first blocks where they tell all."""
-    with cut_chain(module) as cut:
-        if cut is not None:
-            with contextlib.suppress(*factory.USER_ERRORS):
-                traced = _run_on_meta(module, feeds)
-                structure = cut.extend(find_structure(module, zeros(short_feeds(source.spec, feeds), "cpu")))
-                if structure is not None:
-                    return replace(traced, macs=cut.spread(traced.macs), ops=cut.spread(traced.ops)), [], structure
-    whole, notes = _trace_module(source, module, feeds)
-    return whole, notes, _trace_structure(source, module, feeds)
-
-
-def _run_on_meta(module: nn.Module, feeds: SampleShapes) -> Trace:
-    device = next((parameter.device.type for parameter in module.parameters()), "cpu")
+def _run_untrained(source: Source, feeds: SampleShapes) -> DataFlow:
     with first_expert_only():
-        traced = trace(module, zeros(feeds, device))
-    spread_over_experts(traced.macs, traced.ops, module)
-    return traced
+        return record(_build_untrained(source), zeros(feeds), compute=True)
 
 
-def _trace_module(source: Source, module: nn.Module, feeds: SampleShapes) -> Traced:
-    try:
-        return _run_on_meta(module, feeds), []
-    except factory.USER_ERRORS as error:
-        first = str(error).partition("\n")[0]
-    try:
-        return _build_and_run(source, feeds), [f"the forward pass needs values ({first}); it was run on the CPU"]
-    except factory.USER_ERRORS as error:
-        images = find_task(source.task).preprocess in ("image", "image-text")
-        found = _find_channels(lambda others: _build_and_run(source, others), feeds) if images else None
-        if found is not None:
-            raise SourceError(
-                f"preprocess.channels: {source.name} takes images with {found} of them, and gets {4 - found}: set "
-                f"channels: {'RGB' if found == 3 else 'L'}"
-            ) from error
-        raise forward_failure(source.spec, feeds, error) from error
+def _check_channels(source: Source, feeds: SampleShapes, error: BaseException) -> None:
+    """Raise SourceError of a model that takes grey images and gets coloured ones, or the other way round.
 
-
-def _build_and_run(source: Source, feeds: SampleShapes) -> Trace:
-    return trace(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
-
-
-def _find_channels(run: Callable[[SampleShapes], Trace], feeds: SampleShapes) -> int | None:
-    """Return how many channels an image has with which a model runs that does not with those of `feeds`; None: other.
-
-    Images are grey or in colour, and channels come first or last.
+    Channels come first or last.
     """
+    images = find_task(source.task).preprocess in ("image", "image-text")
     for name, (shape, dtype) in feeds.items():
-        for axis in (0, -1) if len(shape) == 3 else ():
+        for axis in (0, -1) if images and len(shape) == 3 else ():
             if (n := 4 - shape[axis]) in (1, 3):
                 sizes = list(shape)
                 sizes[axis] = n
                 with contextlib.suppress(*factory.USER_ERRORS):
-                    run({**feeds, name: (tuple(sizes), dtype)})
-                    return n
-    return None
+                    _run_untrained(source, {**feeds, name: (tuple(sizes), dtype)})
+                    raise SourceError(
+                        f"preprocess.channels: {source.name} takes images with {n} of them, and gets {4 - n}: set "
+                        f"channels: {'RGB' if n == 3 else 'L'}"
+                    ) from error
 
 
 def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:
@@ -269,55 +296,14 @@ def check_batch(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> None
         )
 
 
-def _trace_structure(source: Source, module: nn.Module, feeds: SampleShapes) -> Structure:
-    """Return how the module is built; one block and a note where no run shows it."""
-    feeds = short_feeds(source.spec, feeds)
-    try:
-        return find_structure(module, zeros(feeds, "cpu"))
-    except factory.USER_ERRORS as error:
-        first = str(error).partition("\n")[0]
-    try:
-        return find_structure(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
-    except factory.USER_ERRORS:
-        return one_block(module, f"no blocks were found: a run without values fails ({first})")
-
-
 def structure_of_module(spec: ModelSpec, module: nn.Module, feeds: SampleShapes) -> Structure:
     """Return how a module that holds its values is built; `feeds`: by parameter of forward."""
     feeds = short_feeds(spec, feeds)
     try:
-        structure = find_structure(module, zeros(feeds, "cpu"))
+        structure = find_structure(module, zeros(feeds))
     except factory.USER_ERRORS:  # its forward looks at values
-        structure = find_structure(module, zeros(feeds, "cpu"), compute=True)
+        structure = find_structure(module, zeros(feeds), compute=True)
     return replace(structure, unpackable=find_unpackable(module))
-
-
-def _trace_coupling(source: Source, module: nn.Module, feeds: SampleShapes) -> Coupling:
-    """Return what can be pruned. SourceError where no run shows it."""
-    feeds = short_feeds(source.spec, feeds)
-    try:
-        return find_coupling(module, zeros(feeds, "cpu"))
-    except factory.USER_ERRORS:
-        pass  # its forward looks at values: it gets some
-    try:
-        return find_coupling(_build_untrained(source), zeros(feeds, "cpu"), compute=True)
-    except factory.USER_ERRORS as error:
-        raise SourceError(f"{source.name}: cannot be traced for pruning: {last_line(error)}") from error
-
-
-def _trace_removable(
-    source: Source, module: nn.Module, feeds: SampleShapes, structure: Structure
-) -> tuple[Removable, ...]:
-    """Return the blocks that can be removed. SourceError where no run shows it."""
-    feeds, chain = short_feeds(source.spec, feeds), [block.name for block in structure.blocks if block.name]
-    try:
-        return find_removable(module, zeros(feeds, "cpu"), chain)
-    except factory.USER_ERRORS:
-        pass  # its forward looks at values: it gets some
-    try:
-        return find_removable(_build_untrained(source), zeros(feeds, "cpu"), chain, compute=True)
-    except factory.USER_ERRORS as error:
-        raise SourceError(f"{source.name}: cannot be traced for pruning: {last_line(error)}") from error
 
 
 def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
@@ -329,9 +315,13 @@ def short_feeds(spec: ModelSpec, feeds: SampleShapes) -> SampleShapes:
     }
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
 def last_line(error: BaseException) -> str:
     """Return what went wrong, the line of the user's code at which it did, and the way out."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{user_line(error)}"
+    text = f"{type(error).__name__}: {_first_line(error)}{user_line(error)}"
     return f"{text}; write that line with plain operators of torch, or leave out the passes that remove something"
 
 
@@ -359,7 +349,7 @@ def _build_untrained(source: Source) -> nn.Module:
     return module
 
 
-def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]:
+def _describe_layers(module: nn.Module, work: Work) -> tuple[LayerFacts, ...]:
     """Describe the layers in the module's order; tied weights share the name of the first parameter that holds them."""
     owners: dict[int, str] = {}
     layers = []
@@ -368,7 +358,7 @@ def _describe_layers(module: nn.Module, traced: Trace) -> tuple[LayerFacts, ...]
             weight = plain(f"{name}.weight")
             if "weight" in layer._parameters:  # one that is computed is another object at each look
                 weight = owners.setdefault(id(layer.weight), weight)
-            macs, op = traced.macs.get(name, 0), traced.ops.get(name, LAYER_OPS[layer_type(layer)])
+            macs, op = work.get(plain(name), (0, LAYER_OPS[layer_type(layer)]))
             about = (plain(name), layer_type(layer), op, weight, weight_shape(layer), macs)
             layers.append(LayerFacts(*about, custom=has_own_forward(layer)))
     return tuple(layers)
@@ -434,12 +424,11 @@ def _count_outside(module: nn.Module) -> dict[str, int]:
     return parts
 
 
-def _make_layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
+def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work) -> list[str]:
     """Return notes on tied weights, and on layers that the forward pass does not call."""
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
-    called = {plain(name) for name in traced.ops}
-    idle = [layer.name for layer in layers if layer.name not in called]
+    idle = [layer.name for layer in layers if layer.name not in work]
     return [*notes, *([f"the forward pass does not call {', '.join(idle)} as a module"] if idle else [])]

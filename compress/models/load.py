@@ -104,7 +104,10 @@ def load_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
         return _load_rebuilt(source, source.onnx, feeds_shapes)
     module = _load_trained(source).float().eval().requires_grad_(False)
     check_finite(module, source.name)
-    return _describe_model(source, module, feeds_shapes)
+    loaded = _describe_model(source, module, feeds_shapes)
+    if source.kind == "python":
+        check_batch(source.spec, module, {loaded.parameters[name]: feeds_shapes[name] for name in loaded.parameters})
+    return loaded
 
 
 def build_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
@@ -138,10 +141,8 @@ def _describe_model(source: Source, module: nn.Module, feeds_shapes: SampleShape
     names = parameters(source, module)
     check_feeds(source.spec, names, feeds_shapes)
     feeds = {names[name]: feeds_shapes[name] for name in names}
-    if source.kind == "python":
-        check_batch(source.spec, module, feeds)
     try:
-        outputs = run(module, zeros(feeds, "cpu"))
+        outputs = run(module, zeros(feeds))
     except factory.USER_ERRORS as error:
         raise forward_failure(source.spec, feeds, error) from error
     shapes = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in outputs.items()}

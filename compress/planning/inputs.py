@@ -28,7 +28,7 @@ from compress.graph.specs import input_specs
 from compress.models import huggingface
 from compress.models.answers import describe_not_followed
 from compress.models.detections import read_detections
-from compress.models.facts import model_facts, rebuilt_facts
+from compress.models.facts import ModelRun, look_at_model, model_facts, rebuilt_facts
 from compress.models.feeds import feeds_shapes, model_inputs
 from compress.models.huggingface import reads_samples_apart
 from compress.models.language import read_generation, tokenizer_folder
@@ -124,6 +124,8 @@ class Inputs:
     unread: tuple[Path, ...] = ()
     passed_over: tuple[str, ...] = ()
     """What was not looked at, in words for a sentence."""
+    run: ModelRun | None = None
+    """Of a torch model, on the meta device."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -161,7 +163,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     coupling, blocks = (
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
-    facts = model_facts(source, feeds, coupling, blocks, opened=opened)
+    facts, run = look_at_model(opened, feeds, coupling, blocks)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
         facts = rebuilt_facts(facts, source, feeds, rewritten, coupling, blocks)
@@ -197,6 +199,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         chats,
         tuple(_list_weight_files(recipe, source)),
         tuple(passed_over),
+        run,
     )
 
 

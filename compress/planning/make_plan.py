@@ -11,23 +11,21 @@ import torch
 
 from compress.blocks.device import choose_device, describe_device
 from compress.blocks.experts import unstack_experts
-from compress.blocks.materialise import tied_names
+from compress.blocks.materialise import copy_without_weights, tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.training import n_rows
 from compress.errors import CompressError, ExportError, NotExportable, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
 from compress.export.decoder import find_states
 from compress.export.gguf import describe_gguf
-from compress.facts import ModelFacts, Note, PassPlan, SampleShapes, sample_bytes
+from compress.facts import ModelFacts, Note, PassPlan, sample_bytes
 from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.graph.cleanup import describe_clean_up
 from compress.models.factory import USER_ERRORS
-from compress.models.facts import short_feeds, zeros
-from compress.models.feeds import parameters
+from compress.models.facts import ModelRun
 from compress.models.language import has_chat_template
 from compress.models.meta import module_on_meta
-from compress.models.source import Source
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import Durations
@@ -50,7 +48,6 @@ from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.validation import collect_problems, engine_notes, order_problems, quantized_problems
 from compress.pruning.configuration import fit_config
-from compress.pruning.coupling import find_coupling
 from compress.pruning.shrink import remove_all
 from compress.pruning.surgery import remove
 from compress.recipe.exports import CheckpointExport, GgufExport, GraphExport
@@ -276,8 +273,8 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
     keep, key = Kept(root), [keys.float_graph]
     known = keep.read("decoder", key)
     if known is None:
-        module, _ = module_on_meta(inputs.source)
-        unstack_experts(module)
+        assert inputs.run is not None
+        module = copy_without_weights(inputs.run.module)
         try:
             cache = find_states(getattr(module, "wrapped", module))
         except NotExportable as error:
@@ -325,7 +322,7 @@ def _warn_unsaid_sizes(inputs: Inputs, done: Sequence[_Done]) -> list[Note]:
     """Warn where a checkpoint of the pruned model will need a shapes.json, and with it `compress` to read it."""
     recipe, units = inputs.recipe, {group: n for each in done for group, n in each.plan.units.items()}
     written = [export for export in recipe.export if isinstance(export, CheckpointExport | GgufExport)]
-    why = explain_unsaid_sizes(inputs.source, inputs.feeds, units) if written and units else ""
+    why = explain_unsaid_sizes(inputs.run, units) if inputs.run is not None and written and units else ""
     if not why:
         return []
     if any(isinstance(export, GgufExport) for export in written):
@@ -427,24 +424,16 @@ def _batch_notes(inputs: Inputs) -> list[Note]:
     return [Note("warning", text)]
 
 
-def explain_unsaid_sizes(source: Source, feeds_shapes: SampleShapes, units: Mapping[str, int]) -> str:
+def explain_unsaid_sizes(run: ModelRun, units: Mapping[str, int]) -> str:
     """Return why no config.json says the sizes of the model once so many `units` of each dimension are left, by name.
 
-    "" where one does, where the model has none, and where only its values show what can be cut.
+    "" where one does, and where the model has none.
     """
-    if source.kind != "huggingface" or source.shapes is not None:
+    if run.source.kind != "huggingface" or run.source.shapes is not None or transformers_config(run.module) is None:
         return ""
-    module, _ = module_on_meta(source)
-    unstack_experts(module)
-    if transformers_config(module) is None:
-        return ""
-    names = parameters(source, module)
-    feeds = short_feeds(source.spec, {names[name]: feeds_shapes[name] for name in names})
-    try:
-        coupling = find_coupling(module, zeros(feeds, "cpu"))
-    except RuntimeError:  # its forward looks at values
-        return ""
-    built, dimensions = shapes_of(module), [dimension for dimension in coupling.dimensions if dimension.name in units]
+    dimensions = [dimension for dimension in run.coupling.dimensions if dimension.name in units]
+    module = copy_without_weights(run.module)
+    built = shapes_of(module)
     remove_all(module, dimensions, [np.arange(units[dimension.name]) for dimension in dimensions], remove)
     return fit_config(getattr(module, "wrapped", module), built)
 

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer, trace
 from compress.pruning.dimensions import Dimension
 from compress.pruning.layers import weight_names
+from compress.structure.dataflow import count_work, record
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,13 @@ def macs_cost(module: nn.Module, dimensions: Sequence[Dimension], sample: Mappin
 
     Products of two activations (attention scores) are not counted.
     """
-    macs, names = trace(module, sample, compute=True).macs, weight_names(module)
+    flow, names = record(module, sample, compute=True), weight_names(module)
+    work = {name: macs for name, (macs, _) in count_work(flow).items() if macs}
     terms = []
-    for name, layer in module.named_modules():
-        if is_layer(layer) and macs.get(name):
-            weight: Tensor = layer.weight
-            terms.append(_make_term(names[plain(name)], weight.shape, dimensions, macs[name] / weight.numel()))
+    for name, layer in flow.modules.items():  # in the order in which the module has them: sums are the same bits
+        if name in work:
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            terms.append(_make_term(names[name], weight.shape, dimensions, work[name] / weight.numel()))
     return Cost("MACs", tuple(dimension.n_units for dimension in dimensions), tuple(terms))
 
 

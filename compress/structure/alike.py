@@ -20,7 +20,7 @@ from torch import nn
 
 from compress.blocks.experts import Experts
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
+from compress.blocks.trace import Work, is_layer
 from compress.facts import BlockFacts, InputGroup, Structure
 
 OF_EACH = 2
@@ -47,13 +47,13 @@ class CutChain:
         """Return how many blocks those left out are like: as many repeat in turn."""
         return len(set(self.models.values()))
 
-    def spread(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is known by a module's path, with the same for modules of the blocks that were left out."""
-        spread = dict(values)
+    def spread(self, work: Work) -> Work:
+        """Return what layers multiply, with the same for those of the blocks that were left out."""
+        spread = dict(work)
         for number, model in self.models.items():
-            prefix = f"{self.path}.{model}."
-            inside = {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
-            spread |= {f"{self.path}.{number}.{path}": value for path, value in inside.items()}
+            start, like = self.prefix(model), self.prefix(number)
+            inside = {name: done for name, done in work.items() if name.startswith(start)}
+            spread |= {like + name.removeprefix(start): done for name, done in inside.items()}
         return spread
 
     def prefix(self, number: int) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from compress.blocks.experts import Experts
 from compress.blocks.materialise import plain
+from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, Work, in_axis, is_layer
 from compress.blocks.untouched import leave_untouched
 
 OPAQUE = "opaque"
@@ -56,10 +62,15 @@ class ModuleCall:
 class DataFlow:
     """A recorded run. Values are numbered; module and parameter names are the user's (see `plain`).
 
-    A value has at most one `producers` entry; those of parameters, buffers and inputs have none.
+    A value has at most one `producers` entry; those of parameters, buffers and inputs have none. `computed`: with
+    values. `result`: what forward gave, of which `outputs` are the tensors. `peak_bytes`: of tensors alive at once,
+    but for parameters, buffers and inputs.
     """
 
     module: nn.Module
+    computed: bool = False
+    result: Any = None
+    peak_bytes: int = 0
     ops: list[Op] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     producers: dict[int, Op] = field(default_factory=dict)
@@ -86,13 +97,53 @@ def record(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool = False
     raises RuntimeError. With `compute` the module must hold values. Raises whatever else the forward raises.
     """
     with _empty_unless(compute, module, feeds) as (state, feeds), contextlib.ExitStack() as stack:
-        recorder = _Recorder(module, state or dict(_iterate_state(module)))
+        flow = DataFlow(module, compute)
+        recorder = _Recorder(flow, state or dict(_iterate_state(module)))
         for handle in recorder.hooks():
             stack.callback(handle.remove)
         with recorder:
-            out = torch.func.functional_call(module, state, kwargs=dict(feeds)) if state else module(**feeds)
-        recorder.flow.outputs = tuple(recorder.value(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-    return recorder.flow
+            flow.result = torch.func.functional_call(module, state, kwargs=dict(feeds)) if state else module(**feeds)
+        flow.outputs = tuple(recorder.value(leaf) for leaf in tree_leaves(flow.result) if isinstance(leaf, Tensor))
+    return flow
+
+
+def count_work(flow: DataFlow) -> Work:
+    """Return what each layer that ran multiplied, over all its calls."""
+    work: Work = {}
+    for name, calls in flow.calls.items():
+        if is_layer(layer := flow.modules[name]):
+            counted = [_count_macs(layer, flow, call) for call in calls]
+            work[name] = sum(macs for macs, _ in counted), counted[-1][1]
+    return work
+
+
+def spread_over_experts(work: Work, flow: DataFlow) -> Work:
+    """Return the work with each expert's expected part of what the first one, which ran on all tokens, multiplied.
+
+    Each of E experts gets k / E of the tokens where k are chosen for each.
+    """
+    spread = dict(work)
+    for name, mixture in flow.modules.items():
+        if isinstance(mixture, Experts):
+            n, first = len(mixture.experts()), f"{name}.0."
+            for layer, (macs, op) in work.items():
+                if layer.startswith(first):
+                    inside, part = layer.removeprefix(first), (macs * mixture.n_chosen // n, op)
+                    spread |= {f"{name}.{e}.{inside}": part for e in range(n)}
+    return spread
+
+
+def _count_macs(layer: nn.Module, flow: DataFlow, call: ModuleCall) -> tuple[int, str]:
+    """Return (multiply-accumulates, ONNX operator) of one call; of several outputs the first tensor counts."""
+    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
+    out = flow.shapes[call.outputs[0]] if call.outputs else (0,)
+    if isinstance(layer, nn.Embedding):
+        return 0, "Gather"
+    if isinstance(layer, CONVOLUTIONS):
+        return math.prod(out) * math.prod(shape[1:]), "Conv"
+    if isinstance(layer, TRANSPOSED):
+        return math.prod(flow.shapes[call.inputs[0]]) * math.prod(shape[1:]), "ConvTranspose"
+    return math.prod(out) * shape[in_axis(layer)], "Gemm" if len(out) == 2 else "MatMul"
 
 
 @dataclass(frozen=True)
@@ -151,6 +202,9 @@ def _empty_unless(
         if not compute:
             stack.enter_context(leave_untouched(module))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            for part in module.modules():  # no operator takes tensors of two devices
+                held = {name: _make_empty(t) for name, t in vars(part).items() if isinstance(t, Tensor) and t.is_meta}
+                vars(part).update(held)
             state = {name: _make_empty(tensor) for name, tensor in _iterate_state(module)}
             feeds = {name: _make_empty(tensor) for name, tensor in feeds.items()}
         yield state, feeds
@@ -178,23 +232,29 @@ def _disable_fused_layers() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Numbers values by memory, view and the number of writes to that memory, and keeps them alive until the end."""
+    """Numbers values by memory, view and the number of writes to that memory."""
 
-    def __init__(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, flow: DataFlow, state: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.flow = DataFlow(module, modules={plain(name): m for name, m in module.named_modules()})
-        self.alive: list[Tensor] = []
-        self.views: dict[tuple[Any, ...], tuple[int, int]] = {}  # view -> (value, writes)
+        self.flow = flow
+        self.memories: dict[int, tuple[int, Any]] = {}  # address -> (number, what tells its end)
+        self.numbers = itertools.count()  # an address may be another's later
+        self.counted: dict[int, int] = {}  # memory -> bytes, of what is alive
+        self.n_bytes = 0
+        self.views: dict[tuple[Any, ...], tuple[int, int]] = {}  # view -> (value, writes), of the latest alike
+        self.handles = WeakTensorKeyDictionary()  # tensor -> (value, writes)
         self.writes: dict[int, tuple[int, int]] = {}  # memory -> (writes so far, the last written value)
         self.running: list[str] = []
+        flow.modules = {plain(name): part for name, part in flow.module.named_modules()}
         for name, tensor in state.items():
             self.flow.parameters[self.value(tensor)] = plain(name)
+            self.counted[self._identify_memory(tensor)] = 0
 
     def value(self, tensor: Tensor) -> int:
         """Return the number of what `tensor` now holds."""
-        key = _identify_view(tensor)
+        key = self._identify_view(tensor)
         n_writes, last = self.writes.get(key[0], (0, -1))
-        known = self.views.get(key)
+        known = self.handles.get(tensor) or self.views.get(key)
         if known is not None and known[1] == n_writes:
             return known[0]
         sources = [value for value in (known[0] if known else -1, last) if value >= 0]
@@ -204,11 +264,10 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def _number_new(self, tensor: Tensor) -> int:
-        self.alive.append(tensor)
         value = len(self.flow.shapes)
         self.flow.shapes.append(tuple(tensor.shape))
-        key = _identify_view(tensor)
-        self.views[key] = (value, self.writes.get(key[0], (0, -1))[0])
+        key = self._identify_view(tensor)
+        self.views[key] = self.handles[tensor] = (value, self.writes.get(key[0], (0, -1))[0])
         return value
 
     def _add_op(self, name: str, args: Any, kwargs: Any, inputs: list[int], outputs: list[int]) -> None:
@@ -233,7 +292,8 @@ class _Recorder(TorchDispatchMode):
             return Ref(inputs[-1])
 
         ref_args, ref_kwargs = tree_map(refer, (tuple(args), dict(kwargs)))
-        before = {_identify_view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        before = {self._identify_view(leaf): self.handles.get(leaf) for leaf in given}
         out = func(*args, **kwargs)
         written = [
             args[i] if i < len(args) else kwargs.get(arg.name)
@@ -242,15 +302,18 @@ class _Recorder(TorchDispatchMode):
         ]
         changed = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
         fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if not changed and len(fresh) == 1 and _identify_view(fresh[0]) in before:
-            return out  # another handle on the same tensor
+        for leaf in fresh:
+            self._count_bytes(leaf)
+        if not changed and len(fresh) == 1 and (view := self._identify_view(fresh[0])) in before:
+            self.handles[fresh[0]] = before[view]  # another handle on the same tensor
+            return out
         outputs = [self._number_written(leaf) for leaf in changed] or [self._number_new(leaf) for leaf in fresh]
         name = func.overloadpacket.__name__
         self._add_op(name.rstrip("_") if changed else name, ref_args, ref_kwargs, inputs, outputs)
         return out
 
     def _number_written(self, tensor: Tensor) -> int:
-        memory = _identify_view(tensor)[0]
+        memory = self._identify_memory(tensor)
         self.writes[memory] = (self.writes.get(memory, (0, -1))[0] + 1, -1)
         value = self._number_new(tensor)
         self.writes[memory] = (self.writes[memory][0], value)
@@ -282,7 +345,26 @@ class _Recorder(TorchDispatchMode):
     def _number_values(self, tree: Any) -> tuple[int, ...]:
         return tuple(self.value(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
+    def _identify_view(self, tensor: Tensor) -> tuple[Any, ...]:
+        place = self._identify_memory(tensor)
+        return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
-def _identify_view(tensor: Tensor) -> tuple[Any, ...]:
-    place = tensor.untyped_storage()._cdata
-    return place, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    def _identify_memory(self, tensor: Tensor) -> int:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # as modules see tensors inside vmap; operators see those that it wraps
+            return next(self.numbers)
+        address = storage._cdata
+        if address not in self.memories:
+            self.memories[address] = next(self.numbers), weakref.ref(storage, lambda _: self._forget_memory(address))
+        return self.memories[address][0]
+
+    def _forget_memory(self, address: int) -> None:
+        self.n_bytes -= self.counted.pop(self.memories.pop(address)[0], 0)
+
+    def _count_bytes(self, tensor: Tensor) -> None:
+        memory = self._identify_memory(tensor)
+        if memory not in self.counted:
+            self.counted[memory] = tensor.untyped_storage().nbytes()
+            self.n_bytes += self.counted[memory]
+            self.flow.peak_bytes = max(self.flow.peak_bytes, self.n_bytes)

@@ -33,21 +33,20 @@ def find_structure(module: nn.Module, feeds: Mapping[str, Tensor], compute: bool
     forward does not call as a module is in no reading, unless it is an expert's. Raises whatever forward raises:
     RuntimeError where it looks at values.
     """
-    matrices = [name for name, layer in module.named_modules() if is_matrix(layer)]
-    if len(matrices) <= 1:  # a convolutional network: nothing to learn from a run
-        return Structure((BlockFacts("", tuple(InputGroup((plain(name),)) for name in matrices)),))
     with first_expert_only():
         return structure_of(record(module, feeds, compute))
 
 
-def one_block(module: nn.Module, note: str) -> Structure:
-    """Return the structure of a model that cannot be run: one block, each layer an input group of its own, and why."""
+def one_block(module: nn.Module, *notes: str) -> Structure:
+    """Return the structure of a model as one block, each layer an input group of its own."""
     layers = [plain(name) for name, layer in module.named_modules() if is_matrix(layer)]
-    return Structure((BlockFacts("", tuple(InputGroup((name,)) for name in layers)),), notes=(note,))
+    return Structure((BlockFacts("", tuple(InputGroup((name,)) for name in layers)),), notes=notes)
 
 
 def structure_of(flow: DataFlow) -> Structure:
-    """Return the structure that a recorded run shows."""
+    """Return the structure that a recorded run shows, of a mixture's experts the first alone."""
+    if sum(map(is_matrix, flow.modules.values())) <= 1:  # a convolutional network: its blocks hold no matrices
+        return one_block(flow.module)
     notes = [
         f"{name} holds stacked experts, which are no layers; `unstack_experts` makes them so"
         for name, module in flow.modules.items()

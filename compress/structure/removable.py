@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from torch import nn
 
-from torch import Tensor, nn
-
-from compress.blocks.experts import first_expert_only
 from compress.blocks.materialise import plain
 from compress.blocks.trace import is_layer
-from compress.facts import Removable
-from compress.structure.dataflow import DataFlow, ModuleCall, record, within
+from compress.facts import Removable, Structure
+from compress.structure.dataflow import DataFlow, ModuleCall, within
 
 PASSED = ("relu", "hardtanh", "clamp", "add", "clone", "alias", "contiguous", "dropout", "native_dropout")
 """Operators behind which what a block read is looked for: sums, and those that do nothing the second time."""
 
 
-def find_removable(
-    module: nn.Module, feeds: Mapping[str, Tensor], chain: Sequence[str], compute: bool = False
-) -> tuple[Removable, ...]:
-    """Return the blocks that can go, in the order in which they run, from one run as `find_structure`'s.
+def find_removable(flow: DataFlow, structure: Structure) -> tuple[Removable, ...]:
+    """Return the blocks that can go, in the order in which they run, of a recorded run and what it shows.
 
-    `chain`: names of the model's chain of blocks, if it has one. A block of the chain gives the shape that it reads.
-    Elsewhere it is a module that gives x + f(x), or relu(x + f(x)), for the x that it reads (He et al. 2016), the
-    innermost such.
+    A block of the chain gives the shape that it reads. Elsewhere it is a module that gives x + f(x), or
+    relu(x + f(x)), for the x that it reads (He et al. 2016), the innermost such.
     """
-    with first_expert_only():
-        flow = record(module, feeds, compute)
+    chain = [block.name for block in structure.blocks if block.name]
     chained = [name for name in chain if _keeps_shape(flow, name)]
     alone = [name for name in flow.modules if not any(within(name, b) or within(b, name) for b in chain)]
     residual = [name for name in alone if name and _is_residual(flow, name)]

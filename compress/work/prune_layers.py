@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from compress.blocks.activations import MicroBatch
+from compress.blocks.experts import first_expert_only
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import shapes_of
 from compress.blocks.trace import is_layer, layer_type
@@ -22,7 +23,8 @@ from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.pruning.compensate import compensate, explain_left_alone, follow_data
 from compress.pruning.depth import BlockOutputs, Removal, Skipping, least_error, shorten
 from compress.pruning.points import find_points
-from compress.structure.find import find_structure
+from compress.structure.dataflow import record
+from compress.structure.find import structure_of
 from compress.structure.removable import find_removable
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
@@ -61,8 +63,9 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
 
 def removable_blocks(module: nn.Module, sample: Mapping[str, Tensor]) -> tuple[Removable, ...]:
     """Return the blocks that can go, of a module that holds its values."""
-    structure = find_structure(module, sample, compute=True)
-    return find_removable(module, sample, [block.name for block in structure.blocks if block.name], compute=True)
+    with first_expert_only():
+        flow = record(module, sample, compute=True)
+    return find_removable(flow, structure_of(flow))
 
 
 def decisions(

@@ -12,11 +12,11 @@ from compress.blocks.experts import (
     find_stacked_parts,
     first_expert_only,
     restack,
-    spread_over_experts,
     unstack_experts,
 )
 from compress.blocks.folding import fold_scales
 from compress.facts import InputGroup
+from compress.structure.dataflow import record, spread_over_experts
 from compress.structure.find import find_structure
 from compress.structure.sources import n_inputs
 
@@ -101,13 +101,10 @@ def test_stacking_again_gives_the_same_tensors(name: str) -> None:
 def test_work_is_spread_over_experts() -> None:
     module = architectures.build("mixtral")
     unstack_experts(module)
-    with first_expert_only(), torch.no_grad():
-        module(**architectures.feeds("mixtral"))
-    counts = {"model.layers.0.mlp.experts.0.up_proj": 100}
-    ops = dict.fromkeys(counts, "MatMul")
-    spread_over_experts(counts, ops, module)
-    names = [f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(4)]
-    assert counts == dict.fromkeys(names, 50) and ops == dict.fromkeys(names, "MatMul")
+    with first_expert_only():
+        flow = record(module, architectures.feeds("mixtral"))
+    found = spread_over_experts({"model.layers.0.mlp.experts.0.up_proj": (100, "MatMul")}, flow)
+    assert found == {f"model.layers.0.mlp.experts.{e}.up_proj": (50, "MatMul") for e in range(4)}
 
 
 class Routed(nn.Module):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from compress.blocks.parametrized import fold_computed, list_computed, without_computed
-from compress.blocks.trace import trace
 from compress.blocks.untouched import leave_untouched
 from compress.errors import NotExportable, PlanError
 from compress.export.onnx import export_float
@@ -24,6 +23,7 @@ from compress.models.load import TorchModel, load_torch_model
 from compress.models.meta import open_on_meta
 from compress.models.source import locate
 from compress.specs import ModelSpec
+from compress.structure.dataflow import record
 from runtime.bundle.tensors import TensorSpec
 
 WIDTH = 6
@@ -137,7 +137,7 @@ def test_what_the_code_keeps_or_counts_is_exported_with_parity_at_every_size(kin
 def test_a_run_without_values_leaves_none_behind() -> None:
     module = Cached().eval()
     before = dict(vars(module))
-    trace(module, {"x": torch.zeros(1, WIDTH)})
+    record(module, {"x": torch.zeros(1, WIDTH)})
     with leave_untouched(module), torch.device("meta"):
         module.table = torch.zeros(3)
     assert vars(module).keys() == before.keys() and module.table is None

@@ -24,8 +24,10 @@ from compress.export.checkpoint import write_checkpoint
 from compress.export.loading_back import CLOSE, LoadBack, check_loads_back, choose_samples
 from compress.export.loading_back import ask as ask_a_process
 from compress.facts import Note, Structure
+from compress.models.facts import look_at_model
 from compress.models.huggingface import TextModel
 from compress.models.load import load_model
+from compress.models.meta import open_on_meta
 from compress.models.open_streamed import open_streamed_module
 from compress.models.source import Source, locate
 from compress.planning.make_plan import explain_unsaid_sizes
@@ -158,9 +160,10 @@ def test_a_plan_knows_what_no_configuration_will_say(tmp_path: Path) -> None:
         if one.kind == "heads"
     ]
     units = dict.fromkeys(names, 3)
-    why = explain_unsaid_sizes(locate(spec, tmp_path), FEEDS[spec.task], units)
+    _, run = look_at_model(open_on_meta(locate(spec, tmp_path)), FEEDS[spec.task])
+    why = explain_unsaid_sizes(run, units)
     assert why == "LlamaConfig: The hidden size (64) is not a multiple of the number of attention heads (6)"
-    assert explain_unsaid_sizes(locate(spec, tmp_path), FEEDS[spec.task], dict.fromkeys(names, 2)) == ""
+    assert explain_unsaid_sizes(run, dict.fromkeys(names, 2)) == ""
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])

@@ -98,22 +98,22 @@ def made(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("name", NETS)
 def test_units_of_them_can_go_and_counts_are_those_of_their_shapes(name: str) -> None:
-    from compress.blocks.trace import trace
     from compress.facts import ModelFacts
     from compress.models.facts import _describe_layers
+    from compress.structure.dataflow import count_work, record
 
     module, batches = made(name)
     coupling = find_coupling(module, batches[0])
     written = {writer for dimension in coupling.dimensions for writer in dimension.writers}
     assert written >= ({"first", "up", "again"} if "decoder" in name else {"stem", "head"})
-    facts = ModelFacts("torch", "", "generic", (), (), _describe_layers(module, trace(module, batches[0])))
+    facts = ModelFacts("torch", "", "generic", (), (), _describe_layers(module, count_work(record(module, batches[0]))))
     expected = shrunk(facts, coupling.facts, {group.name: group.n_units - 1 for group in coupling.facts})
     smaller = copy.deepcopy(module)
     for dimension in coupling.dimensions:
         last = np.array([dimension.n_units - 1])
         assert differs_from_masked(copy.deepcopy(module), dimension, last, batches[0]) < 1e-4
         remove(smaller, dimension, last)
-    layers = _describe_layers(smaller, trace(smaller, batches[0]))
+    layers = _describe_layers(smaller, count_work(record(smaller, batches[0])))
     assert [(x.shape, x.macs) for x in layers] == [(x.shape, x.macs) for x in expected.layers]
 
 

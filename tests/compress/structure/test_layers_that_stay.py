@@ -10,11 +10,12 @@ import streaming
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import has_own_forward, trace
+from compress.blocks.trace import has_own_forward
 from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
 from compress.models.facts import _describe_layers
 from compress.passes import Awq, Gptq, Int8, Rtn
+from compress.structure.dataflow import count_work, record
 from compress.structure.find import find_structure
 from compress.work import apply_pass
 
@@ -52,7 +53,7 @@ def test_work_of_a_layer_that_gives_several_tensors_is_counted() -> None:
     wrapped = nn.Module()
     wrapped.pair = Pair(4, 6)
     wrapped.forward = lambda x: wrapped.pair(x)[1]  # type: ignore[method-assign]
-    assert trace(wrapped, {"x": torch.zeros(3, 4)}).macs == {"pair": 3 * 4 * 6}
+    assert count_work(record(wrapped, {"x": torch.zeros(3, 4)})) == {"pair": (3 * 4 * 6, "Gemm")}
 
 
 class Routed(nn.Module):
@@ -116,7 +117,7 @@ def test_what_stays_float_is_told_with_its_share_of_the_bytes() -> None:
     from compress.models.facts import _count_outside, count_other_bytes
 
     module = Mixed()
-    layers = _describe_layers(module, trace(module, {"x": torch.zeros(1, 8, 16)}))
+    layers = _describe_layers(module, count_work(record(module, {"x": torch.zeros(1, 8, 16)})))
     facts = ModelFacts("torch", "", "generic", (), (), layers, other_bytes=count_other_bytes(module, layers))
     facts = facts.keep_worth_naming(_count_outside(module))
     told = [note.text for note in Int8().check(facts, TARGETS["onnxruntime-cpu"]).notes]

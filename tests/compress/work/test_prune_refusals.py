@@ -62,32 +62,45 @@ class Model(nn.Module):
     def forward(self, x):
         return self.b(torch.vmap(self.a)(x))
 
+class Sized(Model):
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y * {8: 1.0}[y.shape[1]])
+
 class Sparse(Model):
     def forward(self, x):
         return self.b(self.a(x).to_sparse().to_dense())
 """
 
 
+def facts_of(folder: Path, name: str, coupling: bool) -> ModelFacts:
+    (folder / "model.py").write_text(MODEL)
+    spec = ModelSpec(source=f"python:{folder}/model.py:{name}", task="generic")
+    return model_facts(locate(spec, folder), {"x": ((6,), "float32")}, coupling)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         (
-            "Model",
-            r"cannot be traced for pruning: .*model\.py:11: return self\.b\(torch\.vmap\(self\.a\)\(x\)\)\); write ",
+            "Sized",
+            r"cannot be traced for pruning: KeyError: 7 .*model\.py:16: return self\.b\(y .*; write ",
         ),
-        ("Sparse", r"forward fails on x \[1, 6\] float32: .*model\.py:15: return self\.b\(self\.a\(x\)\.to_sparse\(\)"),
+        ("Sparse", r"forward fails on x \[1, 6\] float32: .*model\.py:20: return self\.b\(self\.a\(x\)\.to_sparse\(\)"),
     ],
 )
 def test_a_model_that_no_run_shows_names_the_line_and_the_way_out(tmp_path: Path, name: str, message: str) -> None:
     """The line is the model's own, though torch or the recorder of the run raised further down."""
-    (tmp_path / "model.py").write_text(MODEL)
-    spec = ModelSpec(source=f"python:{tmp_path}/model.py:{name}", task="generic")
     with pytest.raises(SourceError, match=message):
-        model_facts(locate(spec, tmp_path), {"x": ((6,), "float32")}, coupling=True)
+        facts_of(tmp_path, name, coupling=True)
 
 
 def test_only_pruning_needs_a_run_that_shows_all(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    spec = ModelSpec(source=f"python:{tmp_path}/model.py:Model", task="generic")
-    facts = model_facts(locate(spec, tmp_path), {"x": ((6,), "float32")})
+    facts = facts_of(tmp_path, "Sized", coupling=False)
     assert [layer.name for layer in facts.layers] == ["a", "b"] and facts.prunable is None
+
+
+def test_a_layer_inside_vmap_is_seen(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, "Model", coupling=True)
+    assert facts.prunable == (Prunable("a", "neurons", 8, {"a": 1}, {"b": 1}),)
+    assert [layer.macs for layer in facts.layers] == [48, 24]
