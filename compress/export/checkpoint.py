@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts, restack
-from compress.blocks.materialise import plain, tied_names
+from compress.blocks.materialise import NamedParts, plain, tied_names
 from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
@@ -28,6 +29,7 @@ from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
 from compress.models.pruned import config_lacks
+from compress.models.shards import is_stack
 from compress.models.source import SHAPES
 from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.rounding.grid import finite
@@ -265,12 +267,23 @@ def _make_quantization_config(content: Content) -> dict | None:
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
     ignore += [name.removesuffix(".weight") for name in content.surplus if name.endswith(".weight")]
+    ignore += list(dict.fromkeys(_name_float_stacks(content)))
     if (form := WITH_ZEROS.get(content.export.format)) is not None:
         return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
     types = {layer(name): kinds[name] for name in content.schemes}
     with_head = any(name in content.schemes for name in content.model.structure.head)
     return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other, with_head)
+
+
+def _name_float_stacks(content: Content) -> Iterator[str]:
+    """Yield patterns of experts that lie in stacks of a model without a class: vLLM asks for each by itself."""
+    if not isinstance(content.model.build(), NamedParts):
+        return
+    for name, tensor in content.own.items():
+        if is_stack(tensor.shape):
+            holder = name.removesuffix(".weight").rpartition(".")[0].removesuffix(".experts")
+            yield "re:" + re.sub(r"\d+", r"\\d+", re.escape(holder)) + r"\.experts\..*"
 
 
 def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:

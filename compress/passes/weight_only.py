@@ -122,6 +122,8 @@ class WeightPass(WeightNumbers, Pass):
             return f"a subclass of {layer.type} with a forward of its own, for which engines have no layer"
         if layer.role == "router":
             return "its largest outputs choose what runs (a router)"
+        if layer.role == "beside":
+            return "beside the blocks that config.json counts (a tower, or next-token predictors)"
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         if layer.op not in ("MatMul", "Gemm"):
