@@ -124,7 +124,9 @@ class ModelSpec(Record):
     """hf:<hub id>, dir:<Hugging Face folder>, gguf:<file>, python:<module or file.py>:<factory>, onnx:<file>.
 
     shards:<Hugging Face folder> is read by the names of its tensors, without the model's class: for passes that look at
-    weights alone, and a checkpoint that nobody judges. live:<name> is written for a model that was given as an object."""
+    weights alone, and a checkpoint that nobody judges.
+
+    live:<name> is written for a model that was given as an object."""
     task: TaskName
     """What the model does: which inputs it takes, which metrics fit."""
     weights: Annotated[str | None, NAMES_PLACE] = None

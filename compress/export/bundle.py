@@ -356,7 +356,7 @@ def _write_checkpoint(
     notes = write_checkpoint(folder, model, export, contents.recipe_yaml, trusted, contents.surplus)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder)
-        notes += write_first_token(folder, contents.preprocess)
+        notes += write_first_token(folder, contents.preprocess) if contents.samples else []
     target = contents.recipe.target_of(export)
     if contents.load_back is not None:
         notes += check_loads_back(folder, model, export, target, contents.load_back)

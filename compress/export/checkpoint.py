@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -267,7 +267,8 @@ def _make_quantization_config(content: Content) -> dict | None:
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
     ignore += [name.removesuffix(".weight") for name in content.surplus if name.endswith(".weight")]
-    ignore += list(dict.fromkeys(_name_float_stacks(content)))
+    if isinstance(content.model.build(), NamedParts):
+        ignore += [*_list_suffixes(ignore, [layer(name) for name in kinds]), *_list_stacks(content.own)]
     if (form := WITH_ZEROS.get(content.export.format)) is not None:
         return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
@@ -276,14 +277,28 @@ def _make_quantization_config(content: Content) -> dict | None:
     return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other, with_head)
 
 
-def _name_float_stacks(content: Content) -> Iterator[str]:
-    """Yield patterns of experts that lie in stacks of a model without a class: vLLM asks for each by itself."""
-    if not isinstance(content.model.build(), NamedParts):
-        return
-    for name, tensor in content.own.items():
-        if is_stack(tensor.shape):
-            holder = name.removesuffix(".weight").rpartition(".")[0].removesuffix(".experts")
-            yield "re:" + re.sub(r"\d+", r"\\d+", re.escape(holder)) + r"\.experts\..*"
+def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Return patterns that select the names in `ignore` by their last words: a reader may have others before them."""
+    patterns: dict[str, str] = {}
+    for name in ignore:
+        family = re.sub(r"\d+", "#", name)
+        words = family.split(".")
+        if family in patterns:
+            continue
+        for n in range(2, len(words) + 1):
+            suffix = re.escape(".".join(words[-n:])).replace(r"\#", r"\d+")
+            pattern = rf"(?:.*\.)?{suffix}$"
+            if all(other in ignore for other in every if re.match(pattern, other)):
+                patterns[family] = f"re:{pattern}"
+                break
+    return list(patterns.values())
+
+
+def _list_stacks(own: Mapping[str, Tensor]) -> list[str]:
+    """Return patterns of the experts that lie in stacks: vLLM asks for each of them by itself."""
+    stacks = (name.removesuffix(".weight").rpartition(".")[0] for name, tensor in own.items() if is_stack(tensor.shape))
+    families = dict.fromkeys(re.sub(r"\d+", "#", name.removesuffix(".experts")) for name in stacks)
+    return [rf"re:(?:.*\.)?{re.escape(family)}\.experts\..*".replace(r"\#", r"\d+") for family in families]
 
 
 def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:

@@ -139,9 +139,12 @@ def named_facts(source: Source, named: NamedModel) -> ModelFacts:
     """Return what a plan knows of the model."""
     module, tied = named.module, tied_names(named.module)
     found = [layer_facts(name, part) for name, part in module.named_modules() if is_layer(part)]
-    layers = assign_roles(
-        [replace(layer, weight=tied.get(layer.weight, layer.weight)) for layer in found], named.structure
-    )
+    macs = [layer.n_weights if layer.op == "MatMul" else 0 for layer in found]  # of one token
+    owned = [
+        replace(layer, weight=tied.get(layer.weight, layer.weight), macs=n)
+        for layer, n in zip(found, macs, strict=True)
+    ]
+    layers = assign_roles(owned, named.structure)
     other_bytes = count_other_bytes(module, layers)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(named.copied.values())
     width = max((layer.shape[0] for layer in layers if layer.role in ("table", "tied", "head")), default=1)
@@ -206,7 +209,7 @@ def _find_chain(source: Source, held: TensorPlaces, config: Mapping[str, Any]) -
 def _find_shape(name: str, parts: Parts, types: Mapping[str, str], record: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return [out, in] of a layer by what it is stored as; None of what is none."""
     sizes = {leaf: shape for leaf, (_, _, shape) in parts.items()}
-    if NORM.fullmatch(name.rpartition(".")[2]):
+    if NORM.fullmatch(_leaf(name)):
         return None
     if "weight_shape" in parts:
         path, key, _ = parts["weight_shape"]
@@ -227,7 +230,7 @@ def _find_shape(name: str, parts: Parts, types: Mapping[str, str], record: Mappi
 
 def _find_tables(layers: Layers, chain: _Chain, config: Mapping[str, Any]) -> set[str]:
     """Return the tables of embeddings; where no name tells, what lies outside the blocks and is a vocabulary high."""
-    named = {name for name in layers if TABLE.fullmatch(name.rpartition(".")[2])}
+    named = {name for name in layers if TABLE.fullmatch(_leaf(name))}
     texts = [part for key, part in config.items() if isinstance(part, dict) and TEXT_PART.search(key)]
     heights = {part["vocab_size"] for part in (config, *texts) if "vocab_size" in part}
     return named or {
@@ -332,7 +335,13 @@ def _group_layers(block: str, module: nn.Module) -> tuple[InputGroup, ...]:
             parent, _, leaf = name.rpartition(".")
             together = next((names for names in FUSED if leaf in names), (leaf,))
             groups.setdefault((parent, together), []).append(name)
-    return tuple(InputGroup(tuple(names)) for names in groups.values())
+    # in the order in which they run, as a sum of errors depends on it
+    ordered = (sorted(names, key=lambda name: order.index(_leaf(name))) for (_, order), names in groups.items())
+    return tuple(InputGroup(tuple(names)) for names in ordered)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _describe_stacks(held: TensorPlaces, types: Mapping[str, str]) -> Iterator[str]:

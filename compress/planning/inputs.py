@@ -213,10 +213,9 @@ def _read_classless_inputs(recipe: Recipe, source: Source) -> Inputs:
             f"{source.name}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
         )
         facts = replace(facts, notes=(*facts.notes, f"{rounded}; they are read as floats, and rounded a second time"))
-    preprocess = recipe.preprocess or LanguagePreprocess()
     names = tuple(spec.name for spec in facts.inputs)
     digest, files = model_digest(source, identify_file), tuple(list_weight_files(source))
-    return Inputs(recipe, preprocess, names, {}, {}, facts, digest, source, unread=files)
+    return Inputs(recipe, LanguagePreprocess(), names, {}, {}, facts, digest, source, unread=files)
 
 
 def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:

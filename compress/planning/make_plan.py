@@ -353,8 +353,10 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     recipe, data = inputs.recipe, inputs.data
     texts = list(inputs.facts.notes)
     if inputs.facts.classless:
-        why = "no class of the model is asked for, and nothing runs it"
-        texts.append(f"nobody knows what rounding costs the model's answers: {why}; the report has the weights' errors")
+        texts.append(
+            "nothing runs a shards: source, so that nobody knows what rounding costs its answers: the verdict will be "
+            "unjudged, and the report has the error of each layer's weights"
+        )
         return tuple(Note("warning", text) for text in texts)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")

@@ -104,6 +104,8 @@ def classless_problems(recipe: Recipe) -> list[str]:
     ]
     if recipe.data.declared:
         problems.append(f"data: a shards: source is run on no samples; leave data out: {way}")
+    if recipe.preprocess is not None:
+        problems.append("preprocess: a shards: source is run on no samples; leave it out")
     if recipe.keep_module:
         problems.append("keep_module: a shards: source has no module to be kept; leave it out")
     return problems

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, Findings, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
-from runtime.judge.gates import check_gates, judge, overall
+from runtime.judge.gates import Verdict, check_gates, judge, overall
 from runtime.judge.passes import PassModel, make_pass_table, read_pass_table
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.samples import describe_evaluation
@@ -164,7 +164,9 @@ def judge_size(case: Case) -> tuple[Findings, Mapping[str, Evidence]]:
     failures = dict.fromkeys((*METRICS, *MEASURED), "the bundle has no samples: nothing ran the model that it holds")
     failures = {name: why for name, why in failures.items() if name not in evidence}
     advice = [*larger(evidence, not_smaller(case)), *case.notes]
-    return assemble(case, None, evidence, failures, (), advice, broken=False), evidence
+    report = assemble(case, None, evidence, failures, (), advice, broken=False)
+    verdict: Verdict | Literal["unjudged"] = "unjudged" if report.verdict == "pass" else report.verdict
+    return replace(report, verdict=verdict, backend="", scored_by=""), evidence
 
 
 def _changes(case: Case, candidate: Outputs) -> Changes | None:
