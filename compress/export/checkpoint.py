@@ -175,7 +175,8 @@ def _make_float_unit(content: Content, name: str) -> ShardUnit:
     dtype = content.types.of(written) if dtype.is_floating_point else dtype
 
     def make() -> dict[str, Tensor]:
-        tensor = store.read(name).to(dtype)
+        held = store.view(name)
+        tensor = held if held is not None and held.dtype == dtype else store.read(name).to(dtype)
         if dtype.is_floating_point and not finite(tensor):
             raise ExportError(
                 f"'{name}' does not fit into {_format_dtype(dtype)}; set export.dtype: bfloat16 or float32"

@@ -26,12 +26,15 @@ from compress.passes.weight_only import WeightPass
 from compress.rounding.grid import finite, fit_shared
 from compress.rounding.numbers import ScaleRule
 from compress.rounding.observers import Method, Observer, choose_range
-from compress.rounding.quantized_weight import ROWS, QuantizedWeight
+from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.weights import round_weight
 
 LOOKED_UP = 1.5
 """Weight of a shared table's use as embeddings beside that as output layer. Nats above float tables, on a small decoder
 in 4 bits: 0.033 at 0, 0.018 at 0.3, 0.017 at 1, 0.013 at 1.5, 0.017 at 3, and 0.018 where it is rounded to nearest."""
+
+COMPARED = 2**20
+"""Weights that are compared with their rounded values at once, so that they fit into a cache."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,10 @@ def round_tables(config: WeightPass, block: BlockWork, layers: BlockLayers, targ
 
 def say_error(block: BlockWork, layer: str, values: Tensor, weight: QuantizedWeight) -> None:
     """Record what rounding took from a weight [out, in], relative to its energy: what data say of it is not known."""
-    lost = energy = 0.0
-    for start in range(0, len(values), ROWS):
-        rows = values[start : start + ROWS].float()
-        rounded = torch.from_numpy(weight.rows(slice(start, start + ROWS)).dequantize()).to(rows.device)
+    lost, energy, step = 0.0, 0.0, max(1, COMPARED // values.shape[1])
+    for start in range(0, len(values), step):
+        rows = values[start : start + step].float()
+        rounded = torch.from_numpy(weight.rows(slice(start, start + step)).dequantize()).to(rows.device)
         lost += float((rounded - rows).square_().sum(dtype=torch.float64))
         energy += float(rows.square().sum(dtype=torch.float64))
     block.say(measured={layer: {"weight_error": lost / energy if energy else 0.0}})

@@ -109,6 +109,30 @@ def test_the_same_bytes_as_with_the_class(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_source_in_fp8_gives_the_same_bytes_with_and_without_the_class(tmp_path: Path) -> None:
+    source = language_folder(tmp_path / "lm")
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors[name] = tensor.bfloat16()
+        if "_proj" in name:
+            scales = tensor.float().unfold(0, 32, 32).unfold(1, 32, 32).abs().amax((2, 3)) / 448
+            spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+            tensors[name] = (tensor.float() / spread).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    record = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": record}))
+    some = {**RTN, "ignore": ["lm_head", "re:.*down_proj"]}  # what stays is written as floats
+    apply(with_class(tmp_path, [some], "vllm"), tmp_path / "class", tmp_path / "cache", tmp_path)
+    report = apply(shards_recipe([some], "vllm"), tmp_path / "names", tmp_path / "cache", tmp_path)
+    ours, theirs = (read_all(tmp_path / name / "model") for name in ("names", "class"))
+    assert_same(ours, theirs)
+    assert ours["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
+    assert any("quantized already (fp8)" in str(row.get("reason")) for row in report.layers)
+
+
+@pytest.mark.slow
 def test_shards_a_tower_and_blocks_that_config_does_not_count(tmp_path: Path) -> None:
     """Both stay byte for byte, and nothing takes them for rounded ones; what joins is in the shards' index."""
     source = language_folder(tmp_path / "lm")
