@@ -113,7 +113,8 @@ def read_named_model(source: Source) -> NamedModel:
     _refuse_packed_stacks(source, held, types, record)
     chain = _find_chain(source, held, config)
     grouped = group_by_layer(held)
-    layers = {name: shape for name, parts in grouped.items() if (shape := _find_shape(name, parts, types, record))}
+    sizes = {name: _find_shape(name, parts, types, record) for name, parts in grouped.items()}
+    layers = {name: size for name, size in sizes.items() if size is not None}
     tables = _find_tables(layers, chain, config)
     module, entries, copied = NamedParts(), dict[str, Entry](), dict[str, int]()
     for name, tensors in grouped.items():
