@@ -92,7 +92,8 @@ def classless_problems(recipe: Recipe) -> list[str]:
         if pass_.needs_forward
     ]
     problems += [
-        f"export.{index}: a shards: source is written as a checkpoint alone, not as {export.kind}: {way}"
+        f"export.{index}: a shards: source is written as a checkpoint alone (target: vllm or transformers), not as "
+        f"{export.kind}: {way}"
         for index, export in enumerate(recipe.export)
         if not isinstance(export, CheckpointExport)
     ]

@@ -195,7 +195,7 @@ def _explain_not_run(manifest: Manifest, backend: str) -> str:
 def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
     """Read the bundle and refuse what cannot be judged, before any model runs; errors as `validate` says."""
     manifest = verify(root)
-    if manifest.evaluation is None and manifest.artifact("candidate").is_checkpoint:
+    if manifest.evaluation is None and manifest.artifact("candidate").is_checkpoint and not backends:
         check_gates(manifest.judgement, manifest.task, has_labels=False)
         layers = read_layers(root, manifest)
         return Case(root, manifest, {}, {}, layers, (), manifest.target, (), threads, _list_said(layers))

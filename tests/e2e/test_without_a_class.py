@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from makers import apply, bundle_bytes, plan
 from safetensors.torch import load_file, save_file
 from tiny_lm import language_folder, language_recipe
@@ -15,7 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import compress.blocks.stream
 from compress.blocks.blockfiles import write_block
+from compress.commands.blame import blame_bundle
+from compress.commands.new import NewAnswers, format_working_recipe, make_draft
+from compress.commands.quantize import quantize_model
 from compress.errors import CompressError
+from runtime.errors import RuntimeFailure
 from runtime.tasks.manifest import verify
 
 RTN: dict[str, Any] = {"kind": "rtn", "scheme": "W4A16", "group_size": 32}
@@ -227,3 +233,20 @@ def test_the_plan_says_sizes_memory_and_that_nobody_judges(tmp_path: Path) -> No
     assert made.forecast.memory_bytes and made.forecast.disk_bytes
     assert any("nobody knows what rounding costs" in note.text for note in made.notes)
     assert [stage.name for stage in made.stages] == ["start", "rtn", "writing the bundle"]
+
+
+def test_one_line_and_a_recipe_to_begin_with(tmp_path: Path) -> None:
+    """No data is asked for, and no quality is gated."""
+    language_folder(tmp_path / "lm")
+    nameless(tmp_path / "lm")
+    said = NewAnswers(f"shards:{tmp_path / 'lm'}", target="vllm")
+    report = quantize_model(said, "FP8_DYNAMIC", tmp_path / "out", tmp_path / "cache", quiet=True)
+    assert report is not None and report.verdict == "unjudged"
+    text, _ = format_working_recipe(make_draft(said, tmp_path))
+    recipe = yaml.safe_load(text)
+    assert [gate["metric"] for gate in recipe.get("validate", {}).get("gates", [])] in ([], ["size_ratio"])
+    assert plan(recipe, tmp_path, tmp_path / "cache").after.n_bytes
+    with pytest.raises(CompressError, match="is run on no samples"):
+        make_draft(replace(said, data={"source": "jsonl:x.jsonl"}), tmp_path)
+    with pytest.raises(RuntimeFailure, match="has no evaluation set"):
+        blame_bundle(tmp_path / "out")
