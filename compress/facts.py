@@ -60,6 +60,8 @@ class LayerFacts:
     role: Role = ""
     custom: bool = False
     unpackable: bool = False
+    alias: str = ""
+    """Another name by which patterns select it: of an output layer that a file calls otherwise than a class would."""
 
     @property
     def is_table(self) -> bool:
@@ -146,6 +148,8 @@ class Structure:
     """Layers, and modules of them, that transformers reads as floats alone."""
     beside: tuple[str, ...] = ()
     """Modules that stand beside a language model whose class is not there to say so."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> the name that a class would have for it."""
 
     @property
     def input_groups(self) -> tuple[InputGroup, ...]:
@@ -361,8 +365,15 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
             return "router"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
+    aliases = structure.aliases if structure is not None else {}
     return tuple(
-        replace(layer, role=find_role(layer), unpackable=f"{layer.name}.".startswith(unpackable)) for layer in layers
+        replace(
+            layer,
+            role=find_role(layer),
+            unpackable=f"{layer.name}.".startswith(unpackable),
+            alias=aliases.get(layer.name, ""),
+        )
+        for layer in layers
     )
 
 
@@ -371,7 +382,7 @@ def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, s
     chosen: dict[str, str] = {}
     for layer in layers:
         for pattern in patterns:
-            if matches(pattern, layer.name, layer.type, layer.op):
+            if matches(pattern, layer.name, layer.type, layer.op, layer.alias):
                 chosen[layer.name] = pattern
                 break
     return chosen

@@ -29,7 +29,7 @@ from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
 from compress.models.pruned import config_lacks
-from compress.models.shards import is_stack
+from compress.models.shards import find_mixture, is_stack
 from compress.models.source import SHAPES
 from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.rounding.grid import finite
@@ -297,8 +297,8 @@ def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
 
 def _list_stacks(own: Mapping[str, Tensor]) -> list[str]:
     """Return patterns of the experts that lie in stacks: vLLM asks for each of them by itself."""
-    stacks = (name.removesuffix(".weight").rpartition(".")[0] for name, tensor in own.items() if is_stack(tensor.shape))
-    families = dict.fromkeys(re.sub(r"\d+", "#", name.removesuffix(".experts")) for name in stacks)
+    mixtures = (find_mixture(name) for name, tensor in own.items() if is_stack(tensor.shape))
+    families = dict.fromkeys(re.sub(r"\d+", "#", name) for name in mixtures)
     return [rf"re:(?:.*\.)?{re.escape(family)}\.experts\..*".replace(r"\#", r"\d+") for family in families]
 
 

@@ -51,7 +51,7 @@ FLOATS = ("F32", "F16", "BF16")
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 """Of the cache in 8 bits that a rounded source may ask for; the result asks for none."""
 HEAD = "lm_head"
-"""What an output layer is called that shares the embeddings' weight, so that no file names it."""
+"""What patterns call an output layer, and a reader one that shares the embeddings' weight, so that no file names it."""
 LONGEST_KERNEL = 16
 """Of a convolution over time, whose weight has three axes, too."""
 Layers = Mapping[str, tuple[int, int]]
@@ -78,7 +78,7 @@ class NamedModel:
 class _Chain:
     """The list of modules that is the language model: its name, and how many blocks it has by config.json.
 
-    `beside`: the other lists. `parted`: config.json has parts, of which one is the language model's.
+    `beside`: modules that hold other lists. `parted`: config.json has parts, of which one is the language model's.
     """
 
     name: str
@@ -91,14 +91,16 @@ class _Chain:
     def blocks(self) -> list[str]:
         return [f"{self.name}.{number}" for number in range(self.n_blocks)]
 
+    @property
+    def root(self) -> str:
+        """Return the module that is the language model alone: the list itself, where something else lies around it."""
+        parent = self.name.rpartition(".")[0]
+        shared = not parent or any(f"{name}.".startswith(f"{parent}.") for name in self.beside)
+        return self.name if shared else parent
+
     def list_beside(self) -> list[str]:
-        """Return the modules that hold the other lists, and the blocks that config.json does not count."""
-        own, roots = self.name.split("."), []
-        for other in self.beside:
-            words = other.split(".")
-            common = next((i for i, (a, b) in enumerate(zip(own, words, strict=False)) if a != b), len(words) - 1)
-            roots.append(".".join(words[: common + 1]))
-        return [*roots, *(f"{self.name}.{number}" for number in sorted(self.present) if number >= self.n_blocks)]
+        """Return what holds the other lists, and the blocks that config.json does not count."""
+        return [*self.beside, *(f"{self.name}.{number}" for number in sorted(self.present) if number >= self.n_blocks)]
 
 
 def read_named_model(source: Source) -> NamedModel:
@@ -184,27 +186,41 @@ def _sort_naturally(name: str) -> list[tuple[int, str]]:
 
 
 def _find_chain(source: Source, held: TensorPlaces, config: Mapping[str, Any]) -> _Chain:
-    """Return the list of modules that holds most of the weights. SourceError: there is none, or blocks are missing."""
+    """Return the list of modules that holds most of the weights, of those as long as config.json says.
+
+    SourceError where no name has a number, or a block in between is missing.
+    """
     sizes, present = dict[str, int](), dict[str, set[int]]()
     for name, (_, shape) in held.items():
-        if match := NUMBERED.match(name):
+        match = NUMBERED.match(name)
+        if match and name.count(".", match.end()):  # not of layers alone, as projections of a stream's parts
             sizes[match[1]] = sizes.get(match[1], 0) + math.prod(shape)
             present.setdefault(match[1], set()).add(int(match[2]))
     if not sizes:
         raise SourceError(f"{source.name}: no numbers in names (layers.0., layers.1.) tell its blocks; use dir:")
-    chain = max(sizes, key=sizes.__getitem__)
-    parts = {key: part for key, part in config.items() if isinstance(part, dict) and TEXT_PART.search(key)}
-    described = [config, *parts.values()]
-    counts = [part[key] for part in described for key in COUNTS if isinstance(part.get(key), int)]
-    n_blocks = counts[0] if counts else 1 + max(present[chain])
+    parts = [part for key, part in config.items() if isinstance(part, dict) and TEXT_PART.search(key)]
+    counts = [part[key] for part in (config, *parts) for key in COUNTS if isinstance(part.get(key), int)]
+    long_enough = [name for name in sizes if counts and max(present[name]) + 1 >= counts[0]]
+    chain = max(long_enough or sizes, key=sizes.__getitem__)
+    n_blocks = counts[0] if long_enough else 1 + max(present[chain])
     if missing := sorted(set(range(n_blocks)) - present[chain]):
-        raise SourceError(
-            f"{source.name}: config.json counts {n_blocks} blocks, and the files hold nothing of {chain}.{missing[0]}; "
-            "copy or download them again"
-        )
-    others = tuple(name for name in sizes if name != chain)
+        raise SourceError(f"{source.name}: its files hold nothing of {chain}.{missing[0]}; copy or download them again")
     parted = not any(key in config for key in COUNTS) and bool(parts)
-    return _Chain(chain, n_blocks, frozenset(present[chain]), others, parted)
+    beside = {_find_holder(chain, name): None for name in sizes if not _is_sibling(chain, name, present)}
+    return _Chain(chain, n_blocks, frozenset(present[chain]), tuple(beside), parted)
+
+
+def _is_sibling(chain: str, name: str, present: Mapping[str, set[int]]) -> bool:
+    """Return whether a list is the language model's, too: another part of each of its blocks."""
+    parents = chain.rpartition(".")[0], name.rpartition(".")[0]
+    return name == chain or (parents[0] == parents[1] and present[name] == present[chain])
+
+
+def _find_holder(chain: str, other: str) -> str:
+    """Return the largest module that holds another list and not the language model's."""
+    own, words = chain.split("."), other.split(".")
+    common = next((i for i, (a, b) in enumerate(zip(own, words, strict=False)) if a != b), len(words) - 1)
+    return ".".join(words[: common + 1])
 
 
 def _find_shape(name: str, parts: Parts, types: Mapping[str, str], record: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -286,15 +302,22 @@ def _find_routers(layers: Layers, held: TensorPlaces) -> tuple[str, ...]:
     for name, (_, shape) in held.items():
         if match := EXPERT.match(name):
             counts[match[1]] = max(counts.get(match[1], 0), 1 + int(match[2]))
-        elif is_stack(shape) and ".experts." in name:
-            counts[name.partition(".experts.")[0]] = shape[0]
+        elif is_stack(shape):
+            counts[find_mixture(name)] = shape[0]
     routers = []
     for name, (rows, _) in layers.items():
         words = name.split(".")
-        around = [".".join(words[:n]) for n in range(1, len(words))]
-        if ".experts." not in name and any(counts.get(mixture) == rows for mixture in around):
+        around = [counts[mixture] for n in range(1, len(words)) if (mixture := ".".join(words[:n])) in counts]
+        # more outputs than experts: of shared ones, and of such that compute nothing
+        most = 2 if any(word == "gate" or "router" in word for word in words) else 1
+        if not EXPERT.match(name) and any(n <= rows <= most * n for n in around):
             routers.append(name)
     return tuple(routers)
+
+
+def find_mixture(stack: str) -> str:
+    """Return the module that has the experts of which a stack holds all."""
+    return stack.removesuffix(".weight").rpartition(".")[0].removesuffix(".experts")
 
 
 def _find_structure(
@@ -305,10 +328,11 @@ def _find_structure(
     blocks = tuple(BlockFacts(name, _group_layers(name, parts[name])) for name in names)
     beside = chain.list_beside()
     if chain.parted:  # whatever joins a tower to the language model is no part of that
-        own = (f"{chain.name}.", *(f"{name}." for name in (*tables, *([head] if head else []))))
+        own = (f"{chain.root}.", *(f"{name}." for name in (*tables, *([head] if head else []))))
         beside += [name for name in layers if not f"{name}.".startswith(own)]
     after = () if head is None else (InputGroup((head,)),)
-    return Structure(blocks, after=after, routers=routers, beside=tuple(dict.fromkeys(beside)))
+    aliases = {} if head is None else {head: HEAD}
+    return Structure(blocks, after=after, routers=routers, beside=tuple(dict.fromkeys(beside)), aliases=aliases)
 
 
 def _take_apart(part: nn.Module, name: str) -> Iterator[str]:

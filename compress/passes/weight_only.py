@@ -176,7 +176,7 @@ class WeightPass(WeightNumbers, Pass):
         if name is None and isinstance(self.bits, BitBudget):
             scheme = scheme.with_bits(self.bits.find(layer.name))
         for override in self.overrides:
-            if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
+            if any(matches(p, layer.name, layer.type, layer.op, layer.alias) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
         return scheme
 

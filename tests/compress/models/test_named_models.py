@@ -17,9 +17,11 @@ from compress.export import compressed_tensors
 from compress.export.packing import pack_floats
 from compress.facts import LayerFacts
 from compress.formats.schemes import PRESETS, Scheme
+from compress.formats.targets import TARGETS
 from compress.models import shards
 from compress.models.shards import named_facts, open_named_model, read_named_model
 from compress.models.source import Source, locate
+from compress.passes.rtn import Rtn
 from compress.rounding.weights import round_weight
 from compress.specs import ModelSpec
 
@@ -96,6 +98,20 @@ def test_what_stands_beside(tmp_path: Path) -> None:
     assert beside == layers.keys() - inside - {"lm_head", "model.language_model.embed_tokens"}
 
 
+def test_an_output_layer_of_any_name_and_lists_that_are_no_towers(tmp_path: Path) -> None:
+    tensors = decoder()
+    tensors["embed_out.weight"] = tensors.pop("lm_head.weight")
+    tensors |= {f"model.projections.{i}.weight": torch.randn(64, 64) for i in range(3)}
+    tensors |= {f"model.ffns.{i}.linear.weight": torch.randn(64, 64) for i in range(2)}
+    layers = layers_of(write(tmp_path / "lm", tensors))
+    taken, kept = Rtn(scheme="W4A16", group_size=32).choose_layers(list(layers.values()), TARGETS["vllm"])
+    assert {decision.layer: decision.reason for decision in kept} == {
+        "embed_out": "ignore: lm_head",
+        "model.embed_tokens": "not a matrix product",
+    }
+    assert {"model.projections.2", "model.ffns.1.linear"} <= {layer.name for layer in taken}
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 def test_routers_and_stacks(tmp_path: Path, stacked: bool) -> None:
     tensors = decoder()
@@ -104,10 +120,11 @@ def test_routers_and_stacks(tmp_path: Path, stacked: bool) -> None:
         tensors |= {f"{at}.experts.gate_up_proj": torch.randn(8, 64, 64), f"{at}.conv1d.weight": torch.randn(64, 1, 4)}
     else:
         tensors |= {f"{at}.experts.{e}.w1.weight": torch.randn(32, 64) for e in range(8)}
-    tensors |= {f"{at}.gate.weight": torch.randn(8, 64), f"{at}.shared.weight": torch.randn(16, 64)}
+    tensors |= {f"{at}.gate.weight": torch.randn(9, 64), f"{at}.shared.weight": torch.randn(9, 64)}
+    tensors |= {f"{at}.scores.weight": torch.randn(8, 64)}
     source = write(tmp_path / "lm", tensors)
     layers, named = layers_of(source), read_named_model(source)
-    assert layers[f"{at}.gate"].role == "router" and layers[f"{at}.shared"].role == ""
+    assert [name for name, layer in layers.items() if layer.role == "router"] == [f"{at}.gate", f"{at}.scores"]
     assert (f"{at}.experts.7.w1" in layers) == (not stacked)
     assert any("lie in stacks" in note for note in named.notes) == stacked
 
@@ -206,9 +223,9 @@ def test_numbers_in_few_bits_are_read_as_the_floats_that_they_stand_for(form: st
 STACK = {"model.layers.0.mlp.experts.down_blocks": torch.zeros(4, 32, 2, 16, dtype=torch.uint8)}
 UNFIT: list[tuple[dict[str, Tensor | None], dict[str, Any], str]] = [
     (
-        {"x.0.weight": torch.zeros(2, 2)},
-        {"num_hidden_layers": 3},
-        "config.json counts 3 blocks, and the files hold nothing of",
+        {"model.layers.3.x.weight": torch.zeros(2, 2)},
+        {"num_hidden_layers": 4},
+        "its files hold nothing of model.layers.2",
     ),
     (STACK, {"quantization_config": {"quant_method": "mxfp4"}}, "is a stack of experts in few bits"),
     ({"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 8).to(torch.float8_e4m3fn)}, {}, "is stored as F8_E4M3"),
