@@ -23,6 +23,7 @@ SMALL_TABLE = 0.1
 """Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
 WORTH_NAMING = 0.05
 """Of a model's bytes: a part of them that a name is given for where it stays float."""
+Role = Literal["", "table", "head", "tied", "router", "beside"]
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -42,7 +43,8 @@ class LayerFacts:
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
-    the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
+    the largest of its outputs choose what runs, "beside" of a tower beside a language model, or of blocks that its
+    configuration does not count. `custom`: a torch layer whose class has a forward of its own, which is
     lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as floats
     alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
     """
@@ -55,9 +57,11 @@ class LayerFacts:
     macs: int = 0
     bits: float = 32
     sparse: bool = False
-    role: Literal["", "table", "head", "tied", "router"] = ""
+    role: Role = ""
     custom: bool = False
     unpackable: bool = False
+    alias: str = ""
+    """Another name by which patterns select it: of an output layer that a file calls otherwise than a class would."""
 
     @property
     def is_table(self) -> bool:
@@ -142,6 +146,10 @@ class Structure:
     """Layers of whose outputs the largest choose what runs, as those that choose experts."""
     unpackable: tuple[str, ...] = ()
     """Layers, and modules of them, that transformers reads as floats alone."""
+    beside: tuple[str, ...] = ()
+    """Modules that stand beside a language model whose class is not there to say so."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> the name that a class would have for it."""
 
     @property
     def input_groups(self) -> tuple[InputGroup, ...]:
@@ -230,6 +238,8 @@ class ModelFacts:
     """Of rows that hold several samples, a torch model attends within each sample alone."""
     students: Mapping[str, ModelFacts] = field(default_factory=dict)
     """Other models that passes put in this one's place, by `Student.key`."""
+    classless: bool = False
+    """No class of the model is at hand: it is known by the names in its files, and nothing can run it."""
 
     def keep_worth_naming(self, parts: Mapping[str, int]) -> ModelFacts:
         """Return the same model with those `parts` of its other bytes, the largest first, that are worth a name."""
@@ -341,17 +351,29 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
     last = structure.head if structure is not None else ()
 
     routers = structure.routers if structure is not None else ()
-    unpackable = tuple(f"{name}." for name in structure.unpackable) if structure is not None else ()
+    unpackable, beside = (
+        tuple(f"{name}." for name in names)
+        for names in ((structure.unpackable, structure.beside) if structure is not None else ((), ()))
+    )
 
-    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router"]:
+    def find_role(layer: LayerFacts) -> Role:
+        if f"{layer.name}.".startswith(beside):
+            return "beside"
         if layer.weight in tables:
             return "tied" if layer.weight in heads else "table"
         if layer.name in routers:
             return "router"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
+    aliases = structure.aliases if structure is not None else {}
     return tuple(
-        replace(layer, role=find_role(layer), unpackable=f"{layer.name}.".startswith(unpackable)) for layer in layers
+        replace(
+            layer,
+            role=find_role(layer),
+            unpackable=f"{layer.name}.".startswith(unpackable),
+            alias=aliases.get(layer.name, ""),
+        )
+        for layer in layers
     )
 
 
@@ -360,7 +382,7 @@ def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, s
     chosen: dict[str, str] = {}
     for layer in layers:
         for pattern in patterns:
-            if matches(pattern, layer.name, layer.type, layer.op):
+            if matches(pattern, layer.name, layer.type, layer.op, layer.alias):
                 chosen[layer.name] = pattern
                 break
     return chosen

@@ -72,12 +72,12 @@ def find_changes(record: Record, names: Iterable[str]) -> list[str]:
 
 
 MODEL_SOURCES = (
-    *("hf:<hub id>", "dir:<folder>", "gguf:<file>"),
+    *("hf:<hub id>", "dir:<folder>", "shards:<folder>", "gguf:<file>"),
     *("python:<module or file.py>:<factory>", "onnx:<file>"),
 )
 HELD = "live:<name>"
 """The source of a model that was given as an object: nobody writes it by hand."""
-OF_FOLDERS = ("hf:", "dir:", "gguf:")
+OF_FOLDERS = ("hf:", "dir:", "shards:", "gguf:")
 """Sources with files that say how a model's inputs are made."""
 DATA_SOURCES = (
     "npz:<file>",
@@ -123,6 +123,9 @@ class ModelSpec(Record):
     source: Annotated[str, _source((*MODEL_SOURCES, HELD)), NAMES_PLACE]
     """hf:<hub id>, dir:<Hugging Face folder>, gguf:<file>, python:<module or file.py>:<factory>, onnx:<file>.
 
+    shards:<Hugging Face folder> is read by the names of its tensors, without the model's class: for passes that look at
+    weights alone, and a checkpoint that nobody judges.
+
     live:<name> is written for a model that was given as an object."""
     task: TaskName
     """What the model does: which inputs it takes, which metrics fit."""
@@ -133,7 +136,7 @@ class ModelSpec(Record):
     revision: str | None = None
     """Of an hf: source: a branch, tag or commit."""
     trust_remote_code: bool = False
-    """Run Python that comes with an hf: or dir: model."""
+    """Run Python that comes with an hf: or dir: model; of a shards: source none is run, and it is copied."""
     inputs: dict[str, Any] = {}
     """Of an onnx: source: input -> its value, where it is the same for all samples, such as {sr: 16000}. The result has
     the value in it, and takes no such input."""

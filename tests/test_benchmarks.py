@@ -32,6 +32,7 @@ SCRIPTS = (
     "device_speed",
     "compression_memory",
     "one_billion",
+    "shards_memory",
     "decode",
     "kill_resume",
     "triton_server",

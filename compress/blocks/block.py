@@ -50,7 +50,8 @@ class Part:
 
     `names`: parameter's plain name -> the modules and names under which it is held, for all that may be changed.
     `runs_on`: something reads the outputs. `device`: where the weights lie, and what the forward reads and gives.
-    `together`: all micro-batches may be on their way at once. `tables`: of the whole model.
+    `together`: all micro-batches may be on their way at once. `lazy`: the modules hold no weights, which are read as
+    they are asked for. `tables`: of the whole model.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Part:
     compute: torch.dtype = torch.float32
     device: torch.device = CPU
     together: bool = True
+    lazy: bool = False
     tables: Tables = field(default_factory=Tables)
     experts: tuple[tuple[str, ...], ...] = ()
 
@@ -216,14 +218,15 @@ class BlockWork:
         A tied weight gets values of its own, but for `sharers`: layers, here or in other blocks, that go on holding the
         same one. ValueError if the shape differs.
         """
-        module = self.layers[layer]
-        values = torch.from_numpy(weight.dequantize()).to(self.part.device)
+        module, shape = self.layers[layer], tuple(weight.values.shape)
         if is_hf_conv1d(module):
-            values = values.t().contiguous()
+            shape = shape[::-1]
             self.changes.transposed.add(layer)
-        if values.shape != module.weight.shape:
-            raise ValueError(f"{layer}: is {list(module.weight.shape)}, what was put is {list(values.shape)}")  # type: ignore[arg-type]
-        module.weight = nn.Parameter(values, requires_grad=False)
+        if shape != module.weight.shape:
+            raise ValueError(f"{layer}: is {list(module.weight.shape)}, what was put is {list(shape)}")  # type: ignore[arg-type]
+        if not self.part.lazy:
+            values = torch.from_numpy(weight.dequantize()).to(self.part.device)
+            module.weight = nn.Parameter(values.t().contiguous() if is_hf_conv1d(module) else values, False)
         owner = layer
         for sharer in sharers:
             if f"{sharer}.weight" not in self.part.store.tied:
@@ -326,6 +329,12 @@ class BlockWork:
         return torch.autocast(self.part.device.type, self.part.compute, cache_enabled=False)
 
     def _read_weight(self, layer: str) -> Tensor:
+        if self.part.lazy:
+            rounded = self.changes.quantized.get(layer)
+            if rounded is None:
+                return self.part.store.read(f"{layer}.weight").to(self.part.device)
+            values = torch.from_numpy(rounded.dequantize()).to(self.part.device)
+            return values.t() if is_hf_conv1d(self.layers[layer]) else values
         weight: Any = self.layers[layer].weight
         return weight.detach()
 

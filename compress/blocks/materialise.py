@@ -18,6 +18,10 @@ Holders = dict[str, list[tuple[nn.Module, str]]]
 """Parameter's plain name -> where it is held: modules, and its name in each."""
 
 
+class NamedParts(nn.Module):
+    """A module that is known by the names of its tensors alone, as a checkpoint has them: it has no forward."""
+
+
 @contextmanager
 def empty_weights() -> Iterator[None]:
     """Put parameters on the meta device as they are made while the context is open; buffers are real.

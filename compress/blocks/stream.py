@@ -38,7 +38,8 @@ class Stream:
     outside the blocks that read something, as "before" and "after" (without `data` always). `offload`: activations
     between blocks lie on disk. `compute`: the type of products in forward passes; hidden states stay float32. `rows`:
     tokens that go through a block at once (see `micro_batches`). `tables`: also the part "before" where nothing in it
-    but embeddings is to be worked on.
+    but embeddings is to be worked on. `lazy`, without `data`: a weight is read when it is asked for, and dropped after
+    that; modules stay empty.
 
     A block that is done is written into `context.work`; a stream that finds finished blocks there goes on after them.
     Several processes (`compress.blocks.sharing`) share the micro-batches; the first of them writes.
@@ -56,8 +57,9 @@ class Stream:
         compute: Literal["float32", "bfloat16"] = "float32",
         rows: int | None = None,
         tables: bool = False,
+        lazy: bool = False,
     ) -> None:
-        self.model, self.context = model, context
+        self.model, self.context, self.lazy = model, context, lazy
         self.float_too, self.data = float_too and data, data
         self.compute, self.device = getattr(torch, compute), torch.device(context.device)
         self.timings: list[dict[str, Any]] = []
@@ -79,7 +81,7 @@ class Stream:
             if self.device.type != "cpu":
                 torch.cuda.reset_peak_memory_stats(self.device)
             with self._open_holder() as holder:
-                how = (self.float_too, self.compute, self.device, self.context.rows is None)
+                how = (self.float_too, self.compute, self.device, self.context.rows is None, self.lazy)
                 work = Work(self.model, self._load_batches(), holder, *how)
                 for entry in self.context.progress(self._plan, "blocks"):
                     if entry.index < done:

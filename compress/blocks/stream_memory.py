@@ -28,7 +28,7 @@ class StreamUse:
 
     `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
     all). At an input group it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers;
-    the defaults are those of `gptq`.
+    the defaults are those of `gptq`. `lazy`: as of `Stream`.
     """
 
     float_too: bool = False
@@ -36,6 +36,7 @@ class StreamUse:
     rounded: Collection[str] | None = None
     squares: float = 4
     copies: float = 5
+    lazy: bool = False
 
 
 def stream_memory(
@@ -114,6 +115,13 @@ class _At:
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [input_group for input_group in input_groups if self.matrices(input_group)]
         written = n_weights  # the integers, a byte each
+        if self.use.lazy:
+            wanted = [
+                name for name in names if self.use.rounded is None or name.removesuffix(".weight") in self.use.rounded
+            ]
+            return written + max(
+                (self.rounding(self.shapes[name]) for name in wanted if name in self.shapes), default=0
+            )
         return FLOAT_BYTES * n_weights + written + max((self.count_group_bytes(each) for each in known), default=0.0)
 
     def count_group_bytes(self, input_group: InputGroup) -> float:

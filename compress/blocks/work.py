@@ -67,7 +67,9 @@ class Work:
         compute: torch.dtype,
         device: torch.device = CPU,
         together: bool = True,
+        lazy: bool = False,
     ) -> None:
+        self.lazy = lazy and batches is None
         self.store, self.compute, self.float_too = model.store, compute, float_too
         self.device, self.together = device, together
         self.build = model.build
@@ -137,7 +139,8 @@ class Work:
     def _open_block(self, entry: Planned, number: int, float_store: WeightStore | None = None) -> BlockWork:
         block, flow = self.blocks[number], self.flow
         if flow is None:
-            self._fill_module(block, entry.name, self.store.read)
+            if not self.lazy:
+                self._fill_module(block, entry.name, self.store.read)
             return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), [], _no_data))
         self._enter_blocks()
         if self.float_too:
@@ -155,7 +158,8 @@ class Work:
     def _open_whole(self, entry: Planned) -> BlockWork:
         """Return the whole model as one block."""
         if self.flow is None:
-            self._fill_module(self.module, "", self.store.read)
+            if not self.lazy:
+                self._fill_module(self.module, "", self.store.read)
             return BlockWork(self._make_part(entry, self.module, layers_of(self.module), [], _no_data))
         batches = self.flow.batches
 
@@ -174,7 +178,8 @@ class Work:
         """Return a part outside the blocks: forwards of "before" end at the first block, "after" begins at the last."""
         after = entry.name == AFTER
         whole = not after or self.flow is None
-        self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
+        if not self.lazy:
+            self._fill_outside(self.module, late=after or self.flow is None, views=not whole)
         layers = {name: layer for name, layer in self._find_outside_layers().items() if (name in self.late) == after}
         if self.flow is None:
             return BlockWork(self._make_part(entry, self.module, layers, [], _no_data))
@@ -284,6 +289,7 @@ class Work:
             compute=self.compute,
             device=self.device,
             together=self.together,
+            lazy=self.lazy,
             tables=self.tables,
             experts=self.experts.get(entry.name, ()),
         )

@@ -20,7 +20,7 @@ from runtime.tasks.manifest import read_manifest
 
 ABSENT = "-"
 """In place of a value that one side has not."""
-ERRORS = ("sqnr_db", "output_error", "error_after", "fit_after")
+ERRORS = ("sqnr_db", "output_error", "error_after", "weight_error", "fit_after")
 """What passes measure of a layer's error, by their names in layers.json."""
 SAME_ERROR = 0.01
 """Two errors of a layer within this share of each other are no difference: calibration data differ by as much."""

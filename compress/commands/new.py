@@ -15,6 +15,7 @@ from compress.recipe.goal import FORMS, read_goals, split_goal
 from compress.recipe.templates import format_draft, starter, write_with_schema
 from compress.store.output import name_output
 from compress.tasks import TORCH_TASKS
+from runtime.metrics import SIZES
 from runtime.report.terminal import align, find_width, fold
 
 if TYPE_CHECKING:
@@ -179,9 +180,11 @@ def format_working_recipe(draft: Draft) -> tuple[str, list[str]]:
         chain = UsualPasses(({"kind": "int8"} if on_graph else {"kind": "gptq", "scheme": scheme},))
     else:
         notes = []
-        has_data = "calibration" in draft.recipe["data"]
+        has_data = "calibration" in draft.recipe.get("data", {})
         chain = choose_passes(scheme, target, draft.inputs.facts, has_data)
     n_samples, graph = draft.n_samples.get("evaluation"), "export" not in draft.recipe
     gates = choose_gates(draft.task, draft.inputs is None or draft.has_labels, speed=graph, n_samples=n_samples)
+    if draft.inputs is not None and draft.inputs.facts.classless:
+        gates = [gate for gate in gates if gate["metric"] in SIZES]
     recipe = drop_unused_sets(draft.recipe, chain.passes)
     return format_draft(recipe, draft.reasons, chain.passes, gates), [*notes, *chain.notes]

@@ -55,10 +55,12 @@ def quantize_model(
     _refuse_foreign(name_recipe_file(out))
     draft, synthetic = draft_for(said, out)
     assert draft.inputs is not None
-    chain = choose_passes(name, target, draft.inputs.facts, "calibration" in draft.recipe["data"], ignore)
+    facts = draft.inputs.facts
+    chain = choose_passes(name, target, facts, "calibration" in draft.recipe.get("data", {}), ignore)
     told = [f"{name} by {describe_passes(chain.passes)}", *chain.notes]
     told += ["judged on synthetic inputs: its size and times count, its quality does not"] if synthetic else []
-    gates = [] if synthetic else choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
+    judged = not synthetic and not facts.classless
+    gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation")) if judged else []
     name = f"{draft.recipe['name']}-{name.lower()}"
     return apply_passes(draft, chain.passes, gates, name, told, out, cache, quiet, keep_module)
 

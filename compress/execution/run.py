@@ -230,7 +230,8 @@ def _expected_speedup(plan: Plan) -> float | None:
 
 
 def _judge(run: RunContext, folder: Path, built: Built, earlier: StoredReport | None) -> Report:
-    with run.run_log.time_stage(JUDGING, f"{run.sets['evaluation'].n} samples"):
+    n_samples = run.sets["evaluation"].n if "evaluation" in run.sets else 0
+    with run.run_log.time_stage(JUDGING, f"{n_samples} samples"):
         report = validate(
             folder,
             passes=built.passes,
@@ -260,6 +261,8 @@ class Built:
 def _build(run: RunContext, staging: Path, between: Path) -> Built:
     """Run the passes and write the bundle into `staging`, and into `between` the models between the passes."""
     plan, run_log, recipe = run.plan, run.run_log, run.plan.recipe
+    if plan.before.classless:
+        return _build_unjudged(run, staging)
     samples = run.sets["evaluation"].columns
     not_run, with_float = explain_not_run(recipe) or "", runs_float(recipe, plan.before)
     once = with_float and stays_in_files(recipe, plan.before) and not not_run
@@ -304,6 +307,20 @@ def _build(run: RunContext, staging: Path, between: Path) -> Built:
     return Built(chain.models if chain else costs, here, candidate if once else None)
 
 
+def _build_unjudged(run: RunContext, staging: Path) -> Built:
+    """Run the passes of a model that nothing runs, and write a bundle without samples."""
+    plan, passed = run.plan, run_passes(run, None, {})
+    warnings = [note for note in plan.notes if note.level == "warning"]
+    notes = [*warnings, *_collect_notes(plan, None, passed, with_float=False)]
+    with run.run_log.time_stage(WRITING), blame(staging.parent):
+        contents = _collect_contents(run, None, passed, False, plan.recipe.validate_, notes)
+        manifest, of_files = write_models(staging, contents)
+        assemble(staging, manifest, of_files, contents, None)
+    for note in of_files:
+        run.run_log.log(note.text)
+    return Built(list_costs(plan.recipe.passes, passed.results), [note for note in of_files if note.here], None)
+
+
 def _export_float(run: RunContext) -> tuple[FloatModel | None, dict[str, np.ndarray] | None]:
     """Return the float graph and its outputs over the evaluation samples, as far as the recipe has them before passes.
 
@@ -340,7 +357,7 @@ def _collect_notes(plan: Plan, exported: FloatModel | None, passed: Passed, with
         notes.append(Note("warning", text, here=True))
     if plan.latency is not None and (text := plan.latency.describe_unrounded()):
         notes.append(Note("info", text, here=True))
-    if facts.unread:
+    if facts.unread and not facts.classless:
         notes.append(Note("warning", describe_unread(facts.unread)))
     told = {note.text for result in passed.results for note in result.notes}
     return notes + [n for step in plan.steps for n in step.notes if n.level == "warning" and n.text not in told]
@@ -355,7 +372,7 @@ def _collect_contents(
     notes: Sequence[Note],
 ) -> Contents:
     """Return what the bundle is made of; `with_float`: the float graph, too."""
-    plan, recipe, inputs, evaluation = run.plan, run.plan.recipe, run.plan.inputs, run.sets["evaluation"]
+    plan, recipe, inputs, evaluation = run.plan, run.plan.recipe, run.plan.inputs, run.sets.get("evaluation")
     portable, surplus = make_portable(recipe), _find_surplus(plan, passed.streamed)
     return Contents(
         recipe=recipe,
@@ -365,8 +382,8 @@ def _collect_contents(
         preprocess=inputs.preprocess,
         folder=inputs.source.folder,
         tokenizer=inputs.tokenizer,
-        samples=evaluation.columns,
-        slices=evaluation.slices,
+        samples=evaluation.columns if evaluation else {},
+        slices=evaluation.slices if evaluation else {},
         judgement=judgement,
         layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *notes])],
         graphs=_collect_graphs(plan, exported, passed, with_float),
@@ -375,7 +392,8 @@ def _collect_contents(
         generation=generation_of(inputs),
         cache=run.cache.root,
         module=build_kept(run, passed),
-        load_back=_prepare_load_back(run, surplus) if passed.streamed is not None else None,
+        surplus=surplus,
+        load_back=_prepare_load_back(run, surplus) if passed.streamed is not None and evaluation else None,
         detections=inputs.facts.detections,
         source_bytes=None if exported and with_float else _source_bytes(plan, surplus),
     )
@@ -472,6 +490,8 @@ def _load_sets(plan: Plan, run_log: RunLog) -> tuple[dict[str, Samples], tuple[N
 
     Returns them, and notes of samples that are left out.
     """
+    if plan.before.classless:
+        return {}, ()
     n_classes = find_torch_task(plan.recipe.model.task).count_classes(plan.before.outputs)
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
     _check_slices(plan, sets["evaluation"])

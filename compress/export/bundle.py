@@ -132,6 +132,8 @@ class Contents:
     generation: Generation | None = None
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
+    surplus: Mapping[str, Path] = field(default_factory=dict)
+    """What checkpoints hold that is no part of the model, as of `write_checkpoint`."""
     load_back: LoadBack | None = None
     """What checkpoints are loaded back with; None: they are not."""
     source_bytes: int | None = None
@@ -182,15 +184,30 @@ def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note
 
 
 def assemble(
-    staging: Path, manifest: Manifest, notes: Sequence[Note], contents: Contents, frozen: FrozenOutputs
+    staging: Path, manifest: Manifest, notes: Sequence[Note], contents: Contents, frozen: FrozenOutputs | None
 ) -> Manifest:
     """Write what a bundle has beside its models, and then its manifest, which is returned; BundleError.
 
-    `manifest`, `notes`: what `write_models` gave.
+    `manifest`, `notes`: what `write_models` gave. `frozen`: None of a model that nothing runs, so that there are no
+    samples.
     """
-    recipe = contents.recipe
+    if frozen is not None:
+        manifest = _write_evaluation(staging, manifest, contents, frozen)
+    (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
+    write_json(staging / "lock.json", contents.lock)
+    here = [note.text for note in notes if note.here]
+    write_json(staging / HOST, {**contents.host, "notes": here})
+    layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
+    write_json(staging / "layers.json", layers)
+    write_json(staging / REMEDIES_FILE, REMEDIES)
+    (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
+    return write_bundle(staging, manifest)
+
+
+def _write_evaluation(staging: Path, manifest: Manifest, contents: Contents, frozen: FrozenOutputs) -> Manifest:
+    """Write the samples and what the models gave on them; return the manifest with their records."""
     labels = contents.samples.get("label")
-    metrics = select_metrics(recipe.model.task, frozen.baseline, labels, contents.judgement)
+    metrics = select_metrics(contents.recipe.model.task, frozen.baseline, labels, contents.judgement)
     evaluation = replace(
         write_samples(staging, contents.samples, contents.slices),
         baseline_metrics=record_metrics(metrics, frozen.baseline, labels),
@@ -200,16 +217,7 @@ def assemble(
         write_candidate_outputs(staging, frozen.candidate)
     if frozen.recorded_values is not None:
         write_recorded(staging, *frozen.recorded_values)
-    (staging / "recipe.yaml").write_text(contents.recipe_yaml, encoding="utf-8")
-    write_json(staging / "lock.json", contents.lock)
-    here = [note.text for note in notes if note.here]
-    write_json(staging / HOST, {**contents.host, "notes": here})
-    layers = [*_name_weights(contents.layers, contents.graphs), *note_rows(notes)]
-    write_json(staging / "layers.json", layers)
-    write_json(staging / REMEDIES_FILE, REMEDIES)
-    manifest = replace(manifest, evaluation=evaluation, recorded=frozen.recorded, score=frozen.score)
-    (staging / "README.md").write_text(model_card(manifest, contents.lock, layers), encoding="utf-8")
-    return write_bundle(staging, manifest)
+    return replace(manifest, evaluation=evaluation, recorded=frozen.recorded, score=frozen.score)
 
 
 def _name_weights(rows: Sequence[Mapping[str, Any]], graphs: Graphs | None) -> list[dict[str, Any]]:
@@ -345,11 +353,10 @@ def _write_checkpoint(
     model = contents.streamed
     assert model is not None
     trusted = contents.recipe.model.trust_remote_code
-    surplus = contents.load_back.surplus if contents.load_back is not None else {}
-    notes = write_checkpoint(folder, model, export, contents.recipe_yaml, trusted, surplus)
+    notes = write_checkpoint(folder, model, export, contents.recipe_yaml, trusted, contents.surplus)
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder)
-        notes += write_first_token(folder, contents.preprocess)
+        notes += write_first_token(folder, contents.preprocess) if contents.samples else []
     target = contents.recipe.target_of(export)
     if contents.load_back is not None:
         notes += check_loads_back(folder, model, export, target, contents.load_back)

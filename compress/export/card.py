@@ -44,8 +44,9 @@ ABOUT = """\
 """
 ORIGIN = """
 Made from `{{ lock.model.source }}` (sha256 {{ lock.model.digest }}).
+{% if manifest.evaluation -%}
 The evaluation set has {{ manifest.evaluation.n_samples }} samples.
-"""
+{% endif %}"""
 BUNDLE = (
     """\
 ---
@@ -171,7 +172,9 @@ def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     return Usage(
         command,
         f"The model is a checkpoint, which {target} opens; `validate` needs numpy and onnxruntime alone.",
-        "Quality was measured when the checkpoint was built; `validate` judges what was measured.",
+        "Quality was measured when the checkpoint was built; `validate` judges what was measured."
+        if manifest.evaluation
+        else "Nothing has run it, and nobody knows what rounding costs its answers.",
     )
 
 

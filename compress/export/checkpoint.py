@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts, restack
-from compress.blocks.materialise import plain, tied_names
+from compress.blocks.materialise import NamedParts, plain, tied_names
 from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.trace import is_layer, layer_type, weight_shape
@@ -28,6 +29,7 @@ from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.checkpoint_names import FileNames, file_names
 from compress.models.pruned import config_lacks
+from compress.models.shards import find_mixture, is_stack
 from compress.models.source import SHAPES
 from compress.recipe.exports import CHECKPOINT_TARGET, CheckpointExport
 from compress.rounding.grid import finite
@@ -173,7 +175,8 @@ def _make_float_unit(content: Content, name: str) -> ShardUnit:
     dtype = content.types.of(written) if dtype.is_floating_point else dtype
 
     def make() -> dict[str, Tensor]:
-        tensor = store.read(name).to(dtype)
+        held = store.view(name)
+        tensor = held if held is not None and held.dtype == dtype else store.read(name).to(dtype)
         if dtype.is_floating_point and not finite(tensor):
             raise ExportError(
                 f"'{name}' does not fit into {_format_dtype(dtype)}; set export.dtype: bfloat16 or float32"
@@ -265,12 +268,38 @@ def _make_quantization_config(content: Content) -> dict | None:
     schemes = {layer(name): scheme for name, scheme in content.schemes.items()}
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
     ignore += [name.removesuffix(".weight") for name in content.surplus if name.endswith(".weight")]
+    if isinstance(content.model.build(), NamedParts):
+        ignore += [*_list_suffixes(ignore, [layer(name) for name in kinds]), *_list_stacks(content.own)]
     if (form := WITH_ZEROS.get(content.export.format)) is not None:
         return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
     types = {layer(name): kinds[name] for name in content.schemes}
     with_head = any(name in content.schemes for name in content.model.structure.head)
     return compressed_tensors.quantization_config(schemes, types, ignore, content.model.kv_cache, other, with_head)
+
+
+def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Return patterns that select the names in `ignore` by their last words: a reader may have others before them."""
+    patterns: dict[str, str] = {}
+    for name in ignore:
+        family = re.sub(r"\d+", "#", name)
+        words = family.split(".")
+        if family in patterns:
+            continue
+        for n in range(2, len(words) + 1):
+            suffix = re.escape(".".join(words[-n:])).replace(r"\#", r"\d+")
+            pattern = rf"(?:.*\.)?{suffix}$"
+            if all(other in ignore for other in every if re.match(pattern, other)):
+                patterns[family] = f"re:{pattern}"
+                break
+    return list(patterns.values())
+
+
+def _list_stacks(own: Mapping[str, Tensor]) -> list[str]:
+    """Return patterns of the experts that lie in stacks: vLLM asks for each of them by itself."""
+    mixtures = (find_mixture(name) for name, tensor in own.items() if is_stack(tensor.shape))
+    families = dict.fromkeys(re.sub(r"\d+", "#", name) for name in mixtures)
+    return [rf"re:(?:.*\.)?{re.escape(family)}\.experts\..*".replace(r"\#", r"\d+") for family in families]
 
 
 def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:

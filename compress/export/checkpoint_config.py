@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compress.blocks.materialise import NamedParts
 from compress.blocks.sizes import UNFIT_NUMBERS, Setting, config_settings, transformers_config
 from compress.errors import ExportError
 from compress.export.shards import CODES
+from compress.models.packed import OF_ANOTHER_FORMAT, PARTS
+from compress.models.weights import safetensors_types
+from runtime.bundle.files import code_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -36,6 +40,8 @@ COPIED = (
     "NOTICE*",
 )
 """Of the source's folder: all that is not weights, configuration or text about it."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
+"""Endings of files that hold weights, or say where they lie."""
 FLOATS = {code: dtype for dtype, code in CODES.items() if dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -56,9 +62,8 @@ def float_types(folder: Path | None, wanted: str | None) -> FloatTypes:
         return FloatTypes(getattr(torch, wanted))
     by_name: dict[str, torch.dtype] = {}
     for path in sorted(folder.glob("*.safetensors")) if folder is not None else ():
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        by_name |= {n: FLOATS[e["dtype"]] for n, e in header.items() if n != "__metadata__" and e["dtype"] in FLOATS}
+        numbers = {n: kind for n, kind in safetensors_types(path).items() if n.rpartition(".")[2] not in PARTS}
+        by_name |= {name: FLOATS[kind] for name, kind in numbers.items() if kind in FLOATS}
     if by_name:
         return FloatTypes(Counter(by_name.values()).most_common(1)[0][0], by_name)
     config = _read_source_config(folder)
@@ -80,9 +85,19 @@ def write_config(
 
     Return what config.json holds. `untie`: the output layer has values of its own now. `sizes`: what pruning has
     changed in the source's. A module that is none of transformers' gets a config.json with nothing but
-    `quantization_config`. `with_code`: the source's *.py come along.
+    `quantization_config`. `with_code`: the source's *.py come along. Beside a module that only its files tell of,
+    nothing but `quantization_config` is changed, and all that is no weights comes along.
     """
     wrapped = getattr(module, "wrapped", module)
+    if isinstance(wrapped, NamedParts) and source is not None:
+        config, said = _read_source_config(source), str(dtype).removeprefix("torch.")
+        if untie or said != (config.get("dtype") or config.get("torch_dtype") or said):
+            config = _set_dtype(config, said, untie)
+        config.pop("quantization_config", None)
+        config |= {} if quantization is None else {"quantization_config": quantization}
+        write_json(folder / "config.json", config)
+        _copy_files(_list_beside_weights(source, with_code), folder)
+        return config
     config, own = _read_source_config(source), transformers_config(module)
     if not config and own is not None:
         config = json.loads(own.to_json_string(use_diff=False))
@@ -95,9 +110,29 @@ def write_config(
     write_json(folder / "config.json", config)
     if source is not None and source.resolve() != folder.resolve():
         patterns = [*COPIED, *(["*.py"] if with_code else [])]
-        for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
-            shutil.copyfile(path, folder / path.name)
+        _copy_files([path for pattern in patterns for path in source.glob(pattern) if path.is_file()], folder)
     return config
+
+
+def _copy_files(paths: Iterable[Path], folder: Path) -> None:
+    for path in sorted(set(paths)):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:
+    """Return the files of a folder that hold no weights and no configuration, nor what could be run without being told.
+
+    What says how the source's own weights are rounded would be untrue of others.
+    """
+    return [
+        path
+        for path in source.iterdir()
+        if path.is_file()
+        and not path.name.startswith(".")
+        and not path.name.endswith(WEIGHT_FILES)
+        and path.name not in ("config.json", "recipe.yaml", *OF_ANOTHER_FORMAT)
+        and (code_problem(path.name) is None or (with_code and path.suffix == ".py"))
+    ]
 
 
 def _apply_sizes(record: dict[str, Any], own: PretrainedConfig | None, sizes: Mapping[str, Setting]) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from compress.facts import LayerFacts, ModelFacts, Note, Structure
 from compress.formats.schemes import KvScheme, Scheme
-from compress.formats.targets import TARGETS
+from compress.formats.targets import FUSED, TARGETS
 from compress.passes.kv_cache import attentions
 from compress.recipe.exports import CheckpointExport
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
-"""Layers of one parent that vLLM runs as one, where they read the same tensor."""
 GROUPS = (-1, 32, 64, 128)
 """Group sizes that vLLM has kernels for; -1: a scale a row."""
 W4AFP8_GROUP = 128

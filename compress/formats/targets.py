@@ -69,6 +69,8 @@ class Target:
         return self.group_sizes if bits <= 4 else self.group_sizes_8bit
 
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+"""Layers of one parent that vLLM runs as one, where they read the same tensor."""
 KERNEL_BLOCKS: dict[Literal["u8s8", "s8s8"], tuple[int, ...]] = {
     "u8s8": (256, 128, 64, 32, 16),
     "s8s8": (128, 64, 32),

@@ -42,7 +42,7 @@ def open_store(
     few bits; they are read as the floats that they stand for. NotAsNamed where the names do not fit; SourceError: a
     damaged or missing file, another shape.
     """
-    held, parts = _list_tensors(weights), parts or {}
+    held, parts = list_tensors(weights), parts or {}
     decoded = decode_weights(module, quantization, held) if quantization else {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     keys = _find_keys(module, wanted, held, parts)
@@ -75,7 +75,7 @@ def expert_parts(module: nn.Module) -> dict[str, ExpertPart]:
 def find_unread_tensors(weights: Sequence[Path], module: nn.Module, parts: Parts) -> dict[str, int]:
     """Return the tensors of the files that are no part of the module -> their bytes; {} where names do not tell."""
     try:
-        held = _list_tensors(weights)
+        held = list_tensors(weights)
     except NotAsNamed:
         return {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
@@ -134,7 +134,7 @@ def _check_shapes(entries: Mapping[str, Entry], held: TensorPlaces, wanted: Mapp
         raise SourceError(problems)
 
 
-def _list_tensors(weights: Sequence[Path]) -> TensorPlaces:
+def list_tensors(weights: Sequence[Path]) -> TensorPlaces:
     """Return file and shape of each tensor in the files. Where there is an index (checked by `locate`), it decides."""
     if any(path.suffix != ".safetensors" for path in weights):
         raise NotAsNamed(f"{weights[0].name} is no safetensors file")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import Experts
-from compress.blocks.materialise import copy_without_weights, plain
+from compress.blocks.materialise import NamedParts, copy_without_weights, plain
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter of all experts -> the layers of each that it holds, in their order."""
@@ -74,6 +74,8 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
     names; what is stacked or split on loading keeps the module's.
     """
     wrapped: Any = getattr(module, "wrapped", module)
+    if isinstance(wrapped, NamedParts):
+        return FileNames(one_by_one=True)
     try:
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config
 from compress.errors import SourceError
-from compress.models.packed import has_small_floats, loads_as_floats, quantization_of
+from compress.models.packed import SCALED, has_small_floats, loads_as_floats, quantization_of
 from compress.models.preprocess import reads_audio_mask, reads_token_mask
 from compress.models.pruned import NOTE, fit_record, load_recorded, open_recorded_store
 from compress.models.source import Source, read_object
@@ -214,8 +214,9 @@ def build_untrained(source: Source, drawn: bool = True) -> nn.Module:
 
 
 def reads_alone(source: Source) -> bool:
-    """Return whether only we can read a folder on a CPU, not transformers: pruned sizes, the GPTQ and AWQ formats."""
-    return source.shapes is not None or quantization_of(source.folder).get("quant_method") in ("gptq", "awq")
+    """Return whether only we can read a folder on a CPU, not transformers: pruned sizes, GPTQ, AWQ, FP8, FP4."""
+    method = quantization_of(source.folder).get("quant_method")
+    return source.shapes is not None or method in ("gptq", "awq", *SCALED)
 
 
 def load_trained(source: Source, alone: bool = False) -> nn.Module:

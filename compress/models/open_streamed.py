@@ -26,6 +26,7 @@ from compress.models.facts import architecture
 from compress.models.feeds import check_feeds, parameters
 from compress.models.load import load_torch_model
 from compress.models.packed import quantization_of
+from compress.models.shards import open_named_model
 from compress.models.source import Source
 
 
@@ -38,6 +39,8 @@ def open_streamed_model(source: Source, feeds_shapes: SampleShapes, structure: S
     heap.return_large()
     if source.kind == "onnx":
         raise SourceError(f"{source.name}: an ONNX file cannot be worked on block by block; give the torch model")
+    if source.kind == "shards":
+        return open_named_model(source)
     notes: tuple[str, ...] = ()
     try:
         if quantization_of(source.folder):

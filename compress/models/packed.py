@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,18 @@ from compress.models.source import read_object
 
 Files = Mapping[str, tuple[Path, tuple[int, ...]]]
 """Name of a tensor -> its file, and its shape."""
+Parts = Mapping[str, tuple[Path, str, tuple[int, ...]]]
+"""Last word of a tensor's name -> its file, its name and its shape."""
+PARTS = (
+    *("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_g_idx"),
+    *("weight_scale_inv", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point", "output_scale"),
+    *("qweight", "qzeros", "scales", "g_idx"),
+)
+"""Last words of the names of what a quantized layer is stored as, beside `weight` and `bias`."""
+SCALED = ("fp8", "fbgemm_fp8", "modelopt")
+"""Methods whose weights are FP8 or FP4 numbers times scales, which their shapes tell."""
+OF_ANOTHER_FORMAT = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files in which formats of quantized weights say what they hold, beside config.json or in its place."""
 
 
 def quantization_of(folder: Path | None) -> dict[str, Any]:
@@ -29,6 +41,8 @@ def quantization_of(folder: Path | None) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     record = read_object(path).get("quantization_config")
+    if record is None and path.with_name(OF_ANOTHER_FORMAT[0]).is_file():
+        return {"quant_method": "modelopt"}
     return record if isinstance(record, dict) else {}
 
 
@@ -60,25 +74,35 @@ def decode_weights(module: nn.Module, record: Mapping[str, Any], files: Files) -
     method = record.get("quant_method")
     layers = {plain(name): part for name, part in module.named_modules() if is_layer(part)}
     names = file_names(module, (plain(name) for name in module.state_dict()))
+    grouped = group_by_layer(files)
+    held = {n: grouped[written] for n in layers if (written := names.layer(n)) in grouped}
+    if method in SCALED:
+        marks = ("weight_scale", "weight_scale_inv")
+        scaled = {n: parts for n, parts in held.items() if "weight" in parts and any(mark in parts for mark in marks)}
+        return {f"{n}.weight": _decode_scaled(n, layers[n], parts, record) for n, parts in scaled.items()}
     if method == "gptq":
-        held = {n: _find_layer_tensors(files, names.layer(n), "qweight") for n in layers}
-        return {f"{n}.weight": _decode_gptq(n, layers[n], parts, record) for n, parts in held.items() if parts}
+        packed = {n: parts for n, parts in held.items() if "qweight" in parts}
+        return {f"{n}.weight": _decode_gptq(n, layers[n], parts, record) for n, parts in packed.items()}
     if method == "awq" and str(record.get("version", "gemm")).lower() == "gemm":
-        held = {n: _find_layer_tensors(files, names.layer(n), "qweight") for n in layers}
-        return {f"{n}.weight": _decode_awq(n, layers[n], parts) for n, parts in held.items() if parts}
+        packed = {n: parts for n, parts in held.items() if "qweight" in parts}
+        return {f"{n}.weight": _decode_awq(n, layers[n], parts) for n, parts in packed.items()}
     if method != "compressed-tensors":
+        known = ("compressed-tensors", "gptq", *SCALED)
         raise SourceError(
-            f"weights of quant_method {method!r} are not read here; compressed-tensors, gptq and awq (gemm) are"
+            f"weights of quant_method {method!r} are not read here; {', '.join(known)} and awq (gemm) are"
         )
     schemes = _match_schemes(module, record)
-    held = {n: _find_layer_tensors(files, names.layer(n), "weight_scale") for n in layers if n in schemes}
-    return {f"{n}.weight": _decode_tensors(n, layers[n], parts, schemes[n]) for n, parts in held.items() if parts}
+    packed = {n: parts for n, parts in held.items() if n in schemes and "weight_scale" in parts}
+    return {f"{n}.weight": _decode_tensors(n, layers[n], parts, schemes[n]) for n, parts in packed.items()}
 
 
-def _find_layer_tensors(files: Files, layer: str, mark: str) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Return a layer's tensors by the last word of their names: (file, name, shape); none without one called `mark`."""
-    parts = {key.removeprefix(f"{layer}."): (*files[key], key) for key in files if key.startswith(f"{layer}.")}
-    return {leaf: (path, key, shape) for leaf, (path, shape, key) in parts.items()} if mark in parts else {}
+def group_by_layer(files: Files) -> dict[str, Parts]:
+    """Return the tensors of each module by the last word of their names."""
+    grouped: dict[str, dict[str, tuple[Path, str, tuple[int, ...]]]] = {}
+    for key, (path, shape) in files.items():
+        layer, _, leaf = key.rpartition(".")
+        grouped.setdefault(layer, {})[leaf] = (path, key, shape)
+    return dict(grouped)
 
 
 def _match_schemes(module: nn.Module, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,7 +120,7 @@ def _match_schemes(module: nn.Module, record: Mapping[str, Any]) -> dict[str, An
     return {name: scheme for name, scheme in schemes.items() if scheme is not None and scheme.weights is not None}
 
 
-def _decode_tensors(layer: str, part: Any, parts: Mapping[str, Any], scheme: Any) -> Decoded:
+def _decode_tensors(layer: str, part: Any, parts: Parts, scheme: Any) -> Decoded:
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
 
@@ -118,15 +142,53 @@ def _decode_tensors(layer: str, part: Any, parts: Mapping[str, Any], scheme: Any
 
 
 def _unpack_nvfp4(tensors: Mapping[str, Tensor]) -> Tensor:
+    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()  # [out, groups]
+    return _multiply_fp4(tensors["weight_packed"], scales)
+
+
+def _multiply_fp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Return FP4 numbers, two in a byte [out, in / 2], times the scales of their groups [out, groups]."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
-    rows, half = tensors["weight_packed"].shape
-    values: Tensor = unpack_fp4_from_uint8(tensors["weight_packed"], rows, 2 * half, torch.float32)
-    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()  # [out, groups]
+    rows, half = packed.shape
+    values: Tensor = unpack_fp4_from_uint8(packed, rows, 2 * half, torch.float32)
     return (values.reshape(*scales.shape, -1) * scales[:, :, None]).reshape(rows, -1)
 
 
-def _decode_gptq(layer: str, part: Any, parts: Mapping[str, Any], record: Mapping[str, Any]) -> Decoded:
+def _decode_scaled(layer: str, part: Any, parts: Parts, record: Mapping[str, Any]) -> Decoded:
+    """Return a weight of FP8 numbers, or of FP4 ones in pairs, times scales of tensor, rows, blocks or groups.
+
+    Scales called `_inv` are multiplied by like all others (DeepSeek-V3's own inference code does).
+    """
+    rows, columns = part.weight.shape
+    pairs = "weight_scale_2" in parts and parts["weight"][2] == (rows, columns // 2)
+    _check_shape(layer, parts, "weight", (rows, columns // 2 if pairs else columns))
+    block = record.get("weight_block_size")
+
+    def read() -> Tensor:
+        weight, scales = (
+            _read_tensor(*parts[leaf][:2])
+            for leaf in ("weight", "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale")
+        )
+        if pairs:
+            return _multiply_fp4(weight, scales.float() * _read_tensor(*parts["weight_scale_2"][:2]).float())
+        return weight.float().mul_(_spread_scales(scales.float(), rows, columns, block))
+
+    return Decoded((rows, columns), read)
+
+
+def _spread_scales(scales: Tensor, rows: int, columns: int, block: Sequence[int] | None) -> Tensor:
+    """Return scales that a weight [rows, columns] can be multiplied by: one, one for each row, or of blocks."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1)
+    scales = scales.reshape(len(scales), -1)  # [blocks of rows, blocks of columns]
+    if scales.shape == (rows, 1):
+        return scales
+    height, width = block or (-(-rows // scales.shape[0]), -(-columns // scales.shape[1]))
+    return scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+
+
+def _decode_gptq(layer: str, part: Any, parts: Parts, record: Mapping[str, Any]) -> Decoded:
     """Return a layer's weight of a GPTQ file (see `compress.export.gptq_format`), put together from single bits."""
     bits, transposed = int(record["bits"]), is_hf_conv1d(part)
     rows, columns = part.weight.shape[::-1] if transposed else part.weight.shape
@@ -148,7 +210,7 @@ def _decode_gptq(layer: str, part: Any, parts: Mapping[str, Any], record: Mappin
     return Decoded(tuple(part.weight.shape), read)
 
 
-def _decode_awq(layer: str, part: Any, parts: Mapping[str, Any]) -> Decoded:
+def _decode_awq(layer: str, part: Any, parts: Parts) -> Decoded:
     """Return a layer's weight of an AWQ file (see `compress.export.awq_format`): eight outputs in a word, in pairs."""
     rows, columns = part.weight.shape
     _check_shape(layer, parts, "qweight", (columns, rows // 8))
@@ -176,7 +238,7 @@ def _unpack_bits(words: np.ndarray, n: int, bits: int) -> np.ndarray:
     return np.asarray(places @ (1 << np.arange(bits, dtype=np.int32)), np.int32)
 
 
-def _check_shape(layer: str, parts: Mapping[str, Any], leaf: str, shape: tuple[int, ...]) -> None:
+def _check_shape(layer: str, parts: Parts, leaf: str, shape: tuple[int, ...]) -> None:
     if leaf not in parts:
         raise SourceError(f"{layer} has no {leaf} in the files, which its quantization needs; get them again")
     path, key, stored = parts[leaf]

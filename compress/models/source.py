@@ -49,7 +49,7 @@ class Source:
 
     spec: ModelSpec
     root: Path
-    kind: Literal["huggingface", "python", "onnx"]
+    kind: Literal["huggingface", "shards", "python", "onnx"]
     folder: Path | None
     weights: tuple[Path, ...]
     code: tuple[str, str] | None = None
@@ -80,6 +80,8 @@ def locate(spec: ModelSpec, root: Path) -> Source:
         return _locate_huggingface(spec, root, folder)
     if kind == "gguf":
         return _locate_huggingface(spec, root, unpack(resolve_path(root, rest)))
+    if kind == "shards":
+        return _locate_shards(spec, root, resolve_path(root, rest))
     if kind == "onnx":
         return _locate_onnx(spec, root, resolve_path(root, rest))
     if kind == "live":
@@ -244,7 +246,7 @@ def _parse_onnx(path: Path) -> onnx.ModelProto:
 
 def _list_deciding_files(source: Source) -> list[Path]:
     files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
-    if source.kind == "huggingface" and source.folder is not None:
+    if source.kind in ("huggingface", "shards") and source.folder is not None:
         files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
     if source.onnx is not None:
         files += list_weight_files(source)
@@ -265,6 +267,16 @@ def _locate_huggingface(spec: ModelSpec, root: Path, folder: Path) -> Source:
     _check_shards(folder)
     shapes = folder / SHAPES
     return Source(spec, root, "huggingface", folder, tuple(weights), shapes=shapes if shapes.is_file() else None)
+
+
+def _locate_shards(spec: ModelSpec, root: Path, path: Path) -> Source:
+    """Return a folder that is read without its model's class, or a GGUF file as it is unpacked."""
+    located = _locate_huggingface(spec, root, path if path.is_dir() else unpack(path))
+    if located.shapes is not None:
+        raise SourceError(f"{spec.source}: is a pruned model, whose sizes {SHAPES} has: give it as dir:{path}")
+    if located.weights[0].suffix != ".safetensors":
+        raise SourceError(f"{spec.source}: has no *.safetensors, whose names tell its layers; convert it, or use dir:")
+    return replace(located, kind="shards")
 
 
 def _check_shards(folder: Path) -> None:

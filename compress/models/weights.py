@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,20 @@ def safetensors_shapes(path: Path) -> Shapes:
 
 def safetensors_bytes(path: Path) -> dict[str, int]:
     """Return the bytes of each tensor of a safetensors file whose header has been read before."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
+    header = _read_header(path)
     return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def safetensors_types(path: Path) -> dict[str, str]:
+    """Return the type of each tensor (F32, BF16, F8_E4M3, ...) of a file whose header has been read before."""
+    return {name: entry["dtype"] for name, entry in _read_header(path).items()}
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
 
 
 def check_shapes(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

@@ -46,6 +46,7 @@ MEASURES = (
     Measure("sqnr_db", "signal over rounding error at the layer's output, dB", False, log=False),
     Measure("output_error", "error of the layer's output, relative to its energy", True),
     Measure("error_after", "error of the layer's products, relative to their energy", True),
+    Measure("weight_error", "error of the layer's weights, relative to their energy", True),
     Measure("fit_after", "error left after compensation, relative to the output's variance", True),
 )
 """What charts and the table of the worst layers are about, the first that was measured deciding the order."""

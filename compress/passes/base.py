@@ -85,6 +85,11 @@ class Pass(Record):
         raise NotImplementedError
 
     @property
+    def needs_forward(self) -> bool:
+        """Return whether the work runs the model, or asks how it is built; else weights are all that it looks at."""
+        return True
+
+    @property
     def chooses_by_time(self) -> bool:
         """Return whether the work depends on what is measured on this machine."""
         return False

@@ -21,6 +21,10 @@ class Hqq(WeightPass):
     steps: Annotated[int, Field(ge=1)] = 20
     """Of the half-quadratic solver."""
 
+    @property
+    def needs_forward(self) -> bool:
+        return False
+
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"
 

@@ -27,6 +27,10 @@ class Rtn(WeightPass):
         return self.streams_data or self.budget is not None
 
     @property
+    def needs_forward(self) -> bool:
+        return self.needs_calibration
+
+    @property
     def streams_data(self) -> bool:
         """Return whether rounding itself needs the data."""
         return self.importance or any(s.activations and s.activations.has_stored_scale for s in self.schemes())

@@ -122,6 +122,8 @@ class WeightPass(WeightNumbers, Pass):
             return f"a subclass of {layer.type} with a forward of its own, for which engines have no layer"
         if layer.role == "router":
             return "its largest outputs choose what runs (a router)"
+        if layer.role == "beside":
+            return "beside the blocks that config.json counts (a tower, or next-token predictors)"
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         if layer.op not in ("MatMul", "Gemm"):
@@ -174,7 +176,7 @@ class WeightPass(WeightNumbers, Pass):
         if name is None and isinstance(self.bits, BitBudget):
             scheme = scheme.with_bits(self.bits.find(layer.name))
         for override in self.overrides:
-            if any(matches(p, layer.name, layer.type, layer.op) for p in override.targets):
+            if any(matches(p, layer.name, layer.type, layer.op, layer.alias) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
         return scheme
 

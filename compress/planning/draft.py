@@ -72,7 +72,9 @@ class Draft:
     @property
     def has_labels(self) -> bool:
         """Return whether the evaluation set has labels."""
-        return self.inputs is not None and self.inputs.data["evaluation"].has_labels
+        return (
+            self.inputs is not None and "evaluation" in self.inputs.data and self.inputs.data["evaluation"].has_labels
+        )
 
     def make_recipe(self, root: Path, **parts: Any) -> Recipe:
         """Return the typed recipe that stands in `root`, with `parts` (passes, validate, ...) on top."""
@@ -129,7 +131,9 @@ def draft_recipe(
         base["preprocess"] = dict(preprocess)
     made = _find_task(base, task, sets, root)
     made = replace(made, recipe={**made.recipe, "target": target, **list_exports(target)})
-    return made if made.inputs is None else _divide_data(made, sets, root, most_calibrated or MOST_CALIBRATED)
+    return (
+        made if made.inputs is None or not sets else _divide_data(made, sets, root, most_calibrated or MOST_CALIBRATED)
+    )
 
 
 def find_model_source(text: str, root: Path) -> str:
@@ -235,6 +239,9 @@ def _find_task(base: Mapping[str, Any], task: str | None, sets: Mapping[str, dic
     source, bare = base["model"]["source"], {k: v for k, v in base["model"].items() if k != "detections"}
     located = locate(make_model_spec({"model": bare}, GENERIC.name), root)
     folder = located.folder or (located.onnx.parent if located.onnx is not None else None)
+    if located.kind == "shards" and task is None:
+        name = next(name for name, known in TORCH_TASKS.items() if known.task.decoder_only)
+        return _try_task(base, name, spec, root, "the only one whose layers names tell")
     if task is not None:
         if located.kind == "huggingface" and located.folder and (other := explain_other_task(task, located.folder)):
             raise RecipeError(f"--task {task}: config.json of {source} names {other}, which has another; leave it out")
@@ -315,6 +322,10 @@ def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None
     recipe = {**base, "model": {**base["model"], "task": task}}
     recipe = {key: recipe[key] for key in ("version", "name", "model", "preprocess") if key in recipe}
     reasons = {"model.task": reason}
+    if source.kind == "shards":
+        if spec is not None:
+            raise RecipeError(f"--data: {source.name} is run on no samples; leave it out")
+        return Draft(recipe, reasons, read_inputs(make_recipe(recipe, root)))
     if spec is None:
         declared = make_recipe(recipe, root).preprocess
         resolve_preprocess(source, declared)

@@ -70,6 +70,8 @@ START_S, LAYER_S, CLOCK_S = 5.0, 0.1, 15.0
 quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of placement."""
 TIMED_CALLS, TIMED_S = 12, 60.0
 """Times `iterations` that judging calls a model, all ways to run it together, and the seconds that it takes at most."""
+WITH_SCALES = 1.125
+"""Bytes of a weight in a finished block: its integer, and its share of the float32 scale of 32."""
 DISK_BYTES_S = 3e8
 """Bytes that are read and hashed, or written, in a second: of a cloud disk sha256 reads 1.6e9, and 1.9e8 written."""
 
@@ -209,7 +211,7 @@ class _Run:
         stages += [self._pass_stage(number, name) for number, name in enumerate(pass_names(self.recipe.passes))]
         once = runs_once(self.recipe, self.before)
         in_torch = not onnx or self.in_files or is_scored_by_torch(self.recipe, self.before)
-        if self.before.structure is not None and in_torch and not once:
+        if self.before.structure is not None and in_torch and not once and not self.before.classless:
             stages.append(self._stage(SCORING, self.scoring_bytes(), 2 * evaluated))
         if self.n_checkpoints:
             n_bytes = self.n_checkpoints * (self.after.n_bytes + self.before.n_bytes)
@@ -322,10 +324,13 @@ class _Run:
             float_too=cost.float_blocks,
             compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),
+            lazy=not pass_.needs_forward,
         )
         rows = self.calibration.n if pass_.needs_calibration else 0
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
-        if not rows:  # without data the parts outside are opened as a block is, tables of embeddings and all
+        if (
+            not rows and not use.lazy
+        ):  # without data the parts outside are opened as a block is, tables of embeddings and all
             peak = max(peak, FIXED_BYTES + self.outside_bytes())
         if sent := min(cost.gradient_tokens, rows):
             shapes = _collect_shapes(self.before)
@@ -404,13 +409,15 @@ class _Run:
 
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
+        if self.before.classless:  # nothing loads it back
+            return self.base_bytes + self.largest_bytes
         loaded = LOADED_COPIES * self.before.n_bytes if self.loads_whole() else 0
         return int(self.base_bytes + self.library_bytes + loaded)
 
     def disk_bytes(self) -> tuple[int, int]:
         """Return the bytes on the disk, and the bundle's part of them."""
         n_streams = sum(map(self.on_blocks, range(len(self.recipe.passes))))
-        disk = self.after.n_bytes + n_streams * self.after.n_bytes
+        disk = self.after.n_bytes + sum(map(self.finished_bytes, range(len(self.recipe.passes))))
         disk += max((self.cost(number).disk_bytes for number in range(len(self.recipe.passes))), default=0)
         if self.in_files:
             disk += self.after.n_bytes + self.runs_float * self.before.n_bytes
@@ -419,6 +426,14 @@ class _Run:
             disk += 2 * self.before.n_bytes + kept * self.before.n_bytes
         bundle = len(self.recipe.export) * self.after.n_bytes + self.runs_float * self.before.n_bytes
         return disk, min(bundle, disk)
+
+    def finished_bytes(self, number: int) -> int:
+        """Return the bytes of a pass's finished blocks: floats that it may have changed, or integers, a byte each."""
+        if not self.on_blocks(number) or self.recipe.passes[number].needs_forward:
+            return self.after.n_bytes if self.on_blocks(number) else 0
+        rounded = self.find_rounded(number)
+        layers = (layer for layer in self.before.distinct_layers() if rounded is None or layer.name in rounded)
+        return math.ceil(WITH_SCALES * sum(layer.n_weights for layer in layers))
 
     def on_blocks(self, number: int) -> bool:
         return self.before.structure is not None and self.recipe.passes[number].stage_on(self.before) == "blocks"

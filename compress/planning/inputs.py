@@ -36,7 +36,9 @@ from compress.models.load import TorchModel, load_torch_model
 from compress.models.meta import open_on_meta
 from compress.models.onnx_ends import onnx_io
 from compress.models.onnx_graph import open_onnx
+from compress.models.packed import quantization_of
 from compress.models.preprocess import find_class_names, resolve_preprocess
+from compress.models.shards import named_facts, read_named_model
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.planning.input_checks import (
@@ -136,6 +138,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     Raises SourceError for the model, or when no data set tells the shape of a sample; PlanError without any data.
     """
     root, spec, source = recipe.root, recipe.model, locate(recipe.model, recipe.root)
+    if source.kind == "shards":
+        return _read_classless_inputs(recipe, source)
     preprocess = resolve_preprocess(source, recipe.preprocess)
     opened = open_on_meta(source)
     unpacked = note_unpacked(opened)
@@ -201,6 +205,20 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(passed_over),
         run,
     )
+
+
+def _read_classless_inputs(recipe: Recipe, source: Source) -> Inputs:
+    """Return the inputs of a model that nothing here runs: it reads no samples."""
+    facts = named_facts(source, read_named_model(source))
+    record = quantization_of(source.folder)
+    if record:
+        rounded = (
+            f"{source.name}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
+        )
+        facts = replace(facts, notes=(*facts.notes, f"{rounded}; they are read as floats, and rounded a second time"))
+    names = tuple(spec.name for spec in facts.inputs)
+    digest, files = model_digest(source, identify_file), tuple(list_weight_files(source))
+    return Inputs(recipe, LanguagePreprocess(), names, {}, {}, facts, digest, source, unread=files)
 
 
 def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:

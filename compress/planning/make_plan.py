@@ -145,7 +145,8 @@ def make_plan(
         *(note for _, found in checkpoints for note in found),
         *unsaid,
     )
-    latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if timed else (None, [])
+    runs = timed and not before.classless
+    latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if runs else (None, [])
     if latency is not None and not latency.blocks:  # of a few blocks nothing follows about memory
         expected = forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
@@ -348,6 +349,12 @@ _BY_TORCH = (
 def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     recipe, data = inputs.recipe, inputs.data
     texts = list(inputs.facts.notes)
+    if inputs.facts.classless:
+        texts.append(
+            "nothing runs a shards: source, so that nobody knows what rounding costs its answers: the verdict will be "
+            "unjudged, and the report has the error of each layer's weights"
+        )
+        return tuple(Note("warning", text) for text in texts)
     if "calibration" in data and data["calibration"].digest == data["evaluation"].digest:
         texts.append("data: calibration and evaluation come from one file; apply counts the samples that are in both")
     if (reason := explain_unavailable(recipe)) is not None:

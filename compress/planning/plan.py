@@ -178,6 +178,8 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
     stages = {stage.name: stage for stage in plan.stages}
     rows: list[tuple[str, ...]] = []
     for name, work in zip(plan.work_names, plan.steps, strict=True):
+        if plan.before.classless and name not in stages:
+            continue  # nothing runs it
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
         seconds, memory = _format_stage(stages.pop(name, None))

@@ -55,6 +55,9 @@ DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float
 def collect_problems(inputs: Inputs, expected: Forecast, root: Path) -> list[str]:
     """Return all that is wrong, as sentences that name the place. `root`: the folder that keeps finished results."""
     recipe, facts = inputs.recipe, inputs.facts
+    if facts.classless:
+        known = (*classless_problems(recipe), *export_problems(recipe, facts), *limit_problems(recipe, expected, root))
+        return [*known, *device_problems(recipe)]
     return [
         *data_problems(inputs),
         *class_problems(recipe.model.task, facts.outputs),
@@ -77,6 +80,36 @@ def collect_problems(inputs: Inputs, expected: Forecast, root: Path) -> list[str
         *limit_problems(recipe, expected, root),
         *device_problems(recipe),
     ]
+
+
+def classless_problems(recipe: Recipe) -> list[str]:
+    """Report what cannot be done with a model that nothing here can run, as its class is not asked for."""
+    way = "with the model's class, source: dir:, it can be"
+    problems = [
+        f"passes.{index}: {pass_.kind} has to run the model, or to know how it is built, and of a shards: source only "
+        "weights are known; use rtn or hqq with a scheme that stores no scale of inputs, or source: dir:"
+        for index, pass_ in enumerate(recipe.passes)
+        if pass_.needs_forward
+    ]
+    problems += [
+        f"export.{index}: a shards: source is written as a checkpoint alone (target: vllm or transformers), not as "
+        f"{export.kind}: {way}"
+        for index, export in enumerate(recipe.export)
+        if not isinstance(export, CheckpointExport)
+    ]
+    problems += [
+        f"validate.gates.{index}: {gate.metric} is measured of a model that runs, and a shards: source does not; leave "
+        f"the gate out ({', '.join(sorted(SIZES))} can stay): {way}"
+        for index, gate in enumerate(recipe.validate_.gates)
+        if gate.metric not in SIZES
+    ]
+    if recipe.data.declared:
+        problems.append(f"data: a shards: source is run on no samples; leave data out: {way}")
+    if recipe.preprocess is not None:
+        problems.append("preprocess: a shards: source is run on no samples; leave it out")
+    if recipe.keep_module:
+        problems.append("keep_module: a shards: source has no module to be kept; leave it out")
+    return problems
 
 
 def quantized_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:

@@ -256,7 +256,8 @@ class Recipe(Record):
     def code_sources(self) -> tuple[str, ...]:
         """Return the sources of models whose own Python runs, already to plan the recipe."""
         students = [student for p in self.passes if (student := p.find_student()) is not None]
-        own = [self.model.source] if self.model.trust_remote_code else []
+        runs = self.model.trust_remote_code and not self.model.source.startswith("shards:")
+        own = [self.model.source] if runs else []
         named = [source for source in (self.model.source, *(student.source for student in students)) if source]
         return tuple(dict.fromkeys([*own, *(source for source in named if source.startswith("python:"))]))
 

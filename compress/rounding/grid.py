@@ -260,7 +260,7 @@ def fit_shared(
     of FP8 with one scale that one. Both make room for the largest weight. `importance` [in], `every`: as of `fit_grid`.
     """
     rule = ScaleRule.of(scheme)
-    if scheme.kind != "float" or (rule.kind != "e4m3" and rule.rows != 0):
+    if scheme.kind != "float" or not rule.spans_tensor:
         return None
     peak = torch.stack([weight.abs().amax() for weight in weights]).amax().float()
     if rule.kind == "e4m3":

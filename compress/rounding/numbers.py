@@ -103,6 +103,11 @@ class ScaleRule:
         """Return whether each scale is any float of its own."""
         return self.kind == "float" and self.rows == 1
 
+    @property
+    def spans_tensor(self) -> bool:
+        """Return whether one number of the file stands above all scales of a weight, or is the only one."""
+        return self.kind == "e4m3" or self.rows == 0
+
     def nearest(self, scales: Tensor) -> Tensor:
         """Return the scales [...] that a file can hold nearest to these, which are float32 and positive."""
         if self.kind == "e4m3":

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compress.blocks.block import BlockWork
@@ -23,6 +24,7 @@ from compress.formats.schemes import ActivationScheme, Scheme
 from compress.formats.targets import Target
 from compress.passes.weight_only import WeightPass
 from compress.rounding.grid import finite, fit_shared
+from compress.rounding.numbers import ScaleRule
 from compress.rounding.observers import Method, Observer, choose_range
 from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.weights import round_weight
@@ -30,6 +32,9 @@ from compress.rounding.weights import round_weight
 LOOKED_UP = 1.5
 """Weight of a shared table's use as embeddings beside that as output layer. Nats above float tables, on a small decoder
 in 4 bits: 0.033 at 0, 0.018 at 0.3, 0.017 at 1, 0.013 at 1.5, 0.017 at 3, and 0.018 where it is rounded to nearest."""
+
+COMPARED = 2**20
+"""Weights that are compared with their rounded values at once, so that they fit into a cache."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +112,23 @@ def round_tables(config: WeightPass, block: BlockWork, layers: BlockLayers, targ
     """Round the block's embeddings to the nearest. Raises PassError naming the table."""
     for name, scheme in layers.tables.items():
         try:
-            put_layer(block, layers, name, nearest(matrix(config, block, name), scheme, target))
+            values = matrix(config, block, name)
+            weight = nearest(values, scheme, target)
         except ValueError as error:
             raise PassError(f"{config.kind}: {name}: {error}") from error
+        put_layer(block, layers, name, weight)
+        say_error(block, name, values, weight)
+
+
+def say_error(block: BlockWork, layer: str, values: Tensor, weight: QuantizedWeight) -> None:
+    """Record what rounding took from a weight [out, in], relative to its energy: what data say of it is not known."""
+    lost, energy, step = 0.0, 0.0, max(1, COMPARED // values.shape[1])
+    for start in range(0, len(values), step):
+        rows = values[start : start + step].float()
+        rounded = torch.from_numpy(weight.rows(slice(start, start + step)).dequantize()).to(rows.device)
+        lost += float((rounded - rows).square_().sum(dtype=torch.float64))
+        energy += float(rows.square().sum(dtype=torch.float64))
+    block.say(measured={layer: {"weight_error": lost / energy if energy else 0.0}})
 
 
 def remark(block: BlockWork, texts: Iterable[str]) -> None:
@@ -156,7 +175,7 @@ def find_shared(
     for input_group in block.input_groups:
         together: dict[Scheme, list[str]] = {}
         for name in input_group.layers:
-            if name in schemes:
+            if name in schemes and ScaleRule.of(schemes[name].weights).spans_tensor:
                 together.setdefault(schemes[name], []).append(name)
         for scheme, names in together.items():
             weights = [matrix(config, block, name) for name in names]

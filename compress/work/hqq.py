@@ -14,20 +14,30 @@ from compress.formats.schemes import Scheme
 from compress.passes.hqq import Hqq
 from compress.rounding.hqq import hqq_round
 from compress.rounding.quantized_weight import QuantizedWeight, by_rows
-from compress.work.block_layers import block_layers, matrix, may_be_negative, put_layer, remark, round_tables
+from compress.work.block_layers import (
+    block_layers,
+    matrix,
+    may_be_negative,
+    put_layer,
+    remark,
+    round_tables,
+    say_error,
+)
 
 
 def apply_hqq(config: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, data=False)
+    stream = Stream(model, context, data=False, lazy=not config.needs_forward)
     for block in stream:
         layers = block_layers(config, block, context.target)
         for layer, scheme in layers.schemes.items():
             signed = may_be_negative(scheme, context.target)
             try:
-                weight = by_rows(matrix(config, block, layer), partial(_round, config, scheme, signed))
+                values = matrix(config, block, layer)
+                weight = by_rows(values, partial(_round, config, scheme, signed))
             except ValueError as error:
                 raise PassError(f"hqq: {layer}: {error}") from error
             put_layer(block, layers, layer, weight)
+            say_error(block, layer, values, weight)
         round_tables(config, block, layers, context.target)
         facts = layers.facts.values()
         remark(block, [text for layer_facts in facts if (text := config.fit_remark(layer_facts, context.target))])

@@ -33,6 +33,7 @@ from compress.work.block_layers import (
     put_layer,
     remark,
     round_tables,
+    say_error,
 )
 from compress.work.mixed_bits import settle_bits
 
@@ -92,7 +93,8 @@ def _round_blocks(config: Rtn, model: StreamedModel, context: PassContext) -> Pa
 
 
 def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, data=config.needs_calibration, tables=config.takes_tables)
+    data = config.needs_calibration
+    stream = Stream(model, context, data=data, tables=config.takes_tables, lazy=not config.needs_forward)
     for block in stream:
         layers = block_layers(config, block, context.target)
         inputs = InputRanges.of(layers.schemes)
@@ -113,6 +115,7 @@ def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> Pa
                     remark(block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
+                say_error(block, layer, values, weight)
         except ValueError as error:
             raise PassError(f"rtn: {block.name}: {error}") from error
         round_tables(config, block, layers, context.target)

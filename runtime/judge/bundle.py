@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
 from runtime.judge.findings import Case, Findings, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
-from runtime.judge.gates import check_gates, judge, overall
+from runtime.judge.gates import Verdict, check_gates, judge, overall
 from runtime.judge.passes import PassModel, make_pass_table, read_pass_table
 from runtime.judge.recorded import recorded_evidence
 from runtime.judge.samples import describe_evaluation
@@ -157,6 +157,18 @@ def judge_scored(case: Case, passes: Sequence[PassModel] = ()) -> tuple[Findings
     return report, evidence
 
 
+def judge_size(case: Case) -> tuple[Findings, Mapping[str, Evidence]]:
+    """Judge a candidate that came without samples, as nothing could run its model: its size is all that is known."""
+    manifest = case.manifest
+    evidence = size_evidence(manifest.source_bytes, manifest.candidate_for(case.backend).size_bytes)
+    failures = dict.fromkeys((*METRICS, *MEASURED), "the bundle has no samples: nothing ran the model that it holds")
+    failures = {name: why for name, why in failures.items() if name not in evidence}
+    advice = [*larger(evidence, not_smaller(case)), *case.notes]
+    report = assemble(case, None, evidence, failures, (), advice, broken=False)
+    verdict: Verdict | Literal["unjudged"] = "unjudged" if report.verdict == "pass" else report.verdict
+    return replace(report, verdict=verdict, backend="", scored_by=""), evidence
+
+
 def _changes(case: Case, candidate: Outputs) -> Changes | None:
     return find_changes(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
@@ -183,6 +195,10 @@ def _explain_not_run(manifest: Manifest, backend: str) -> str:
 def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> Case:
     """Read the bundle and refuse what cannot be judged, before any model runs; errors as `validate` says."""
     manifest = verify(root)
+    if manifest.evaluation is None and manifest.artifact("candidate").is_checkpoint and not backends:
+        check_gates(manifest.judgement, manifest.task, has_labels=False)
+        layers = read_layers(root, manifest)
+        return Case(root, manifest, {}, {}, layers, (), manifest.target, (), threads, _list_said(layers))
     columns, baseline, layers = read_samples(root, manifest), read_outputs(root, manifest), read_layers(root, manifest)
     find_task(manifest.task).check_frozen(f"{root}: the baseline's outputs", baseline)
     labels = columns.get("label")
@@ -214,8 +230,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         note_unrecorded(manifest),
         describe_copies(draws),
     )
-    said = (str(row["reason"]) for row in layers if row.get("type") == "note" and "reason" in row)
-    notes = [*said, *(note for note in found if note)]
+    notes = [*_list_said(layers), *(note for note in found if note)]
     elsewhere = "" if backends or main == manifest.target else f"not judged here: {_ELSEWHERE.format(manifest.target)}"
     return Case(
         root,
@@ -233,6 +248,11 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
         recorded,
         draws,
     )
+
+
+def _list_said(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the build had to say beyond single layers."""
+    return [str(row["reason"]) for row in layers if row.get("type") == "note" and "reason" in row]
 
 
 def _note_uncounted(task: str, baseline: Outputs) -> str | None:

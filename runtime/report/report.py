@@ -252,7 +252,9 @@ def _format_rate(value: float | None) -> str:
 def verdict_line(report: Findings, bundle: str = "DIR") -> str:
     """Return one sentence: does it hold, by how much gates are missed, and the command that says why of `bundle`."""
     where = f"on {report.backend}"
-    if report.scored_by:
+    if not report.backend:
+        where = f"for {report.target}, which nothing has run"
+    elif report.scored_by:
         where = f"for {report.target}, scored by {report.scored_by} at the build"
     since = f"; {since_line(report.since)}" if report.since is not None else ""
     return f"{report.verdict.upper()}: {report.bundle} {where}: {_describe_outcome(report, bundle)}{since}"
@@ -266,7 +268,8 @@ def _describe_outcome(report: Findings, bundle: str) -> str:
         return "; ".join([*map(_describe_miss, short), *([f"see why: compress {tool} {bundle}"] if failed else [])])
     if not report.gates:
         broken = report.verdict == "fail" and report.since is None  # a regression, too, makes it fail
-        return "its outputs cannot be judged" if broken else "measured, held to no gates"
+        measured = "measured, held to no gates" if report.backend else "held to no gates"
+        return "its outputs cannot be judged" if broken else measured
     unclear = [f"{gate.metric} {gate.rule}" for gate in report.gates if gate.verdict == "undecided"]
     held = n - len(unclear)
     counted = f"; undecided, counted as a pass: {', '.join(unclear)}" if unclear else ""

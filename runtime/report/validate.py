@@ -16,7 +16,7 @@ from typing import Literal
 from runtime.bundle.files import name_file
 from runtime.bundle.manifest import Judgement
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.judge.bundle import judge_model, judge_scored, prepare
+from runtime.judge.bundle import judge_model, judge_scored, judge_size, prepare
 from runtime.judge.evidence import list_wanted_metrics
 from runtime.judge.findings import Case, Side
 from runtime.judge.passes import PassModel, write_pass_table
@@ -72,9 +72,12 @@ def validate(
     folder = case.root if report_folder is None else report_folder
     case = replace(case, notes=[*case.notes, *prepare_folder(folder)])
     with name_file(case.root), name_batches(case):
-        findings, evidence = (
-            judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast, progress)
-        )
+        if case.manifest.evaluation is None:
+            findings, evidence = judge_size(case)
+        else:
+            findings, evidence = (
+                judge_scored(case, passes) if case.is_scored else judge_model(case, passes, forecast, progress)
+            )
         report = Report(**vars(findings))
         columns = {name: known.columns for name, known in evidence.items() if known.columns}
     if earlier is not None:
