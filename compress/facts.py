@@ -42,7 +42,8 @@ class LayerFacts:
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
-    the largest of its outputs choose what runs. `custom`: a torch layer whose class has a forward of its own, which is
+    the largest of its outputs choose what runs, "idle" where no forward pass calls it, as a tower that texts do not
+    reach. `custom`: a torch layer whose class has a forward of its own, which is
     lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as floats
     alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
     """
@@ -55,7 +56,7 @@ class LayerFacts:
     macs: int = 0
     bits: float = 32
     sparse: bool = False
-    role: Literal["", "table", "head", "tied", "router"] = ""
+    role: Literal["", "table", "head", "tied", "router", "idle"] = ""
     custom: bool = False
     unpackable: bool = False
 
@@ -342,17 +343,49 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
 
     routers = structure.routers if structure is not None else ()
     unpackable = tuple(f"{name}." for name in structure.unpackable) if structure is not None else ()
+    idle = {layer.name for layer in find_uncalled(layers, structure)} if structure is not None else set()
 
-    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router"]:
+    def find_role(layer: LayerFacts) -> Literal["", "table", "head", "tied", "router", "idle"]:
         if layer.weight in tables:
             return "tied" if layer.weight in heads else "table"
         if layer.name in routers:
             return "router"
+        if layer.name in idle:
+            return "idle"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
     return tuple(
         replace(layer, role=find_role(layer), unpackable=f"{layer.name}.".startswith(unpackable)) for layer in layers
     )
+
+
+def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
+    """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them.
+
+    Tables of embeddings, which read tokens, are none of them.
+    """
+    read = {name for input_group in structure.input_groups for name in input_group.layers}
+    inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
+    return [
+        layer
+        for layer in layers
+        if layer.name not in read and not layer.name.startswith(inside) and layer.type != "Embedding"
+    ]
+
+
+def describe_groups(names: Sequence[str], others: Iterable[str]) -> str:
+    """Return names of layers in few words: of a module whose layers are all among them, and none of `others`, its own.
+
+    Such as "vision_tower (26 layers), projector".
+    """
+    around = {".".join(parts[:n]) for parts in (name.split(".") for name in others) for n in range(1, len(parts) + 1)}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        module = next((path for n in range(1, len(parts)) if (path := ".".join(parts[:n])) not in around), name)
+        groups.setdefault(module, []).append(name)
+    told = [members[0] if len(members) == 1 else f"{name} ({len(members)} layers)" for name, members in groups.items()]
+    return ", ".join(told)
 
 
 def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, str]:

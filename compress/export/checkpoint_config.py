@@ -30,8 +30,8 @@ COPIED = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "additional_chat_templates/*",
+    "*processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
@@ -96,7 +96,9 @@ def write_config(
     if source is not None and source.resolve() != folder.resolve():
         patterns = [*COPIED, *(["*.py"] if with_code else [])]
         for path in sorted({path for pattern in patterns for path in source.glob(pattern) if path.is_file()}):
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     return config
 
 

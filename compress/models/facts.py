@@ -20,7 +20,16 @@ from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
 from compress.blocks.trace import LAYER_OPS, Trace, has_own_forward, is_layer, layer_type, run, trace, weight_shape
 from compress.errors import SourceError
-from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Removable, SampleShapes, Structure, assign_roles
+from compress.facts import (
+    FLOAT_BYTES,
+    LayerFacts,
+    ModelFacts,
+    Removable,
+    SampleShapes,
+    Structure,
+    assign_roles,
+    describe_groups,
+)
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
@@ -38,6 +47,7 @@ from compress.specs import ModelSpec
 from compress.structure.alike import cut_chain
 from compress.structure.find import N_TOKENS, find_structure, one_block
 from compress.structure.removable import find_removable
+from compress.tasks import find_torch_task
 from runtime.tasks import find_task
 from runtime.words import size_text
 
@@ -104,13 +114,21 @@ def model_facts(
         unread=unread,
         peak_activation_bytes=traced.peak_activation_bytes,
         operators=traced.operators,
-        notes=(*notes, *more, *_make_layer_notes(layers, traced)),
+        notes=(*notes, *more, *_make_layer_notes(layers, traced, find_torch_task(source.task).sees)),
         structure=structure,
         prunable=pruning.facts if pruning else None,
         unprunable=pruning.kept if pruning else {},
         removable=_trace_removable(source, module, feeds, structure) if blocks else None,
     )
-    return facts.keep_worth_naming(_count_outside(module))
+    outside = _count_outside(module)
+    if find_torch_task(source.task).sees:  # what is of a tower is told with its layers
+        reached = [plain(name) for name in traced.ops]
+        outside = {
+            name: n_bytes
+            for name, n_bytes in outside.items()
+            if any(layer.startswith(f"{name.rpartition('.')[0]}.") for layer in reached)
+        }
+    return facts.keep_worth_naming(outside)
 
 
 def rebuilt_facts(
@@ -434,12 +452,17 @@ def _count_outside(module: nn.Module) -> dict[str, int]:
     return parts
 
 
-def _make_layer_notes(layers: tuple[LayerFacts, ...], traced: Trace) -> list[str]:
-    """Return notes on tied weights, and on layers that the forward pass does not call."""
+def _make_layer_notes(layers: tuple[LayerFacts, ...], traced: Trace, sees: bool = False) -> list[str]:
+    """Return notes on tied weights, and on layers that the forward pass does not call.
+
+    `sees`: those of towers, which texts do not reach, are told where a pass leaves them.
+    """
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
     called = {plain(name) for name in traced.ops}
-    idle = [layer.name for layer in layers if layer.name not in called]
-    return [*notes, *([f"the forward pass does not call {', '.join(idle)} as a module"] if idle else [])]
+    towers = [layer.name for layer in layers if sees and (layer.role == "idle" or layer.type == "Embedding")]
+    idle = [layer.name for layer in layers if layer.name not in (*called, *towers)]
+    some = describe_groups(idle, [layer.name for layer in layers if layer.name in called])
+    return [*notes, *([f"the forward pass does not call {some} as a module"] if idle else [])]

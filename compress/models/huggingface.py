@@ -78,6 +78,14 @@ class TextModel(nn.Module):
         return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
+class SeeingModel(TextModel):
+    """input_ids, attention_mask int64 [B, T], and what its processor makes of images, by name -> logits [B, T, V]."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **seen: Tensor) -> Given:  # type: ignore[override]
+        feeds = {"input_ids": input_ids, "attention_mask": attention_mask, **seen}
+        return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
+
+
 def reads_samples_apart(module: nn.Module | None) -> bool:
     """Return whether a text model on the meta device attends in a row of several samples within each of them alone.
 
@@ -386,7 +394,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
         "image-text": ImageTextModel,
         "seq2seq": EncoderDecoderModel,
     }
-    return wrappers.get(task.task.preprocess, TextModel)(model, *task.outputs).eval()
+    texts = SeeingModel if task.sees else TextModel
+    return wrappers.get(task.task.preprocess, texts)(model, *task.outputs).eval()
 
 
 @contextlib.contextmanager
@@ -500,7 +509,6 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
 
 
 OTHER_TASKS = {
-    "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }
 """Tasks that are not supported here -> the tables of transformers that name their models."""
