@@ -117,7 +117,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"is_decoder": True},
 )
 """What a configuration gets besides, tried in turn until the model is built and runs."""
-SECTIONS = ((4, 2, 2), (2, 1, 1))
+SECTIONS = ((4, 2, 2), (2, 1, 1), (3, 3, 2))
 """Of a turned head's halves, that are turned by time, height and width: as many of each as some models have here."""
 SEEING, NO_GRAPH = " +images", "-"
 """What stands behind the names of families that also see, and in the place of their graphs."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +193,9 @@ def zeros(feeds: SampleShapes, device: str) -> dict[str, Tensor]:
 
 def _look_at(source: Source, module: nn.Module, feeds: SampleShapes) -> tuple[Trace, list[str], Structure]:
     """Return what running the module shows, notes, and how it is built: from its first blocks where they tell all."""
-    with cut_chain(module) as cut:
+    wrapped: Any = getattr(module, "wrapped", None)
+    language = wrapped.get_decoder() if find_torch_task(source.task).sees else None
+    with cut_chain(module, within=language) as cut:
         if cut is not None:
             with contextlib.suppress(*factory.USER_ERRORS):
                 traced = _run_on_meta(module, feeds)
@@ -250,7 +253,16 @@ def _find_channels(run: Callable[[SampleShapes], Trace], feeds: SampleShapes) ->
 
 
 def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:
-    """Return the error of a model that does not run on such inputs, with the line of its own code."""
+    """Return the error of a model that does not run on such inputs, with the line of its own code.
+
+    Of one that also sees without that line: it mostly asks for an image.
+    """
+    if find_torch_task(spec.task).sees:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return SourceError(
+            f"{spec.source}: does not run on texts alone, by which its language part is found ({why}); give its "
+            "language model as a folder of its own"
+        )
     shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
     text = f"{type(error).__name__}: {error}{user_line(error)}"
     return SourceError(f"{spec.source}: forward fails on {shapes}: {text}")
