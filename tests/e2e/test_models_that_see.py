@@ -104,14 +104,14 @@ def check_whole(source: Path, written: Path, rounded: set[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rtn", "gptq", "awq", "hqq"])
 def test_texts_are_enough(home: Path, kind: str, tmp_path: Path) -> None:
-    report = apply(recipe([{"kind": kind, **W4}], texts=True), tmp_path / "out", tmp_path / "cache", home)
+    apply(recipe([{"kind": kind, **W4}], texts=True), tmp_path / "out", tmp_path / "cache", home)
     config = json.loads((home / "lm/config.json").read_text())["text_config"]
     source = load_file(home / "lm/model.safetensors")
     rounded = {name for name in source if "language_model" in name and name.endswith("proj.weight")}
     assert len(rounded) == 7 * config["num_hidden_layers"]
     check = check_whole if kind != "awq" else lambda *_: None  # which folds scales into norms
     check(home / "lm", tmp_path / "out/model", rounded)
-    told = [row["reason"] for row in report.layers if row["type"] == "note"]
+    told = json.loads((tmp_path / "out/host.json").read_text())["notes"]
     assert any("on 4 samples are those that were judged" in text for text in told), told
     assert metrics(tmp_path / "out", "candidate")["nll"] > 0
 
@@ -128,7 +128,8 @@ def test_answers_about_images_are_what_is_judged(home: Path, tmp_path: Path) -> 
 def test_a_tower_is_rounded_where_it_is_named(home: Path, tmp_path: Path) -> None:
     tower = "model.vision_tower.encoder" if "llava" in home.name else "model.visual.blocks"
     passes = [{"kind": "rtn", **W4}, {"kind": "rtn", "scheme": "W8A16", "targets": [f"re:{tower}"]}]
-    apply(recipe(passes, texts=True), tmp_path / "out", tmp_path / "cache", home)
+    parts = {"target": "vllm", "export": [{"kind": "checkpoint", "target": "vllm"}]}
+    apply(recipe(passes, texts=True, **parts), tmp_path / "out", tmp_path / "cache", home)
     packed = [name for name in load_file(tmp_path / "out/model/model.safetensors") if name.endswith("_packed")]
     assert sum("vision" in name or "visual" in name for name in packed) >= 8
     assert metrics(tmp_path / "out", "candidate")["nll"] == pytest.approx(
@@ -174,9 +175,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "is written as checkpoint, not as onnx; use target: transformers",
     ),
     "cut": ({"preprocess": {"kind": "language", "max_length": 16}}, "tokens with those of its images, more than"),
-    "packed": ({"preprocess": {"kind": "language", "pack": 64}}, "samples with images cannot share a row"),
+    "packed": (
+        {"preprocess": {"kind": "language", "max_length": 128, "pack": 64}},
+        "samples with images cannot share a row",
+    ),
     "trained": (
-        {"passes": [{"kind": "distill", "epochs": 1}]},
+        {"train": "calibration"},
         "data.train: there are images, and passes that train learn from texts alone",
     ),
 }
@@ -186,8 +190,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_done_is_refused_at_the_plan(home: Path, case: str, tmp_path: Path) -> None:
     parts, said = REFUSED[case]
     values = recipe([{"kind": "gptq", **W4}], **parts)
-    if case == "trained":
-        values["data"] = {**values["data"], "train": {"source": "jsonl:calibration.jsonl"}}
+    if named := values.pop("train", None):
+        values["data"] = {**values["data"], "train": {"source": f"jsonl:{named}.jsonl"}}
     path = home / f"{case}.yaml"
     path.write_text(json.dumps(values))
     with pytest.raises(CompressError) as error:
