@@ -289,7 +289,8 @@ def try_seeing(folder: Path, recipe: Path) -> str:
     if lost:
         return f"{WRONG}: {len(lost)} tensors or files of the source are not there: {', '.join(lost[:4])}"
     auto = transformers.AutoModelForImageTextToText
-    source, model = (auto.from_pretrained(path, dtype=torch.float32).eval() for path in (folder / "model", written))
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    source, model = (auto.from_pretrained(path, **how).eval() for path in (folder / "model", written))
     report = json.loads((folder / "bundle/report.json").read_text(encoding="utf-8"))
     apart = abs(nats_per_token(model, read_texts(folder)) - report["candidate"]["metrics"]["nll"])
     if not apart < CLOSE:

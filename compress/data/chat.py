@@ -20,17 +20,19 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from compress.errors import SourceError
-from compress.models.processor import Processor
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
 from runtime.encode.language import IDS, LOSS_MASK, POSITIONS
 from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from compress.models.processor import Processor
 
 MESSAGES, TOOLS = "messages", "tools"
 """Roles of columns: the turns of each conversation, and the functions that its assistant may call."""
@@ -178,6 +180,8 @@ class ChatEncoder:
     @cached_property
     def processor(self) -> Processor:
         """Return what reads images. SourceError where the model has no folder."""
+        from compress.models.processor import Processor
+
         if self.folder is None:
             raise SourceError("images are read by the model's own processor, and this model has no folder with one")
         return Processor(self.folder, self.trust_remote_code)

@@ -259,6 +259,8 @@ class WeightPass(WeightNumbers, Pass):
         if not taken:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else _tell_why(kept)
+            if any(decision.reason == UNPACKABLE for decision in kept):
+                before = f": {target.name} reads those that the model has as floats alone; use target: vllm"
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
