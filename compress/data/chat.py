@@ -273,12 +273,12 @@ class ChatEncoder:
         ids, mask = self.encode(turns, tools)
         seen = self.processor.encode(self._render(self._split_contents(turns), tools), images)
         whole = seen.pop(IDS)
-        counts, own = np.zeros(len(whole), np.uint8), np.zeros(len(whole), bool)
-        alike = SequenceMatcher(None, ids.tolist(), whole.tolist(), autojunk=False)
-        for start, place, n in alike.get_matching_blocks():
-            counts[place : place + n], own[place : place + n] = mask[start : start + n], True
-        counts[np.isin(whole, whole[~own])] = 0
-        if self.chat.loss_on != "all" and counts.sum() != mask.sum():
+        places = find_places(ids, whole)
+        counts, kept = np.zeros(len(whole), np.uint8), places >= 0
+        counts[places[kept]] = mask[kept]
+        if self.chat.loss_on == "all":
+            counts[np.isin(whole, np.delete(whole, places[kept]))] = 0
+        elif counts.sum() != mask.sum():
             raise UsageError(f"the processor writes what is said in another way than the chat template, so {NO_MASK}")
         return whole, counts, seen
 
@@ -378,6 +378,23 @@ class ChatEncoder:
                 f"{NO_MASK}: {WAYS}"
             )
         return start + len(words) + len(end)
+
+
+def find_places(short: Array, long: Array) -> Array:
+    """Return where each token of a row stands in another that has more, int64 [t]; -1: nowhere.
+
+    What begins and ends both stands there; between, the longest pieces that are alike go together.
+    """
+    n = min(len(short), len(long))
+    first = int(np.argmin(np.append(short[:n] == long[:n], False)))
+    last = int(np.argmin(np.append(short[::-1][: n - first] == long[::-1][: n - first], False)))
+    places = np.full(len(short), -1, np.int64)
+    places[:first] = np.arange(first)
+    places[len(short) - last :] = np.arange(len(long) - last, len(long))
+    middle, wider = short[first : len(short) - last].tolist(), long[first : len(long) - last].tolist()
+    for start, place, size in SequenceMatcher(None, middle, wider, autojunk=False).get_matching_blocks():
+        places[first + start : first + start + size] = np.arange(first + place, first + place + size)
+    return places
 
 
 def pack_rows(

@@ -38,7 +38,11 @@ class Processor:
                     self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
                 )
         except Exception as error:  # whatever a processor's own code raises
-            raise SourceError(f"{self.folder}: transformers cannot build its processor: {error}") from error
+            said = " ".join(str(error).split()).partition(". ")[0][:300]
+            raise SourceError(
+                f"{self.folder}: transformers cannot build its processor, which reads images ({said}): install what it "
+                "names, or give texts alone"
+            ) from error
         if getattr(made, "image_processor", None) is None:
             raise SourceError(f"{self.folder}: its files say nothing of images: copy preprocessor_config.json there")
         return made
@@ -54,9 +58,10 @@ class Processor:
         pictures = [
             fromarray(image.squeeze(-1) if image.shape[2:] == (1,) else image).convert("RGB") for image in images
         ]
+        loaded = self.loaded
         try:
             with quiet(), without_films():
-                made = self.loaded(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
+                made = loaded(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise UsageError(f"the model's processor fails on its text and {len(images)} images ({said})") from error

@@ -93,7 +93,8 @@ class WeightPass(WeightNumbers, Pass):
     symmetric: bool = make_scheme_field("symmetric", True)
     """False: unsigned weights with a zero point for each group; not given: the scheme's, or true without a scheme."""
     targets: tuple[LayerPattern, ...] = ()
-    """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
+    """Layers to round, by name, `re:` pattern or type; empty: every matrix product. Those that no call reaches, as
+    towers that texts do not, are taken where a name or a pattern selects them, by a pass that needs no data."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
     """Layers that stay float. `lm_head` given as a key takes the output layer all the same."""
     embeddings: TableScheme | None = None

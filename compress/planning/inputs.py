@@ -43,6 +43,7 @@ from compress.planning.input_checks import (
     check_samples,
     check_token_ids,
     check_weights,
+    explain_between,
     find_rate_problems,
     make_image_part,
     note_masks,
@@ -154,7 +155,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     if not data:
         raise SourceError(problems)
     problems += find_rate_problems(preprocess, data)
-    if find_torch_task(spec.task).sees and "train" in data and seen_columns(data["train"].shapes):
+    learns = any(pass_.needs_train for pass_ in recipe.passes)
+    if find_torch_task(spec.task).sees and learns and "train" in data and seen_columns(data["train"].shapes):
         problems.append(f"data.train: {NO_IMAGES}")
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(source, preprocess, shapes, names)
@@ -165,8 +167,10 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts = model_facts(source, feeds, coupling, blocks, opened=opened)
+    if any(seen_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).sees):
+        problems += explain_between(facts)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
-    if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
+    if facts.source == "onnx" and (rewritten or learns):
         facts = rebuilt_facts(facts, source, feeds, rewritten, coupling, blocks)
     folder = source.folder
     students = _look_at_students(recipe, source, feeds, coupling, blocks)
@@ -340,7 +344,7 @@ def _check_seen(columns: Columns, name: str, inputs: Inputs) -> None:
         return
     spec = inputs.preprocess
     assert isinstance(spec, LanguagePreprocess)
-    if name == "train":
+    if name == "train" and any(pass_.needs_train for pass_ in inputs.recipe.passes):
         raise UsageError(NO_IMAGES)
     if spec.pack is not None or inputs.recipe.data.declared[name].packing:
         raise UsageError("samples with images cannot share a row: leave out packing, and preprocess.pack")

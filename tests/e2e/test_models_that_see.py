@@ -38,7 +38,7 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def recipe(passes: list[dict[str, Any]], texts: bool = False, **parts: Any) -> dict[str, Any]:
+def recipe(passes: list[dict[str, Any]], /, texts: bool = False, **parts: Any) -> dict[str, Any]:
     data = {name: {"source": f"jsonl:{name}{'-texts' * texts}.jsonl"} for name in ("calibration", "evaluation")}
     return {
         "version": 1,
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "samples with images cannot share a row",
     ),
     "trained": (
-        {"train": "calibration"},
+        {"train": "calibration", "passes": [{"kind": "distill", "epochs": 1}]},
         "data.train: there are images, and passes that train learn from texts alone",
     ),
 }
