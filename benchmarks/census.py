@@ -1,4 +1,4 @@
-"""Every causal language model of the installed transformers, tiny: what the plan takes is right, or is refused there.
+"""Every language model of the installed transformers, tiny: what the plan takes is right, or is refused there.
 
 The recipes are its own, as one would write them under recipes/: `gptq` to W4A16 for target transformers, and an ONNX
 file. Each family is built of transformers' own configuration with small sizes and random weights, in a process of its
@@ -6,15 +6,20 @@ own with a limit of time and memory. The float graph has to give every greedy to
 batch with padding; the checkpoint, loaded by transformers itself, the report's nats. What is found stays in
 benchmarks/.census, from where a run that was stopped goes on; a whole run writes docs/reference/census.md, and names
 what was right there before and is no longer. `--only` tries a family anew; `--quick` plans, and applies nothing.
+
+A model that also sees, named "FAMILY +images", has a checkpoint alone. It has to hold every tensor and file of its
+source, and transformers, which loads it, has to find the report's nats, and what is not in few bits as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import re
 import resource
+import string
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +33,8 @@ import torch
 import transformers
 from common import HERE, ROOT, Call, Measured, Row, at_least, at_most, run_script, say
 from language import load_causal, nats_per_token, write_tokenizer
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
@@ -110,6 +117,11 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"is_decoder": True},
 )
 """What a configuration gets besides, tried in turn until the model is built and runs."""
+SECTIONS = ((4, 2, 2), (2, 1, 1), (3, 3, 2))
+"""Of a turned head's halves, that are turned by time, height and width: as many of each as some models have here."""
+SEEING, NO_GRAPH = " +images", "-"
+"""What stands behind the names of families that also see, and in the place of their graphs."""
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja")
 PARTS = ("graph", "checkpoint")
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
 
@@ -139,11 +151,16 @@ def measure(call: Call) -> Measured:
 
 
 def list_families() -> dict[str, type]:
-    """Return transformers' names of the configurations that have a causal language model, and their classes."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Return transformers' names of the configurations that have a language model, and their classes.
 
-    known = transformers.CONFIG_MAPPING
-    return {kind: known[kind] for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if kind in known}
+    Those that have a model that also sees stand there with SEEING behind their name.
+    """
+    from transformers.models.auto import modeling_auto
+
+    known, causal = transformers.CONFIG_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    families = {kind: known[kind] for kind in sorted(causal) if kind in known}
+    seeing = sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return families | {f"{kind}{SEEING}": known[kind] for kind in seeing if kind in known}
 
 
 def try_in_process(kind: str, quick: bool) -> Row:
@@ -179,16 +196,27 @@ def try_family(kind: str, folder: Path, quick: bool) -> None:
         row.update(found)
         (folder / "row.json").write_text(json.dumps(row), encoding="utf-8")
 
+    sees = kind.endswith(SEEING)
+    auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
-            module = build(list_families()[kind])
+            module = build(list_families()[kind], auto, sees)
         module.save_pretrained(folder / "model")
-        write_tokenizer(folder / "model", VOCABULARY)
-        write_texts(folder)
+        if sees:
+            write_letters(folder / "model")
+            for name in PROCESSOR_FILES:
+                (folder / "model" / name).write_text("{}", encoding="utf-8")
+        else:
+            write_tokenizer(folder / "model", VOCABULARY)
+        write_texts(folder, sees)
     except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
         keep(graph="not built", checkpoint="not built", why=shorten(repr(error)))
         return
     row["class"] = type(module).__name__
+    if sees:
+        keep(graph=NO_GRAPH)
+        keep(checkpoint=try_part(folder, "seeing", "transformers", None if quick else try_seeing))
+        return
     for part, target, judge in (
         ("graph", "onnxruntime-cpu", try_graph),
         ("checkpoint", "transformers", try_checkpoint),
@@ -248,17 +276,68 @@ def try_checkpoint(folder: Path, recipe: Path) -> str:
     apply_recipe(load_recipe(recipe), folder / "bundle", folder / "cache", quiet=True)
     report = json.loads((folder / "bundle/report.json").read_text(encoding="utf-8"))
     model = load_causal(next((folder / "bundle").rglob("config.json")).parent)
-    lines = (folder / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [[int(word[1:]) for word in json.loads(line)["text"].split()] for line in lines]
-    apart = abs(nats_per_token(model, texts) - report["candidate"]["metrics"]["nll"])
+    apart = abs(nats_per_token(model, read_texts(folder)) - report["candidate"]["metrics"]["nll"])
     return RIGHT if apart < CLOSE else f"{WRONG}: nats differ by {apart:.1e} from the report's"
 
 
-def write_texts(folder: Path) -> None:
+def try_seeing(folder: Path, recipe: Path) -> str:
+    """Compare names, files and values of a model that also sees with its source's, and the nats of texts."""
+    apply_recipe(load_recipe(recipe), folder / "bundle", folder / "cache", quiet=True)
+    written = folder / "bundle/model"
+    lost = [name for name in list_tensors(folder / "model") if name not in list_tensors(written)]
+    lost += [path.name for path in (folder / "model").iterdir() if not (written / path.name).is_file()]
+    if lost:
+        return f"{WRONG}: {len(lost)} tensors or files of the source are not there: {', '.join(lost[:4])}"
+    auto = transformers.AutoModelForImageTextToText
+    how = {"dtype": torch.float32, "attn_implementation": "eager"}
+    source, model = (auto.from_pretrained(path, **how).eval() for path in (folder / "model", written))
+    report = json.loads((folder / "bundle/report.json").read_text(encoding="utf-8"))
+    apart = abs(nats_per_token(model, read_texts(folder)) - report["candidate"]["metrics"]["nll"])
+    if not apart < CLOSE:
+        return f"{WRONG}: nats differ by {apart:.1e} from the report's"
+    layers = json.loads((folder / "bundle/layers.json").read_text(encoding="utf-8"))
+    rounded = {f"{row['layer']}.weight" for row in layers if row["action"].startswith("w4")}
+    found = model.state_dict()
+    changed = [
+        name
+        for name, tensor in source.state_dict().items()
+        if name not in rounded and ".experts." not in name and not torch.equal(found.get(name, tensor[:0]), tensor)
+    ]
+    return RIGHT if not changed else f"{WRONG}: {len(changed)} tensors are changed: {', '.join(changed[:4])}"
+
+
+def list_tensors(folder: Path) -> set[str]:
+    """Return the names of a folder's tensors, of layers in few bits those of their weights."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= {name.removesuffix("_packed") for name in file.keys()}  # noqa: SIM118  (no mapping)
+    return {name for name in names if not name.endswith(("weight_scale", "weight_shape"))}
+
+
+def read_texts(folder: Path) -> list[list[int]]:
+    """Return the evaluation texts' token ids, as transformers' tokenizer of the folder gives them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    lines = (folder / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    return [tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"] for line in lines]
+
+
+def write_letters(folder: Path) -> None:
+    """Write a tokenizer of which each letter is a token: families have classes that read no words."""
+    words = ["<unk>", "<s>", "</s>", "\u0120", *string.ascii_letters]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    whole.save_pretrained(folder)
+
+
+def write_texts(folder: Path, letters: bool = False) -> None:
     random = np.random.default_rng(0)
     for name in ("calibration", "evaluation"):
         rows = [random.integers(3, VOCABULARY, n) for n in random.integers(TOKENS // 2, TOKENS, N_TEXTS)]
         texts = [{"text": " ".join(f"w{token}" for token in row)} for row in rows]
+        if letters:
+            texts = [{"text": "".join(string.ascii_letters[token % 52] for token in row)} for row in rows]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts), encoding="utf-8")
 
 
@@ -266,7 +345,10 @@ def write_recipe(folder: Path, part: str, target: str) -> Path:
     recipe = {
         "version": 1,
         "name": part,
-        "model": {"source": f"dir:{folder}/model", "task": "text-generation"},
+        "model": {
+            "source": f"dir:{folder}/model",
+            "task": "image-text-to-text" if part == "seeing" else "text-generation",
+        },
         "preprocess": {"kind": "language", "max_length": POSITIONS // 2},
         "data": {name: {"source": f"jsonl:{folder}/{name}.jsonl"} for name in ("calibration", "evaluation")},
         "target": target,
@@ -279,42 +361,47 @@ def write_recipe(folder: Path, part: str, target: str) -> Path:
     return path
 
 
-def build(kind: type) -> Any:
-    """Return a random model of the family, tiny, whose layers all matter. Raises what its code raises."""
+def build(kind: type, auto: Any, sees: bool = False) -> Any:
+    """Return a random model of the family, tiny, whose layers all matter. Raises what its code raises.
+
+    `sees`: one that does not run on texts alone is given, too: the plan has to refuse it.
+    """
     first: Exception | None = None
-    for more in VARIANTS:
+    tries = (
+        itertools.product((True, False), VARIANTS, (*SECTIONS, None)) if sees else ((True, v, None) for v in VARIANTS)
+    )
+    for runs, more, sections in tries:
         if more.keys() <= {field.name for field in dataclasses.fields(kind)}:
             try:
-                return build_once(make_config(kind, more))
+                return build_once(make_config(kind, more, sections), auto, runs)
             except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
                 first = first or error
     assert first is not None
     raise first
 
 
-def build_once(config: Any) -> Any:
-    """Return the model once it has run. ValueError where it is not tiny."""
-    from transformers import AutoModelForCausalLM
-
+def build_once(config: Any, auto: Any, runs: bool = True) -> Any:
+    """Return the model, `runs`: once it has run. ValueError where it is not tiny."""
     with torch.device("meta"):
-        n = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+        n = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if n > LARGEST:
         raise ValueError(f"it has {n} parameters: a size of its configuration is not among those that are made small")
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model: nn.Module = auto.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for parameter in model.eval().requires_grad_(False).parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))
         else:
             parameter.mul_(4)
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[1, 7, 9]])).logits
-    if not logits.isfinite().all():
-        raise ValueError("its logits are not finite")
+        if runs and not model(input_ids=torch.tensor([[1, 7, 9]])).logits.isfinite().all():
+            raise ValueError("its logits are not finite")
     return model
 
 
-def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def make_config(
+    kind: type, more: Mapping[str, Any] = MappingProxyType({}), sections: Sequence[int] | None = None
+) -> Any:
     """Return a configuration of the class with small sizes, those of the configurations within it, too.
 
     Where layers are of several kinds, one after another of each.
@@ -333,7 +420,10 @@ def make_config(kind: type, more: Mapping[str, Any] = MappingProxyType({})) -> A
             found["num_hidden_layers"] = len(found[name])
     for name in getattr(kind, "sub_configs", {}):
         if dataclasses.is_dataclass(part := getattr(default, name, None)):
-            found[name] = make_config(type(part))
+            found[name] = make_config(type(part), sections=sections)
+    if sections is not None and "rope_parameters" in fields:
+        rope = getattr(default, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        found["rope_parameters"] = {**rope, "mrope_section": list(sections)}
     return kind(**{name: size for name, size in found.items() if name in fields} | dict(more))
 
 
@@ -377,7 +467,7 @@ def write_page(rows: Sequence[Row]) -> None:
 def count(rows: Sequence[Row]) -> str:
     told = []
     for part in PARTS:
-        words = [row[part].partition(":")[0] for row in rows]
+        words = [row[part].partition(":")[0] for row in rows if row[part] != NO_GRAPH]
         told.append(f"{part}s " + ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words))))
     return "; ".join(told)
 

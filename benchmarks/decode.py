@@ -40,7 +40,7 @@ BARS = {1: 4.3, 2: 4.6}
 FASTEST, BARE = 0.95, 0.97
 """Of the fastest peer's speed, and of a bare loop's over our graph."""
 PASTS, PROMPT = (256, 1000), 512
-TOKENS, ROUNDS = 32, 10
+TOKENS = 32
 RECIPE = """\
 version: 1
 name: decoder
@@ -59,12 +59,13 @@ Maker = Callable[[int], Player]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to run. `group`: of its weights in 4 bits; `keys`: what our pass says beside."""
+    """A model to run. `group`: of its weights in 4 bits; `keys`: what our pass says beside; `rounds`: of its times."""
 
     name: str
     folder: Path
     group: int
     keys: str
+    rounds: int
 
 
 def measure(call: Call) -> Measured:
@@ -77,9 +78,9 @@ def measure(call: Call) -> Measured:
         out.mkdir()
         if name == RANDOM:
             model = random_llama(out / "model", 2 if call.quick else DECODER_LAYERS, call.quick)
-            subject = Subject(name, model, 128, "ignore: []")
+            subject = Subject(name, model, 128, "ignore: []", 10)
         else:
-            subject = Subject(name, Path(root or "") / name, 32, "embeddings: W8, lm_head: W8")
+            subject = Subject(name, Path(root or "") / name, 32, "embeddings: W8, lm_head: W8", 4)  # of half an hour
         found, more = measure_subject(subject, out, call)
         claims += found
         rows += more
@@ -178,7 +179,7 @@ def peer_makers(subject: Subject, out: Path) -> tuple[dict[str, Maker], list[Row
 def turns(subject: Subject, makers: dict[str, Maker], threads: int, call: Call) -> list[Row]:
     """A row for each player and what it does, or with the reason why it fails; the float graph must not."""
     rows: list[Row] = []
-    n, rounds = (4, 2) if call.quick else (TOKENS, ROUNDS)
+    n, rounds = (4, 2) if call.quick else (TOKENS, subject.rounds)
     with ExitStack() as stack:
         players: dict[str, Player] = {}
         for name, make in makers.items():

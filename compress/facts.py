@@ -23,7 +23,7 @@ SMALL_TABLE = 0.1
 """Of the largest table of embeddings: smaller ones (positions, token types) save next to nothing in fewer bits."""
 WORTH_NAMING = 0.05
 """Of a model's bytes: a part of them that a name is given for where it stays float."""
-Role = Literal["", "table", "head", "tied", "router", "beside"]
+Role = Literal["", "table", "head", "tied", "router", "beside", "idle"]
 SampleShapes = Mapping[str, tuple[tuple[int, ...], str]]
 """Input or role -> (shape of one sample, without the batch dimension; dtype by numpy's name, or "text")."""
 
@@ -44,7 +44,8 @@ class LayerFacts:
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
     the largest of its outputs choose what runs, "beside" of a tower beside a language model, or of blocks that its
-    configuration does not count. `custom`: a torch layer whose class has a forward of its own, which is
+    configuration does not count, "idle" where no forward pass calls it, as a tower that texts do not reach.
+    `custom`: a torch layer whose class has a forward of its own, which is
     lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as floats
     alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
     """
@@ -355,6 +356,7 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
         tuple(f"{name}." for name in names)
         for names in ((structure.unpackable, structure.beside) if structure is not None else ((), ()))
     )
+    idle = {layer.name for layer in find_uncalled(layers, structure)} if structure is not None else set()
 
     def find_role(layer: LayerFacts) -> Role:
         if f"{layer.name}.".startswith(beside):
@@ -363,6 +365,8 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
             return "tied" if layer.weight in heads else "table"
         if layer.name in routers:
             return "router"
+        if layer.name in idle:
+            return "idle"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
     aliases = structure.aliases if structure is not None else {}
@@ -375,6 +379,35 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
         )
         for layer in layers
     )
+
+
+def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
+    """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them.
+
+    Tables of embeddings, which read tokens, are none of them.
+    """
+    read = {name for input_group in structure.input_groups for name in input_group.layers}
+    inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
+    return [
+        layer
+        for layer in layers
+        if layer.name not in read and not layer.name.startswith(inside) and layer.type != "Embedding"
+    ]
+
+
+def describe_groups(names: Sequence[str], others: Iterable[str]) -> str:
+    """Return names of layers in few words: of a module whose layers are all among them, and none of `others`, its own.
+
+    Such as "vision_tower (26 layers), projector".
+    """
+    around = {".".join(parts[:n]) for parts in (name.split(".") for name in others) for n in range(1, len(parts) + 1)}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        module = next((path for n in range(1, len(parts)) if (path := ".".join(parts[:n])) not in around), name)
+        groups.setdefault(module, []).append(name)
+    told = [members[0] if len(members) == 1 else f"{name} ({len(members)} layers)" for name, members in groups.items()]
+    return ", ".join(told)
 
 
 def select(layers: Sequence[LayerFacts], patterns: Sequence[str]) -> dict[str, str]:

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.encode.language import POSITIONS
-
 Feeds = Mapping[str, np.ndarray]
 ROWS = 4096
 """Tokens that go through a block at once, at most, unless one sample has more."""
@@ -75,7 +73,7 @@ def micro_batches(
     for feeds in (
         piece
         for batch in batches
-        for piece in _split_feeds({name: batch[name] for name in with_positions(parameters, batch)}, most)
+        for piece in _split_feeds({name: batch[name] for name in with_others(parameters, batch)}, most)
     ):
         if waiting and (_sample_shapes(feeds) != _sample_shapes(waiting[0]) or _count_rows([*waiting, feeds]) > most):
             yield _concat_feeds(waiting, parameters)
@@ -85,9 +83,12 @@ def micro_batches(
         yield _concat_feeds(waiting, parameters)
 
 
-def with_positions(parameters: Mapping[str, str], feeds: Collection[str]) -> Mapping[str, str]:
-    """Return `parameters`, with that of positions where feeds of packed rows bring some: places in each sample."""
-    return {**parameters, POSITIONS: POSITIONS} if POSITIONS in feeds else parameters
+def with_others(parameters: Mapping[str, str], feeds: Collection[str]) -> Mapping[str, str]:
+    """Return `parameters`, with what feeds bring beside them, by its own name.
+
+    Places in each sample, of rows that hold several; of images what the model's processor made of them.
+    """
+    return {**parameters, **{name: name for name in feeds if name not in parameters}}
 
 
 def _split_feeds(feeds: Feeds, rows: int) -> Iterator[Feeds]:
@@ -109,14 +110,14 @@ def _count_rows(many: list[Feeds]) -> int:
     return sum(len(next(iter(feeds.values()))) * _count_rows_per_sample(feeds) for feeds in many)
 
 
-def _sample_shapes(feeds: Feeds) -> list[tuple[int, ...]]:
-    return [values.shape[1:] for values in feeds.values()]
+def _sample_shapes(feeds: Feeds) -> dict[str, tuple[int, ...]]:
+    return {name: values.shape[1:] for name, values in feeds.items()}
 
 
 def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatch:
     feeds = {
         parameter: torch.from_numpy(np.concatenate([feeds[name] for feeds in many]))
-        for name, parameter in with_positions(parameters, many[0]).items()
+        for name, parameter in with_others(parameters, many[0]).items()
     }
     mask = feeds.get(parameters.get(MASK, MASK))
     rows = mask.bool() if mask is not None and mask.dim() == 2 and not bool(mask.all()) else None

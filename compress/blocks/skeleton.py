@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compress.blocks.activations import Interned, map_tensors
@@ -53,13 +54,18 @@ _NOT_THERE = _NotThere()
 
 @dataclass(frozen=True)
 class Template:
-    """The arguments of one call of one block, without its hidden state, which goes into `slot`."""
+    """The arguments of one call of one block, without its hidden state, which goes into `slot`.
+
+    `added`: what is added to the hidden state on its way from the block before; None: nothing.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     slot: Slot
+    added: Tensor | None = None
 
     def fill(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = hidden if self.added is None else hidden + self.added
         if isinstance(self.slot, int):
             return (*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]), dict(self.kwargs)
         return self.args, {**self.kwargs, self.slot: hidden}
@@ -124,11 +130,44 @@ def passage(
 ) -> Passage:
     """Return what every block is called with in `run`, where each block hands its hidden state on unchanged.
 
-    The hidden state is the argument that is the very tensor which the block before gave. PassError where there is none,
-    or where a block reads something else of what an earlier one gave.
+    The hidden state is the argument that is the very tensor which the block before gave, or that with something added
+    which does not depend on it (features of an image): seen by a second run, in which blocks hand on zeros. PassError
+    where there is none, or where a block reads something else of what an earlier one gave.
     """
+    entered = _record_passage(run, names, blocks, forms, intern, lambda hidden: hidden.view_as(hidden))
+    if all(template.added is None for template in entered.templates):
+        return entered
+    alone = _record_passage(run, names, blocks, forms, intern, torch.zeros_like)
+    for name, before, template, bare in zip(names[1:], names, entered.templates[1:], alone.templates[1:], strict=False):
+        pair = template.added, bare.added
+        if any(part is None for part in pair) and pair != (None, None):
+            raise PassError(_explain_between(name, before))
+        if template.added is not None and bare.added is not None and not _is_close(template.added, bare.added):
+            raise PassError(_explain_between(name, before))
+    templates = zip(entered.templates, alone.templates, strict=True)
+    return replace(entered, templates=tuple(replace(template, added=bare.added) for template, bare in templates))
+
+
+CLOSE = 1e-4
+"""Of what is added to a hidden state, over the largest of it: what float32 leaves of a difference of hidden states."""
+
+
+def _is_close(added: Tensor, bare: Tensor) -> bool:
+    return bool((added - bare).abs().max() <= CLOSE * bare.abs().max().clamp_min(1.0))
+
+
+def _record_passage(
+    run: Callable[[], Any],
+    names: Sequence[str],
+    blocks: Sequence[nn.Module],
+    forms: Sequence[Form],
+    intern: Interned,
+    hand_on: Callable[[Tensor], Tensor],
+) -> Passage:
+    """Return what every block is called with in `run`. `hand_on`: gives a new tensor of what the first block reads."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     slots: list[Slot] = []
+    added: list[Tensor | None] = [None]
     given: Tensor | None = None
 
     def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,12 +176,13 @@ def passage(
             raise PassError(f"{names[number]}: runs out of order or more than once; {NO_STREAM}")
         _refuse_other_outputs(args, kwargs, names[number])
         if given is not None:
-            slots.append(_find_slot(given, args, kwargs, names[number], names[number - 1]))
+            slot, more = _find_slot(given, args, kwargs, names[number], names[number - 1])
+            slots.append(slot)
+            added.append(more)
         calls.append((args, kwargs))
         if len(calls) == len(blocks):
             raise StopForward
-        hidden = first_hidden(args, kwargs, names[0]) if given is None else given
-        given = hidden.view_as(hidden)  # an object of its own, to be known again
+        given = hand_on(first_hidden(args, kwargs, names[0]) if given is None else given)  # an object of its own
         return forms[number].give_hidden(given)
 
     with standing_in(blocks, call):
@@ -154,9 +194,12 @@ def passage(
             raise PassError(
                 f"{names[len(calls)]}: the model's forward does not run it; it cannot be worked on in a stream"
             )
-    slots.insert(0, _find_slot(first_hidden(*calls[0], names[0]), *calls[0], names[0], names[0]))
-    hidden = _read_slot(slots[0], *calls[0])
-    templates = tuple(_make_template(*call_args, slot, intern) for call_args, slot in zip(calls, slots, strict=True))
+    hidden = first_hidden(*calls[0], names[0])
+    slots.insert(0, _find_slot(hidden, *calls[0], names[0], names[0])[0])
+    templates = tuple(
+        replace(_make_template(*call_args, slot, intern), added=more)
+        for call_args, slot, more in zip(calls, slots, added, strict=True)
+    )
     intern.forget()
     return Passage(hidden, templates)
 
@@ -201,11 +244,22 @@ def first_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) ->
     raise PassError(f"{name}: is called without a floating-point tensor; {NO_STREAM}")
 
 
-def _find_slot(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, before: str) -> Slot:
-    for place, value in [*enumerate(args), *kwargs.items()]:
+def _find_slot(
+    hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, before: str
+) -> tuple[Slot, Tensor | None]:
+    """Return where the hidden state stands among the arguments, and what was added to it; None: nothing. PassError."""
+    places: list[tuple[Slot, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
         if value is hidden:
-            return place  # type: ignore[return-value]
-    raise PassError(
+            return place, None
+    for place, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape:
+            return place, value - hidden
+    raise PassError(_explain_between(name, before))
+
+
+def _explain_between(name: str, before: str) -> str:
+    return (
         f"{name}: does not read what {before} gives as it is: something outside the blocks works between them; "
         f"{NO_STREAM}"
     )
@@ -216,11 +270,6 @@ def _refuse_other_outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], name
         raise PassError(
             f"{name}: reads more of earlier blocks than their hidden state; it cannot be worked on in a stream"
         )
-
-
-def _read_slot(slot: Slot, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    hidden = args[slot] if isinstance(slot, int) else kwargs[slot]
-    return hidden
 
 
 def _make_template(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, intern: Interned) -> Template:

@@ -143,7 +143,7 @@ def make_draft(said: NewAnswers, root: Path) -> Draft:
         calibration=said.calibration,
         train=said.train,
         evaluation=said.evaluation,
-        target=said.target or next(iter(TARGETS)),
+        target=said.target,
         name=said.name,
         root=root,
         most_calibrated=said.calibration_samples,

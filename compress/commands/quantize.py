@@ -50,10 +50,10 @@ def quantize_model(
     launch. Errors as `draft_recipe`, `choose_passes` and `apply_recipe`; UsageError where `<out>.yaml` is a file of
     another's.
     """
-    target = said.target or next(iter(TARGETS))
-    name = find_scheme(scheme, target)
+    name = find_scheme(scheme, said.target or next(iter(TARGETS)))
     _refuse_foreign(name_recipe_file(out))
     draft, synthetic = draft_for(said, out)
+    target = str(draft.recipe["target"])
     assert draft.inputs is not None
     facts = draft.inputs.facts
     chain = choose_passes(name, target, facts, "calibration" in draft.recipe.get("data", {}), ignore)

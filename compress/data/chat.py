@@ -4,6 +4,9 @@ A conversation is rendered with the model's own chat template, by transformers, 
 says is found by the template's `{% generation %}` marks. Without them it is found by prefixes: the conversation up to
 an assistant's turn, rendered with the generation prompt, must begin the whole rendering, and what the turn adds to it
 is the assistant's. Whatever cannot be found so is an error, and never guessed.
+
+A model that also sees reads images where a conversation names them: its own processor makes of each as many tokens as
+the model has features of it, and what else the model reads.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,11 +28,18 @@ from compress.errors import SourceError
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
-from runtime.encode.language import POSITIONS
+from runtime.encode.language import IDS, LOSS_MASK, POSITIONS
 from runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from compress.models.processor import Processor
 
 MESSAGES, TOOLS = "messages", "tools"
 """Roles of columns: the turns of each conversation, and the functions that its assistant may call."""
+TEXT, IMAGE, LABEL = "text", "image", "label"
+"""Roles of columns: what is asked about an image, and the answer. Beside MESSAGES the images of each conversation."""
+FILES = (IMAGE, "path", "url")
+"""Keys under one of which a message's part of type image has it; without them they are IMAGE's, in their order."""
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -40,6 +51,58 @@ WAYS = (
     "give chat.template a .jinja file with {% generation %} around what the assistant says, or chat.loss_on: all to "
     "count every token"
 )
+
+
+def are_chats(roles: Collection[str]) -> bool:
+    """Return whether samples with these roles are conversations: messages, or an image, a question and its answer."""
+    return MESSAGES in roles or IMAGE in roles
+
+
+def ask_about(images: Sequence[Any], question: str | None, answer: str | None) -> Turns:
+    """Return the conversation in which a question about images is answered."""
+    asked = [{"type": IMAGE, IMAGE: image} for image in images]
+    said = [] if question is None else [{"type": TEXT, TEXT: question}]
+    turns: Turns = [{"role": "user", "content": [*asked, *said]}]
+    return turns if answer is None else [*turns, {"role": ASSISTANT, "content": answer}]
+
+
+def take_images(turns: Turns, others: Sequence[Any] = ()) -> tuple[Turns, list[Any]]:
+    """Return a conversation without its images, and these in order; those that it names no file of are `others`.
+
+    UsageError where `others` are not as many as have none.
+    """
+    found: list[Any] = []
+    rest = list(others)
+
+    def take(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        part = {key: value for key, value in part.items() if value is not None}  # parquet fills in what others have
+        if part.get("type") != IMAGE:
+            return part
+        named = [part[key] for key in FILES if key in part]
+        if not named and not rest:
+            raise UsageError(f"the conversation names more images than there are ({len(found)}): give each its file")
+        found.append(named[0] if named else rest.pop(0))
+        return {"type": IMAGE}
+
+    taken = [
+        {**turn, "content": [take(part) for part in turn["content"]]}
+        if isinstance(turn.get("content"), list | tuple | np.ndarray)
+        else turn
+        for turn in turns
+    ]
+    if rest:
+        raise UsageError(
+            f"{len(rest)} images are not named in the conversation: put {{type: image}} where each belongs"
+        )
+    return taken, found
+
+
+def seen_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor made of images: all columns beside tokens, texts and labels."""
+    own = (IDS, LOSS_MASK, POSITIONS, TEXT, LABEL)
+    return {name: column for name, column in columns.items() if name not in own}
 
 
 def read_turns(value: Any, keys: MessageKeys) -> Turns:
@@ -103,12 +166,25 @@ def _parse_json(value: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders and encodes conversations for one model. `folder`: the model's; None: it has none of its own."""
+    """Renders and encodes conversations for one model. `folder`: the model's; None: it has none of its own.
+
+    `sees`: its own processor reads images.
+    """
 
     chat: ChatSpec
     folder: Path | None
     root: Path
     trust_remote_code: bool = False
+    sees: bool = False
+
+    @cached_property
+    def processor(self) -> Processor:
+        """Return what reads images. SourceError where the model has no folder."""
+        from compress.models.processor import Processor
+
+        if self.folder is None:
+            raise SourceError("images are read by the model's own processor, and this model has no folder with one")
+        return Processor(self.folder, self.trust_remote_code)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -141,6 +217,8 @@ class ChatEncoder:
             except (OSError, UnicodeDecodeError) as error:
                 raise SourceError(f"chat.template: {path}: cannot be read: {error}") from error
         own = self.tokenizer.chat_template
+        if own is None and self.sees:  # older folders have it in a file that a processor alone reads
+            own = self.processor.loaded.chat_template
         if own is None:
             raise SourceError(
                 f"{self.folder}: the model has no chat template, which a column of messages needs: give chat.template "
@@ -154,7 +232,9 @@ class ChatEncoder:
     @cached_property
     def digest(self) -> str:
         """Return the sha256 over the templates and what the recipe says of them. SourceError as in `templates`."""
-        said = [self.chat.model_dump(mode="json", exclude={"template"}), self.templates]
+        said: list[Any] = [self.chat.model_dump(mode="json", exclude={"template"}), self.templates]
+        if self.sees and self.folder is not None:
+            said += [path.read_text(encoding="utf-8") for path in sorted(self.folder.glob("*processor_config.json"))]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -168,7 +248,7 @@ class ChatEncoder:
 
         UsageError where the template fails on it, and where the assistant's part cannot be told.
         """
-        template = self._choose_template(tools)
+        template, turns = self._choose_template(tools), self._split_contents(turns)
         if self.chat.loss_on == "all":
             ids = np.array(self.tokenizer(self._render(turns, tools), add_special_tokens=False)["input_ids"], np.int64)
             return ids, np.ones(len(ids), np.uint8)
@@ -182,6 +262,46 @@ class ChatEncoder:
         for start, end in self._find_spans(turns, tools, text):
             mask |= (places[:, 0] < end) & (places[:, 1] > start)  # every token that has a character of it
         return np.array(encoded["input_ids"], np.int64), mask.astype(np.uint8)
+
+    def add_images(
+        self, turns: Turns, tools: list[dict[str, Any]] | None, images: Sequence[Array]
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """Return what `encode` does of a conversation with images, uint8 [H, W(, C)], and what else the model reads.
+
+        Tokens that stand for images do not count. UsageError as in `encode`, and where the processor fails.
+        """
+        ids, mask = self.encode(turns, tools)
+        seen = self.processor.encode(self._render(self._split_contents(turns), tools), images)
+        whole = seen.pop(IDS)
+        places = find_places(ids, whole)
+        counts, kept = np.zeros(len(whole), np.uint8), places >= 0
+        counts[places[kept]] = mask[kept]
+        if self.chat.loss_on == "all":
+            counts[np.isin(whole, np.delete(whole, places[kept]))] = 0
+        elif counts.sum() != mask.sum():
+            raise UsageError(f"the processor writes what is said in another way than the chat template, so {NO_MASK}")
+        return whole, counts, seen
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Return whether the template reads contents that are lists of parts; some of models that see read no other."""
+        word = "xylophone"
+        try:
+            text = self._render([{"role": "user", "content": [{"type": TEXT, TEXT: word}]}], None)
+        except UsageError:
+            return False
+        return word in text and f"'{TEXT}': '{word}" not in text
+
+    def _split_contents(self, turns: Turns) -> Turns:
+        """Return turns with contents that are lists of parts, where the template reads such."""
+        if not self.sees or not self.takes_parts:
+            return turns
+        return [
+            {**turn, "content": [{"type": TEXT, TEXT: turn["content"]}]}
+            if isinstance(turn.get("content"), str)
+            else turn
+            for turn in turns
+        ]
 
     def _choose_template(self, tools: Any) -> str:
         """Return the template as transformers chooses it. UsageError where there is no default."""
@@ -247,6 +367,8 @@ class ChatEncoder:
             said = rendered[start:].rstrip()  # what a template puts behind the end's token is not the assistant's
             return start + len(said) if said.endswith(self.ends) else len(rendered)
         content = until[-1].get("content")
+        if isinstance(content, list):
+            content = "".join(part.get(TEXT, "") for part in content if isinstance(part, Mapping))
         words = content.strip() if isinstance(content, str) else ""
         behind = text[start + len(words) :]
         end = next((token for token in sorted(self.ends, key=len, reverse=True) if behind.startswith(token)), "")
@@ -256,6 +378,23 @@ class ChatEncoder:
                 f"{NO_MASK}: {WAYS}"
             )
         return start + len(words) + len(end)
+
+
+def find_places(short: Array, long: Array) -> Array:
+    """Return where each token of a row stands in another that has more, int64 [t]; -1: nowhere.
+
+    What begins and ends both stands there; between, the longest pieces that are alike go together.
+    """
+    n = min(len(short), len(long))
+    first = int(np.argmin(np.append(short[:n] == long[:n], False)))
+    last = int(np.argmin(np.append(short[::-1][: n - first] == long[::-1][: n - first], False)))
+    places = np.full(len(short), -1, np.int64)
+    places[:first] = np.arange(first)
+    places[len(short) - last :] = np.arange(len(long) - last, len(long))
+    middle, wider = short[first : len(short) - last].tolist(), long[first : len(long) - last].tolist()
+    for start, place, size in SequenceMatcher(None, middle, wider, autojunk=False).get_matching_blocks():
+        places[first + start : first + start + size] = np.arange(first + place, first + place + size)
+    return places
 
 
 def pack_rows(

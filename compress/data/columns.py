@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.chat import MESSAGES, TOOLS, ChatEncoder, read_tools, read_turns
+from compress.data.chat import (
+    IMAGE,
+    MESSAGES,
+    TEXT,
+    TOOLS,
+    ChatEncoder,
+    are_chats,
+    ask_about,
+    read_tools,
+    read_turns,
+    take_images,
+)
 from compress.data.table import Table
 from compress.errors import SourceError
 from compress.specs import DataSpec, MessageKeys
@@ -44,7 +55,8 @@ def sample_roles(task: str, images: bool) -> tuple[str, ...]:
 
     `images`: inputs are made of images, whatever the task.
     """
-    chat = (MESSAGES, TOOLS) if find_torch_task(task).chats else ()
+    known = find_torch_task(task)
+    chat = (*((IMAGE,) if known.sees else ()), *((MESSAGES, TOOLS) if known.chats else ()))
     return (*find_task(task).columns, *chat) or (("image",) if images else ())
 
 
@@ -78,6 +90,8 @@ def resolve_roles(
         if "text" in columns:
             raise SourceError(f"{table.where}: columns: text and messages are both given; give one of them")
         required = (MESSAGES,)
+    elif find_torch_task(task).sees and IMAGE in columns:
+        required = (IMAGE,)
     required = required or tuple(role for role in columns if role != LABEL)[:1]
     if find_task(task).encodes:  # what its decoder reads is the reference
         required = (*required, LABEL)
@@ -169,6 +183,8 @@ def _match_usual_names(
         columns.pop(LABEL, None)  # a score of the conversation, which no model reads
     else:
         columns.pop(TOOLS, None)
+        if find_torch_task(task).sees and IMAGE not in columns:
+            columns.pop(LABEL, None)  # of a text, which goes on by itself
     if not task_roles:
         wanted = input_names or [name for name in table.names if name not in (*USUAL_NAMES[LABEL], *slices)]
         columns |= {name: name for name in wanted if name in table.lengths}
@@ -199,9 +215,11 @@ class ColumnReader:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
         sound = {AUDIO, RATE} & roles.keys() if AUDIO in self.task.task.columns and AUDIO in roles else set()
         chat = {MESSAGES, TOOLS} & roles.keys() if self.chats is not None else set()
+        if self.task.sees and are_chats(roles):
+            chat |= {IMAGE} if MESSAGES in roles else {IMAGE, TEXT, LABEL}
         columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound | chat}
         if chat and self.chats is not None:
-            columns |= self._encode_chats(self.chats, roles[MESSAGES], roles.get(TOOLS))
+            columns |= self._encode_chats(self.chats, roles)
         if sound:
             columns |= self._load_audio(roles[AUDIO], roles.get(RATE))
         if misfit := self.task.find_misfit(columns):
@@ -286,18 +304,44 @@ class ColumnReader:
             RATE: np.array([rate for _, rate in loaded], np.int64),
         }
 
-    def _encode_chats(self, chats: ChatEncoder, column: str, tools: str | None) -> dict[str, Any]:
-        """Return the columns "input_ids" (int64 [t] each) and, unless all tokens count, "loss_mask". SourceError."""
-        raw = self.table.read(column, self.rows)
-        offered = [None] * len(raw) if tools is None else self.table.read(tools, self.rows)
-        encoded = []
-        for i, (turns, functions) in enumerate(zip(raw, offered, strict=True)):
+    def _encode_chats(self, chats: ChatEncoder, roles: Mapping[str, str]) -> dict[str, Any]:
+        """Return the columns "input_ids" (int64 [t] each) and, unless all tokens count, "loss_mask". SourceError.
+
+        With images, those that the model's processor makes of them, too: arrays [n, ...], empty for a sample of none.
+        """
+        main = roles.get(MESSAGES, roles.get(IMAGE, ""))
+        read = {role: self.table.read(column, self.rows) for role, column in roles.items()}
+        read |= {TEXT: self._check_texts(roles[TEXT], read[TEXT])} if TEXT in read else {}
+        read |= {LABEL: self.task.read_labels(self, roles[LABEL], read[LABEL])} if LABEL in read else {}
+        encoded: list[tuple[Array, Array, dict[str, Array]]] = []
+        for i in range(len(self.rows)):
             try:
-                encoded.append(chats.encode(read_turns(turns, self.messages), read_tools(functions)))
+                encoded.append(self._encode_chat(chats, {role: values[i] for role, values in read.items()}))
             except UsageError as error:
-                raise self.fail(column, i, str(error)) from error
-        columns = {IDS: [ids for ids, _ in encoded]}
-        return columns if chats.chat.loss_on == "all" else {**columns, LOSS_MASK: [mask for _, mask in encoded]}
+                raise self.fail(main, i, str(error)) from error
+        columns: dict[str, Any] = {IDS: [ids for ids, _, _ in encoded]}
+        seen = {name: values for _, _, made in encoded for name, values in made.items()}
+        for name, values in seen.items():
+            columns[name] = [made.get(name, np.zeros(0, values.dtype)) for _, _, made in encoded]
+        if seen or chats.chat.loss_on != "all":
+            columns[LOSS_MASK] = [mask for _, mask, _ in encoded]
+        return columns
+
+    def _encode_chat(self, chats: ChatEncoder, row: Mapping[str, Any]) -> tuple[Array, Array, dict[str, Array]]:
+        """Return the ids, the mask and what is made of the images of one row. UsageError."""
+        images = _list_images(row.get(IMAGE))
+        turns = (
+            read_turns(row[MESSAGES], self.messages)
+            if MESSAGES in row
+            else ask_about(images, row.get(TEXT), row.get(LABEL))
+        )
+        turns, named = take_images(turns, images if MESSAGES in row else ())
+        functions = read_tools(row.get(TOOLS))
+        if not named:
+            return (*chats.encode(turns, functions), {})
+        if not chats.sees:
+            raise UsageError("the conversation has images, and the model reads texts alone; leave it out")
+        return chats.add_images(turns, functions, [load_pixels(self._find_file(item)) for item in named])
 
     def _find_file(self, item: Any) -> Any:
         """Return a path that a file names, sought beside that file, too; anything else as it is."""
@@ -404,6 +448,11 @@ class ColumnReader:
             if all(text.lstrip("+-").isdecimal() for text in texts)
             else [float(t) for t in texts]
         )
+
+
+def _list_images(value: Any) -> Sequence[Any]:
+    """Return the images of one row: one, or a list of them."""
+    return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
 
 def _count_rows(bad: Array) -> str:

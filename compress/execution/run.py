@@ -15,6 +15,7 @@ import numpy as np
 
 from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
+from compress.blocks.materialise import plain
 from compress.blocks.sharing import main_process, wait
 from compress.blocks.stream import rss_mib
 from compress.blocks.streamed import StreamedModel
@@ -42,6 +43,7 @@ from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import Note
 from compress.formats.targets import TARGETS
+from compress.models.checkpoint_names import find_taken_apart
 from compress.models.facts import describe_unread
 from compress.models.weights import safetensors_shapes
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
@@ -400,16 +402,23 @@ def _collect_contents(
 
 
 def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:
-    """Return the source's tensors that are no part of the model -> their files: checkpoints hold them, too.
+    """Return the source's tensors that are copied as they are -> their files: those that are no part of the model.
 
-    None beside a model that passes have made smaller, or put in its place: they do not fit it.
+    And those of towers that transformers takes apart as it loads them. None beside a model that passes have made
+    smaller, or put in its place: they do not fit it.
     """
-    unread, own = plan.before.unread, locate_result(plan.inputs) is plan.inputs.source
+    own, files = locate_result(plan.inputs) is plan.inputs.source, plan.inputs.source.weights
     writes = any(export.kind == "checkpoint" for export in plan.recipe.export)
-    if model is None or model.shapes or not own or not unread or not writes:
+    if model is None or model.shapes or not own or not writes or any(p.suffix != ".safetensors" for p in files):
         return {}
-    held = {name: path for path in plan.inputs.source.weights for name in safetensors_shapes(path)}
-    return {name: held[name] for name in unread}
+    held = {name: path for path in files for name in safetensors_shapes(path)}
+    copied = list(plan.before.unread)
+    if all(config.stage_on(plan.before) != "model" for config in plan.recipe.passes):
+        module = model.build()
+        idle = {layer.name for layer in plan.before.layers if layer.role == "idle"} - set(model.schemes)
+        apart = find_taken_apart(module, held, [plain(name) for name in module.state_dict()])
+        copied += [name for name, parts in apart.items() if {part.rpartition(".")[0] for part in parts} <= idle]
+    return {name: held[name] for name in copied}
 
 
 def _prepare_load_back(run: RunContext, surplus: Mapping[str, Path]) -> LoadBack:

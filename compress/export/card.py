@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from compress.tasks import TORCH_TASKS
 from runtime.bundle.format import NO_LAYERS, Manifest
 from runtime.judge.findings import Findings
 from runtime.report.report import table_rows
@@ -167,7 +168,9 @@ def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     if candidate.kind == "gguf":
         command = f"llama-cli -m DIR/{candidate.path} -p '{sample}'"
     elif target != "vllm":
-        call = f"pipeline('{manifest.task}', 'DIR/{folder}')('{sample}')"
+        sees = manifest.task in TORCH_TASKS and TORCH_TASKS[manifest.task].sees
+        given = "images='image.png', text='What is it?'" if sees else f"'{sample}'"
+        call = f"pipeline('{manifest.task}', 'DIR/{folder}')({given})"
         command = f'python -c "from transformers import pipeline; print({call})"'
     return Usage(
         command,

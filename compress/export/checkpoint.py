@@ -27,7 +27,7 @@ from compress.export.checkpoint_rules import format_names, layer_problem
 from compress.export.shards import TYPES, Entry, ShardUnit, write_shards
 from compress.facts import Note
 from compress.formats.schemes import Scheme
-from compress.models.checkpoint_names import FileNames, file_names
+from compress.models.checkpoint_names import FileNames, file_names, find_taken_apart
 from compress.models.pruned import config_lacks
 from compress.models.shards import find_mixture, is_stack
 from compress.models.source import SHAPES
@@ -49,7 +49,8 @@ WITH_ZEROS = {"gptq": gptq_format, "awq": awq_format}
 class Content:
     """What is to be written. `own`: the module's parameters and stored buffers; all names are the module's.
 
-    `surplus`: tensors of the source that are no part of the module, by the files' names -> the file.
+    `surplus`: tensors of the source that are no part of the module, by the files' names -> the file. `copied`: the
+    module's tensors that are in those of the surplus which transformers takes apart as it loads them.
     """
 
     model: StreamedModel
@@ -61,6 +62,7 @@ class Content:
     types: FloatTypes
     stacks: Mapping[str, ExpertPart]
     surplus: Mapping[str, Path]
+    copied: frozenset[str] = frozenset()
     scale_changes: dict[str, float] = field(default_factory=dict)
     """Layer -> the largest relative change of a scale in the type it is stored in, once the layer is written."""
 
@@ -106,7 +108,9 @@ def _collect_content(
     names, single = file_names(module, tensors), (export.target or CHECKPOINT_TARGET) == "vllm"
     stacks = {} if single and names.one_by_one else _float_stacks(module, schemes)
     types = float_types(model.folder, export.dtype)
-    content = Content(model, export, modules, tensors, schemes, names, types, stacks, surplus)
+    apart = find_taken_apart(module, surplus, tensors)
+    copied = frozenset(name for parts in apart.values() for name in parts)
+    content = Content(model, export, modules, tensors, schemes, names, types, stacks, surplus, copied)
     if problems := list(_find_problems(content)):
         raise ExportError(problems)
     return content
@@ -150,7 +154,7 @@ def _make_units(content: Content) -> Iterator[ShardUnit]:
             if stack not in stacked:
                 yield _make_stacked_unit(content, stack)
             stacked.add(stack)
-        elif name not in tied and name in content.model.store:
+        elif name not in tied and name in content.model.store and name not in content.copied:
             yield _make_float_unit(content, name)
     for attention, scales in content.model.kv_scales.items():
         yield _make_scale_unit(content.names.layer(attention), scales)

@@ -34,8 +34,8 @@ COPIED = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "additional_chat_templates/*",
+    "*processor_config.json",
     "LICENSE*",
     "NOTICE*",
 )
@@ -96,7 +96,7 @@ def write_config(
         config.pop("quantization_config", None)
         config |= {} if quantization is None else {"quantization_config": quantization}
         write_json(folder / "config.json", config)
-        _copy_files(_list_beside_weights(source, with_code), folder)
+        _copy_files(_list_beside_weights(source, with_code), source, folder)
         return config
     config, own = _read_source_config(source), transformers_config(module)
     if not config and own is not None:
@@ -110,13 +110,15 @@ def write_config(
     write_json(folder / "config.json", config)
     if source is not None and source.resolve() != folder.resolve():
         patterns = [*COPIED, *(["*.py"] if with_code else [])]
-        _copy_files([path for pattern in patterns for path in source.glob(pattern) if path.is_file()], folder)
+        _copy_files([path for pattern in patterns for path in source.glob(pattern) if path.is_file()], source, folder)
     return config
 
 
-def _copy_files(paths: Iterable[Path], folder: Path) -> None:
+def _copy_files(paths: Iterable[Path], source: Path, folder: Path) -> None:
     for path in sorted(set(paths)):
-        shutil.copyfile(path, folder / path.name)
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:

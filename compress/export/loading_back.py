@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compress.blocks.activations import with_others
 from compress.blocks.engine_arithmetic import compute_as_engine
 from compress.blocks.materialise import fill, plain
 from compress.blocks.streamed import StreamedModel
@@ -96,15 +97,16 @@ class LoadBack:
 
 
 def choose_samples(batches: Sequence[Mapping[str, np.ndarray]], texts: bool) -> list[dict[str, np.ndarray]]:
-    """Return the first samples of encoded batches, one row each; of texts the first tokens."""
+    """Return the first samples of encoded batches, one row each; of texts without images the first tokens."""
     samples: list[dict[str, np.ndarray]] = []
     for i in range(len(batches)):
-        feeds = batches[i]
-        for row in range(len(next(iter(feeds.values())))):
+        feeds = {name: np.asarray(values) for name, values in batches[i].items()}
+        n, cut = len(next(iter(feeds.values()))), texts and len({values.shape for values in feeds.values()}) == 1
+        for row in range(n):
             if len(samples) == SAMPLES:
                 return samples
-            kept = {name: np.asarray(values)[row : row + 1] for name, values in feeds.items()}
-            samples.append({name: values[:, :TOKENS] if texts else values for name, values in kept.items()})
+            kept = feeds if n == 1 else {name: values[row : row + 1] for name, values in feeds.items()}
+            samples.append({name: values[:, :TOKENS] if cut else values for name, values in kept.items()})
     return samples
 
 
@@ -121,7 +123,7 @@ def check_loads_back(
     reader, why = choose_reader(folder, model, export, how.source)
     with tempfile.TemporaryDirectory(prefix="compress-loading-") as name:
         work = Path(name)
-        given = [{model.parameters[key]: value for key, value in feeds.items()} for feeds in how.feeds] if whole else []
+        given = [_name_parameters(model, feeds) for feeds in how.feeds] if whole else []
         for i, feeds in enumerate(given):
             write_npz(work / f"feeds-{i}.npz", feeds)
         spec, root = how.source.spec.model_dump_json(), str(how.source.root.resolve())
@@ -144,6 +146,10 @@ def check_loads_back(
             notes = comparison.note_storing()
     reader_note = _make_reader_note(folder, answer.reader, why, target)
     return [reader_note, _make_comparison_note(folder, whole, len(given), n_bytes), *notes]
+
+
+def _name_parameters(model: StreamedModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {parameter: feeds[name] for name, parameter in with_others(model.parameters, feeds).items()}
 
 
 def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, source: Source) -> tuple[Reader, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from compress.blocks.experts import Experts
 from compress.blocks.materialise import NamedParts, copy_without_weights, plain
+from compress.blocks.trace import is_layer
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter of all experts -> the layers of each that it holds, in their order."""
@@ -100,9 +102,62 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
 
 def find_unpackable(module: nn.Module) -> tuple[str, ...]:
     """Return the layers, and mixtures made into layers, that transformers reads as floats alone."""
+    if _takes_no_packed(getattr(module, "wrapped", module)):
+        return tuple(plain(name) for name, part in module.named_modules() if is_layer(part))
     names = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
     stacks = [] if not names or file_names(module, ()).one_by_one else names
     return (*stacks, *_find_initialised(getattr(module, "wrapped", module)))
+
+
+def _takes_no_packed(model: nn.Module) -> bool:
+    """Return whether transformers reads no layer of the model in few bits.
+
+    So it is where it takes a weight of a tower's files apart into several: it has no form of that for what is stored of
+    a packed weight, and refuses to load any, unless layers of such names are packed. And where it puts other experts in
+    the place of the model's, which the files do not have.
+    """
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if any(type(part).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for part in model.modules()):
+        return True
+    packed = "\n".join(f"{name}.weight" for name, part in model.get_decoder().named_modules() if is_layer(part))
+    change: Any
+    for change in get_model_conversion_mapping(model):
+        sources = change._original_source_patterns if isinstance(change, WeightConverter) else []
+        targets = change._original_target_patterns
+        if sources and all(source.endswith(".weight") for source in sources):
+            try:
+                change.copy([*sources, f"{sources[0]}_scale"], targets, operations=list(change.operations))
+            except ValueError:
+                if not re.search(f"{targets[0]}$", packed, re.MULTILINE):
+                    return True
+    return False
+
+
+def find_taken_apart(module: nn.Module, held: Iterable[str], own: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return the tensors of files that transformers takes apart as it loads them -> the module's that it makes of each.
+
+    `held`, `own`: the names of the files' and of the module's tensors.
+    """
+    names, found = file_names(module, own), dict[str, tuple[str, ...]]()
+    if not names.converters:
+        return found
+    from transformers.core_model_loading import rename_source_key
+
+    forward, converters = list(names.forward), list(names.converters)
+    for key in held:
+        renamed, pattern = rename_source_key(key, forward, converters, names.prefix, names.own)
+        change = next((each for each in converters if pattern is not None and pattern in each.source_patterns), None)
+        if change is not None and len(change.source_patterns) == 1 < len(change.target_patterns):
+            first, *_ = change.target_patterns
+            made = tuple(renamed.replace(first, target) for target in change.target_patterns)
+            found |= {key: made} if set(made) <= set(own) else {}
+    return found
 
 
 def _find_initialised(model: nn.Module) -> list[str]:

@@ -31,7 +31,15 @@ from compress.blocks.trace import (
     weight_shape,
 )
 from compress.errors import SourceError
-from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, SampleShapes, Structure, assign_roles
+from compress.facts import (
+    FLOAT_BYTES,
+    LayerFacts,
+    ModelFacts,
+    SampleShapes,
+    Structure,
+    assign_roles,
+    describe_groups,
+)
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
@@ -51,6 +59,7 @@ from compress.structure.alike import cut_chain
 from compress.structure.dataflow import DataFlow, count_work, record, spread_over_experts
 from compress.structure.find import N_TOKENS, find_structure, one_block, structure_of
 from compress.structure.removable import find_removable
+from compress.tasks import find_torch_task
 from runtime.tasks import find_task
 from runtime.words import size_text
 
@@ -96,7 +105,9 @@ class ModelRun:
     @cached_property
     def shown(self) -> tuple[DataFlow, Work, Structure]:
         """Return a run, what layers multiply, and how the model is built: by its first blocks where they tell all."""
-        with cut_chain(self.module) as cut:
+        wrapped: Any = getattr(self.module, "wrapped", None)
+        language = wrapped.get_decoder() if find_torch_task(self.source.task).sees else None
+        with cut_chain(self.module, within=language) as cut:
             if cut is not None:
                 with contextlib.suppress(*factory.USER_ERRORS):
                     flow = self._record()
@@ -134,7 +145,7 @@ class ModelRun:
             "prunable": self.coupling.facts if coupling else None,
             "unprunable": self.coupling.kept if coupling else {},
             "removable": find_removable(self.flow, structure) if blocks else None,
-            "notes": (*self.notes, *_make_layer_notes(layers, work)),
+            "notes": (*self.notes, *_make_layer_notes(layers, work, find_torch_task(self.source.task).sees)),
         }
 
 
@@ -173,7 +184,7 @@ def look_at_model(
     names = parameters(source, module)
     check_feeds(source.spec, names, feeds_shapes)
     run = ModelRun(source, module, {names[name]: feeds_shapes[name] for name in names})
-    flow, shown = run.shown[0], run.describe(coupling, blocks)
+    (flow, work, _), shown = run.shown, run.describe(coupling, blocks)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     if source.kind == "python" and n_bytes <= MOST_BUILT:
         check_batch(source.spec, _build_untrained(source), run.feeds)
@@ -190,7 +201,14 @@ def look_at_model(
         operators=tuple(sorted({op.name for op in flow.ops})),
         **{**shown, "notes": (*notes, *shown["notes"])},
     )
-    return facts.keep_worth_naming(_count_outside(module)), run
+    outside = _count_outside(module)
+    if find_torch_task(source.task).sees:  # what is of a tower is told with its layers
+        outside = {
+            name: n_bytes
+            for name, n_bytes in outside.items()
+            if any(layer.startswith(f"{name.rpartition('.')[0]}.") for layer in work)
+        }
+    return facts.keep_worth_naming(outside), run
 
 
 def rebuilt_facts(
@@ -259,7 +277,16 @@ def _check_channels(source: Source, feeds: SampleShapes, error: BaseException) -
 
 
 def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:
-    """Return the error of a model that does not run on such inputs, with the line of its own code."""
+    """Return the error of a model that does not run on such inputs, with the line of its own code.
+
+    Of one that also sees without that line: it mostly asks for an image.
+    """
+    if find_torch_task(spec.task).sees:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return SourceError(
+            f"{spec.source}: does not run on texts alone, by which its language part is found ({why}); give its "
+            "language model as a folder of its own"
+        )
     shapes = ", ".join(f"{name} {[1, *shape]} {dtype}" for name, (shape, dtype) in feeds.items())
     text = f"{type(error).__name__}: {error}{user_line(error)}"
     return SourceError(f"{spec.source}: forward fails on {shapes}: {text}")
@@ -424,11 +451,16 @@ def _count_outside(module: nn.Module) -> dict[str, int]:
     return parts
 
 
-def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work) -> list[str]:
-    """Return notes on tied weights, and on layers that the forward pass does not call."""
+def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work, sees: bool = False) -> list[str]:
+    """Return notes on tied weights, and on layers that the forward pass does not call.
+
+    `sees`: those of towers, which texts do not reach, are told where a pass leaves them.
+    """
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
-    idle = [layer.name for layer in layers if layer.name not in work]
-    return [*notes, *([f"the forward pass does not call {', '.join(idle)} as a module"] if idle else [])]
+    towers = [layer.name for layer in layers if sees and (layer.role == "idle" or layer.type == "Embedding")]
+    idle = [layer.name for layer in layers if layer.name not in (*work, *towers)]
+    some = describe_groups(idle, [layer.name for layer in layers if layer.name in work])
+    return [*notes, *([f"the forward pass does not call {some} as a module"] if idle else [])]

@@ -78,6 +78,16 @@ class TextModel(nn.Module):
         return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
+class SeeingModel(TextModel):
+    """input_ids, attention_mask int64 [B, T], and what its processor makes of images, by name -> logits [B, T, V]."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **seen: Tensor
+    ) -> Given:
+        masked = {"attention_mask": attention_mask} if position_ids is None else {"position_ids": position_ids}
+        return select_outputs(self.wrapped(input_ids=input_ids, **masked, **seen, return_dict=True), self.outputs)
+
+
 def reads_samples_apart(module: nn.Module | None) -> bool:
     """Return whether a text model on the meta device attends in a row of several samples within each of them alone.
 
@@ -387,7 +397,8 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
         "image-text": ImageTextModel,
         "seq2seq": EncoderDecoderModel,
     }
-    return wrappers.get(task.task.preprocess, TextModel)(model, *task.outputs).eval()
+    texts = SeeingModel if task.sees else TextModel
+    return wrappers.get(task.task.preprocess, texts)(model, *task.outputs).eval()
 
 
 @contextlib.contextmanager
@@ -485,7 +496,7 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     if find_task(task).decoder_only and encodes:
         raise SourceError(
             f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
-            f"it would be compressed without it{is_for}"
+            f"it would be compressed without it{is_for or OWN_PARTS}"
         )
     if find_task(task).encodes and not encodes:
         raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here" + is_for)
@@ -500,8 +511,8 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
         raise SourceError(f"{where}: transformers has no {task} model for {kind} ({config.model_type}){is_for}")
 
 
+OWN_PARTS = "; give its encoder and its decoder as models of their own, by python: sources"
 OTHER_TASKS = {
-    "image-text-to-text": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
     "text-to-speech": ("MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES", "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"),
 }
 """Tasks that are not supported here -> the tables of transformers that name their models."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from compress.errors import SourceError
 from compress.models.huggingface import quiet
-from compress.models.source import Source
+from compress.models.source import Source, read_text_config
 from compress.store.cache import ResultCache
 from runtime.bundle.manifest import Generation
 
@@ -81,8 +81,7 @@ def has_chat_template(folder: Path | None) -> bool:
 
 def read_generation(folder: Path, vocab_size: int) -> Generation:
     """Read generation_config.json over config.json (its text_config, where it has one). SourceError: not JSON."""
-    config = _read_json(folder / "config.json")
-    config = {**config, **config.get("text_config", {})}
+    config = read_text_config(folder)
     settings = {**config, **_read_json(folder / "generation_config.json")}
     ends = settings.get("eos_token_id")
     return Generation(

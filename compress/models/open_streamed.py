@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +115,14 @@ def _build_empty(source: Source) -> nn.Module:
 
 def _fuse_attention(module: nn.Module) -> None:
     """Switch a Hugging Face model to fused attention, in place: same results to rounding, no scores kept in memory."""
-    choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
-    if choose is not None:
+    wrapped: Any = getattr(module, "wrapped", None)
+    choose = getattr(wrapped, "set_attn_implementation", None)
+    if choose is None:
+        return
+    # a decoder's attention that is not causal by itself: transformers leaves out the mask where the fused one is chosen
+    masked = wrapped.can_generate() and any(
+        getattr(part, "is_causal", True) is False for part in wrapped.get_decoder().modules()
+    )
+    if not masked:
         with contextlib.suppress(ValueError, ImportError):  # the model has its own attention alone
             choose("sdpa")

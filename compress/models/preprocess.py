@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.errors import SourceError
 from compress.models.answers import resolve_target
-from compress.models.source import Source
+from compress.models.source import Source, read_text_config
 from compress.specs import OF_FOLDERS, ModelSpec
 from compress.tasks import find_torch_task
 from runtime.encode.language import LanguagePreprocess
@@ -171,7 +171,7 @@ def _check_text(source: Source, preprocess: TextPreprocess | LanguagePreprocess)
 
 
 def _check_positions(folder: Path, max_length: int) -> None:
-    positions = _count_positions(_read_object(folder / "config.json"))
+    positions = _count_positions(read_text_config(folder))
     if positions is not None and max_length > positions:
         raise SourceError(f"preprocess: max_length {max_length} is more than the model's {positions} positions")
 
@@ -209,7 +209,7 @@ def _read_language(folder: Path) -> LanguagePreprocess:
 
     `max_length` is what the model can read, at most USUAL_CONTEXT; the first token is the tokenizer's own rule.
     """
-    positions = _count_positions(_read_object(folder / "config.json"))
+    positions = _count_positions(read_text_config(folder))
     return LanguagePreprocess(
         max_length=min(positions or USUAL_CONTEXT, USUAL_CONTEXT), bos_token_id=_read_first_token(folder)
     )
@@ -224,7 +224,7 @@ def _fill_first_token(declared: PreprocessSpec, source: Source) -> PreprocessSpe
 
 def _read_first_token(folder: Path) -> int | None:
     tokenizer = _read_object(folder / "tokenizer_config.json")
-    bos = _read_object(folder / "config.json").get("bos_token_id")
+    bos = read_text_config(folder).get("bos_token_id")
     adds = tokenizer.get("add_bos_token")
     if adds is None:
         adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))

@@ -317,6 +317,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return record
 
 
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """Return config.json, {} without one; of a model that also sees with what it says of the part that reads texts.
+
+    SourceError: it is no JSON object.
+    """
+    path = folder / "config.json"
+    config = read_object(path) if path.is_file() else {}
+    part = config.get("text_config")
+    said = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    return {**config, **said}
+
+
 def _locate_onnx(spec: ModelSpec, root: Path, path: Path) -> Source:
     _refuse_weights_key(spec)
     if not path.is_file():

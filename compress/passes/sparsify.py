@@ -8,11 +8,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, matches
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan, Structure, find_uncalled, matches
 from compress.formats.targets import Target
 from compress.passes.base import Pass, Stage
 from compress.passes.choosing import choose_layers, pattern_problems
-from compress.passes.weight_only import find_uncalled
 from compress.pruning.sparsity import Sparsity
 from compress.specs import LayerPattern, Record
 

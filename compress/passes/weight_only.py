@@ -19,6 +19,8 @@ from compress.facts import (
     PassPlan,
     Structure,
     assign_roles,
+    describe_groups,
+    find_uncalled,
     matches,
 )
 from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
@@ -63,6 +65,7 @@ MUCH = 0.25
 """Of what is left, from which tables that stay float are told: of Qwen2.5-Coder-0.5B in 4 bits they are 83 %; of the
 weights to round, from which narrow layers are no exception but a group size that does not suit the model."""
 NARROW = "fewer inputs than a group, or a single output"
+IDLE = "no forward pass calls it"
 UNPACKABLE = "its engine reads it as floats alone"
 LOWEST_OPSET = 20
 """Of a graph that can take 4-bit and block-wise weights, which opset 21 has, without being converted."""
@@ -90,7 +93,8 @@ class WeightPass(WeightNumbers, Pass):
     symmetric: bool = make_scheme_field("symmetric", True)
     """False: unsigned weights with a zero point for each group; not given: the scheme's, or true without a scheme."""
     targets: tuple[LayerPattern, ...] = ()
-    """Layers to round, by name, `re:` pattern or type; empty: every matrix product."""
+    """Layers to round, by name, `re:` pattern or type; empty: every matrix product. Those that no call reaches, as
+    towers that texts do not, are taken where a name or a pattern selects them, by a pass that needs no data."""
     ignore: tuple[LayerPattern, ...] = ("lm_head",)
     """Layers that stay float. `lm_head` given as a key takes the output layer all the same."""
     embeddings: TableScheme | None = None
@@ -124,6 +128,8 @@ class WeightPass(WeightNumbers, Pass):
             return "its largest outputs choose what runs (a router)"
         if layer.role == "beside":
             return "beside the blocks that config.json counts (a tower, or next-token predictors)"
+        if layer.role == "idle" and not any(matches(pattern, layer.name) for pattern in self.targets):
+            return IDLE
         if self.embeddings is not None and layer.type == "Embedding" and not layer.role:
             return f"stays float: smaller than a {1 / SMALL_TABLE:.0f}th of the largest table"
         if layer.op not in ("MatMul", "Gemm"):
@@ -246,7 +252,7 @@ class WeightPass(WeightNumbers, Pass):
         if self.needs_calibration and facts.structure is not None:
             idle = find_uncalled(taken, facts.structure)
             taken = [layer for layer in taken if layer not in idle]
-            kept += [LayerDecision(layer.name, layer.type, "kept", "no forward pass calls it") for layer in idle]
+            kept += [LayerDecision(layer.name, layer.type, "kept", IDLE) for layer in idle]
         kept_narrow = {decision.layer for decision in kept if decision.reason == NARROW}
         thin = [layer for layer in facts.layers if layer.name in kept_narrow and layer.shape[0] > 1]
         if sum(layer.n_weights for layer in thin) > MUCH * sum(layer.n_weights for layer in (*taken, *thin)):
@@ -256,12 +262,19 @@ class WeightPass(WeightNumbers, Pass):
         if not taken:
             rounded = next((layer for layer in facts.layers if layer.bits < 16), None)
             before = f"; {rounded.name} is in {rounded.bits:g} bits already" if rounded is not None else _tell_why(kept)
+            if any(decision.reason == UNPACKABLE for decision in kept):
+                before = f": {target.name} reads those that the model has as floats alone; use target: vllm"
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
-        notes += tell_float_share(self.kind, facts, kept, self.unfit, ("int8", Int8().unfit))
+        reached = [decision for decision in kept if decision.reason != IDLE]
+        notes += tell_float_share(self.kind, facts, reached, self.unfit, ("int8", Int8().unfit))
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
             notes.append(Note("info", f"{self.kind}: {list_some(narrow)} stay float: {NARROW}"))
+        if idle_names := [decision.layer for decision in kept if decision.reason == IDLE]:
+            others = [layer.name for layer in facts.layers if layer.role != "idle" and layer.type != "Embedding"]
+            why = "no text reaches them" if find_task(facts.task).reads_texts else "no call reaches them"
+            notes.append(Note("info", f"{self.kind}: {describe_groups(idle_names, others)} stay as they are: {why}"))
         if floats := [decision.layer for decision in kept if decision.reason == UNPACKABLE]:
             why = "experts in one tensor, or weights that the model's own code sets as it loads"
             said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
@@ -465,20 +478,6 @@ class WeightPass(WeightNumbers, Pass):
             f"{self.kind}: {name} needs a torch model; weights of an onnx: source get 4 or 8 bits (W4A16, W8A16)"
             for name in sorted(odd)
         ]
-
-
-def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
-    """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them.
-
-    Tables of embeddings, which read tokens, are none of them.
-    """
-    read = {name for input_group in structure.input_groups for name in input_group.layers}
-    inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
-    return [
-        layer
-        for layer in layers
-        if layer.name not in read and not layer.name.startswith(inside) and layer.type != "Embedding"
-    ]
 
 
 def _tell_why(kept: Sequence[LayerDecision]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compress.data.chat import MESSAGES
+from compress.data.chat import are_chats
 from compress.passes import Pass
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs
@@ -139,7 +139,7 @@ def _describe_preprocess(inputs: Inputs) -> list[Any]:
 def _describe_set(inputs: Inputs, name: str) -> list[Any]:
     spec = inputs.recipe.data.declared[name]
     chosen = [part.model_dump(mode="json", exclude={"source", "also"}) for part in spec.parts]
-    rendered = [inputs.chats.digest] if inputs.chats is not None and MESSAGES in inputs.data[name].columns else []
+    rendered = [inputs.chats.digest] if inputs.chats is not None and are_chats(inputs.data[name].columns) else []
     return [inputs.data[name].digest, chosen, inputs.recipe.seed, list(inputs.class_names), *rendered]
 
 

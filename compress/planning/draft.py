@@ -91,7 +91,7 @@ def draft_recipe(
     calibration: DataGiven | None = None,
     train: DataGiven | None = None,
     evaluation: DataGiven | None = None,
-    target: str = "onnxruntime-cpu",
+    target: str | None = None,
     name: str | None = None,
     root: Path | None = None,
     most_calibrated: int | None = None,
@@ -100,9 +100,9 @@ def draft_recipe(
     """Draft a recipe without passes and gates for the model `source` and data, each a path, a hub id or a source.
 
     The recipe has: `version`, `name` (default: of the source), `model`, `preprocess` where it is given (that of a model
-    with a processor or tokenizer is read from its files, also by the recipe), `data`, `target`, and `export` where the
-    target reads something else than ONNX. Paths stay as they were given; a relative one is sought in the working
-    directory, then in `root`, the folder that the recipe is to stand in.
+    with a processor or tokenizer is read from its files, also by the recipe), `data`, `target` (default: what reads
+    models of its task), and `export` where the target reads something else than ONNX. Paths stay as they were given; a
+    relative one is sought in the working directory, then in `root`, the folder that the recipe is to stand in.
 
     The task is the given one; that of the class in the model's config.json; else the first of the table `TORCH_TASKS`
     whose outputs and samples are those of this model and this data; of an ONNX file without data "generic".
@@ -120,7 +120,7 @@ def draft_recipe(
     root = Path() if root is None else root
     if task is not None and task not in TORCH_TASKS:
         raise RecipeError(f"--task {task}: unknown task{suggest(task, TORCH_TASKS)}")
-    if target not in TARGETS:
+    if target is not None and target not in TARGETS:
         raise RecipeError(f"--target {target}: unknown target{suggest(target, TARGETS)}")
     found = find_model_source(source, root)
     given = {"calibration": calibration, "train": train, "evaluation": evaluation}
@@ -130,6 +130,7 @@ def draft_recipe(
     if preprocess is not None:
         base["preprocess"] = dict(preprocess)
     made = _find_task(base, task, sets, root)
+    target = target or TORCH_TASKS[made.task].starter.target
     made = replace(made, recipe={**made.recipe, "target": target, **list_exports(target)})
     return (
         made if made.inputs is None or not sets else _divide_data(made, sets, root, most_calibrated or MOST_CALIBRATED)

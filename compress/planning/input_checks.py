@@ -192,6 +192,19 @@ def _has_floats(layer: torch.nn.Module) -> bool:
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
 
+def explain_between(facts: ModelFacts) -> list[str]:
+    """Return why images cannot be read with a model of which they go through blocks that texts do not come to."""
+    blocks = facts.structure.blocks if facts.structure is not None else ()
+    parents = {f"{block.name.rpartition('.')[0]}." for block in blocks if block.name}
+    between = [layer.name for layer in facts.layers if layer.role == "idle" and layer.name.startswith(tuple(parents))]
+    if not between:
+        return []
+    text = (
+        f"images go through layers between the blocks that texts do not come to ({between[0]}), and no pass takes them"
+    )
+    return [f"data: {text}: give texts alone"]
+
+
 def find_rate_problems(preprocess: PreprocessSpec, data: Mapping[str, DataFacts]) -> list[str]:
     """Return a problem for each set whose first audio has another rate than the model takes, unless it is changed."""
     if not isinstance(preprocess, AudioPreprocess) or preprocess.resample:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from compress.blocks.experts import unstack_experts
-from compress.data.chat import MESSAGES, ChatEncoder, cut_windows, pack_rows
+from compress.data.chat import ChatEncoder, are_chats, cut_windows, pack_rows, seen_columns
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
@@ -45,6 +45,7 @@ from compress.planning.input_checks import (
     check_samples,
     check_token_ids,
     check_weights,
+    explain_between,
     find_rate_problems,
     make_image_part,
     note_masks,
@@ -93,6 +94,7 @@ IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
 WHOSE_WORDS = "which words of its reference are of which part is not known"
 """Of a sample that is read in several parts."""
+NO_IMAGES = "there are images, and passes that train learn from texts alone: leave them out, or calibrate with them"
 TEXTS = ("text", "language", "seq2seq")
 """Kinds of preprocessing that make tokens."""
 
@@ -159,6 +161,9 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     if not data:
         raise SourceError(problems)
     problems += find_rate_problems(preprocess, data)
+    learns = any(pass_.needs_train for pass_ in recipe.passes)
+    if find_torch_task(spec.task).sees and learns and "train" in data and seen_columns(data["train"].shapes):
+        problems.append(f"data.train: {NO_IMAGES}")
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(source, preprocess, shapes, names)
     if opened.source.onnx is not None:
@@ -168,8 +173,10 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts, run = look_at_model(opened, feeds, coupling, blocks)
+    if any(seen_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).sees):
+        problems += explain_between(facts)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
-    if facts.source == "onnx" and (rewritten or any(pass_.needs_train for pass_ in recipe.passes)):
+    if facts.source == "onnx" and (rewritten or learns):
         facts = rebuilt_facts(facts, source, feeds, rewritten, coupling, blocks)
     folder = source.folder
     students = _look_at_students(recipe, source, feeds, coupling, blocks)
@@ -223,10 +230,10 @@ def _read_classless_inputs(recipe: Recipe, source: Source) -> Inputs:
 
 def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
     """Return what encodes conversations for the recipe's model; None where it reads none."""
-    spec = recipe.model
-    if not find_torch_task(spec.task).chats:
+    spec, task = recipe.model, find_torch_task(recipe.model.task)
+    if not task.chats:
         return None
-    return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code)
+    return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code, task.sees)
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
@@ -339,6 +346,7 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     assert isinstance(inputs.preprocess, LanguagePreprocess)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     with place_errors(f"data.{name}"):
+        _check_seen(samples.columns, name, inputs)
         columns = _pack_samples(encoder, samples.columns, name, inputs)
         sequences, masks = encoder.sequences(columns), encoder.loss_masks(columns)
         if max(map(len, sequences)) < 2:
@@ -351,12 +359,30 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
     return samples if columns is samples.columns else samples_of(dict(columns))
 
 
+def _check_seen(columns: Columns, name: str, inputs: Inputs) -> None:
+    """Raise UsageError for images where only texts can be, and for a conversation that would be cut with them."""
+    if not (seen := seen_columns(columns)):
+        return
+    spec = inputs.preprocess
+    assert isinstance(spec, LanguagePreprocess)
+    if name == "train" and any(pass_.needs_train for pass_ in inputs.recipe.passes):
+        raise UsageError(NO_IMAGES)
+    if spec.pack is not None or inputs.recipe.data.declared[name].packing:
+        raise UsageError("samples with images cannot share a row: leave out packing, and preprocess.pack")
+    for row, ids in enumerate(columns[IDS]):
+        if len(ids) > spec.max_length and any(np.size(column[row]) for column in seen.values()):
+            raise UsageError(
+                f"sample {row} has {len(ids)} tokens with those of its images, more than preprocess.max_length "
+                f"({spec.max_length}): raise that, or give smaller images"
+            )
+
+
 def _pack_samples(encoder: LanguageEncoder, columns: Columns, name: str, inputs: Inputs) -> Columns:
     """Return windows of all samples joined (`preprocess.pack`), rows of several (the set's `packing`), or the samples.
 
     Conversations are token ids already, which both join as they join texts; what counts of them stays what it was.
     """
-    chats = MESSAGES in inputs.data[name].columns
+    chats = are_chats(inputs.data[name].columns)
     if encoder.spec.pack is not None and chats:
         whole = columns[IDS]
         return cut_windows(whole, columns.get(LOSS_MASK) or _mark_all(whole), encoder.spec.pack)
@@ -424,7 +450,7 @@ def _leave_out_silent(samples: Samples, inputs: Inputs) -> tuple[Samples, Note |
 
 def describe_counted(samples: Samples, name: str, inputs: Inputs) -> Note | None:
     """Return a note of how many of a set's tokens are the assistant's, and count; None where all tokens do."""
-    chats = find_torch_task(inputs.recipe.model.task).chats and MESSAGES in inputs.data[name].columns
+    chats = find_torch_task(inputs.recipe.model.task).chats and are_chats(inputs.data[name].columns)
     if not chats or inputs.recipe.chat.loss_on == "all":
         return None
     encoder = language_encoder(make_preprocessor(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer))
@@ -441,7 +467,8 @@ class Batches(Sequence[Feeds]):
     """Encoded batches of a sample set, made when they are asked for, so that a large set is never held encoded.
 
     Of a model with states: its single calls, sequence after sequence, with the states that the float model gives.
-    `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart.
+    `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart. Of samples
+    with images, one in each batch, with what the model's processor made of these.
     """
 
     def __init__(
@@ -457,6 +484,7 @@ class Batches(Sequence[Feeds]):
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
         self.views = [split_samples(self.preprocessor, view).columns for view in views]
+        self.seen = tuple(seen_columns(self.views[0])) if find_torch_task(task).sees else ()
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         n = count(self.views[0])
@@ -482,6 +510,10 @@ class Batches(Sequence[Feeds]):
     def _encode(self, index: int) -> Feeds:
         view, rows = self.rows[index]
         feeds = self.preprocessor.encode(view, rows)
+        if self.seen:
+            several = {name: [np.asarray(values) for values in take(view, name, rows)] for name in self.seen}
+            arrays = {name: [values for values in held if values.size] for name, held in several.items()}
+            feeds |= {name: np.concatenate(held) for name, held in arrays.items() if held}
         return feeds | {POSITIONS: pad_rows(take(view, POSITIONS, rows))} if self.apart else feeds
 
     def __iter__(self) -> Iterator[Feeds]:

@@ -13,6 +13,7 @@ from compress.blocks.device import choose_device, describe_device
 from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import copy_without_weights, tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
+from compress.data.chat import are_chats
 from compress.data.training import n_rows
 from compress.errors import CompressError, ExportError, NotExportable, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
@@ -412,7 +413,7 @@ def _warn_plain_texts(inputs: Inputs) -> list[str]:
         f"data.{name}: plain text, and the model has a chat template: if it was trained to chat, it reads no such text "
         "in use; give conversations, a column `messages` of {role, content} (or name it: `columns: {messages: ...}`)"
         for name in ("calibration", "train")
-        if name in inputs.data and "text" in inputs.data[name].columns
+        if name in inputs.data and "text" in inputs.data[name].columns and not are_chats(inputs.data[name].columns)
     ]
 
 

@@ -226,15 +226,22 @@ def _format_counts(decisions: Sequence[LayerDecision]) -> str:
 
 
 def _print_layers(decisions: Sequence[LayerDecision], work: str, console: Console) -> None:
-    """Print the layers that are left, with the reason, and the first of those that are touched."""
+    """Print the layers that are left, with the reason (many of one together), and the first that are touched."""
     touched = [d for d in decisions if d.action != "kept"]
     for decision in touched[:MOST_LAYERS]:
         _print_layer(decision, f"{decision.action} {decision.reason}", work, console)
     if len(touched) > MOST_LAYERS:
         console.print(f"  {work}: ... and {len(touched) - MOST_LAYERS} more (--json shows all)")
+    by_reason: dict[str, list[LayerDecision]] = {}
     for decision in decisions:
         if decision.action == "kept":
-            _print_layer(decision, f"stays: {decision.reason}", work, console)
+            by_reason.setdefault(decision.reason, []).append(decision)
+    for reason, kept in by_reason.items():
+        for decision in kept if len(kept) <= MOST_LAYERS else ():
+            _print_layer(decision, f"stays: {reason}", work, console)
+        if len(kept) > MOST_LAYERS:
+            text = f"  {work}: {len(kept)} layers stay: {reason} (--json shows all)"
+            console.print(text, highlight=False, markup=False)
 
 
 def _print_layer(decision: LayerDecision, what: str, work: str, console: Console) -> None:

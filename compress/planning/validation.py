@@ -282,8 +282,9 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         problems.append("keep_module: an onnx: source has no class that could be loaded again; leave it out")
     files = find_torch_task(recipe.model.task).files
     fits = f"a model of task {recipe.model.task} is written as {', '.join(files)}"
+    way = "; use target: transformers and export: [{kind: checkpoint}]" if files == ("checkpoint",) else ""
     problems += [
-        f"export.{index}: {fits}, not as {export.kind}"
+        f"export.{index}: {fits}, not as {export.kind}{way}"
         for index, export in enumerate(recipe.export)
         if export.kind not in files
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import OutputError, RecipeError
+from compress.formats.targets import TARGETS
 from compress.recipe.examples import SCHEMA
 from compress.recipe.variables import escape
 from compress.specs import MODEL_SOURCES, OF_FOLDERS
@@ -37,6 +38,9 @@ def starter(task: str | None = None, source: str | None = None) -> str:
 
 def _format_recipe(task: str, source: str, parts: Starter) -> str:
     weights = "  # weights: model.safetensors\n" if source.startswith("python:") else ""
+    reads = TARGETS[parts.target].reads
+    export = "" if reads == "onnx" else f"export: [{{kind: {reads}}}]\n"
+    speed = f"    - {{metric: {find_task(task).latency}, min_speedup: 1.2}}\n" if reads == "onnx" else ""
     return f"""\
 # With schema.json an editor completes keys and marks wrong ones; `compress schema --out schema.json` writes it anew.
 # Relative paths are looked for in the working directory, then in this file's folder.
@@ -46,12 +50,11 @@ model:
   source: {json.dumps(source)}
   task: {task}
 {weights}{parts.model}{_format_preprocess(task, source, parts)}data:
-{parts.data}target: onnxruntime-cpu        # the runtime that the result is made for
+{parts.data}target: {parts.target}        # the runtime that the result is made for
 passes:
-{parts.passes}validate:
+{parts.passes}{export}validate:
   gates:                       # all must hold, with confidence; otherwise the exit code is 3
-{parts.gates}    - {{metric: {find_task(task).latency}, min_speedup: 1.2}}
-    - {{metric: size_ratio, min: 2}}
+{parts.gates}{speed}    - {{metric: size_ratio, min: 2}}
 """
 
 

@@ -123,22 +123,25 @@ class CutChain:
 
 
 @contextmanager
-def cut_chain(module: nn.Module, repeated: bool = False) -> Iterator[CutChain | None]:
+def cut_chain(module: nn.Module, repeated: bool = False, within: nn.Module | None = None) -> Iterator[CutChain | None]:
     """Cut the module's one chain of blocks while the context is open; None where there is nothing to gain.
 
     `repeated`: what is left out repeats, in order, what the last kept blocks are: in threes, where every third block is
-    of another kind. Those stand behind their like once more, and behind at least one block.
+    of another kind. Those stand behind their like once more, and behind at least one block. `within`: the part of the
+    module whose chain it is, of a model that has towers beside.
     """
+    inside = set((within or module).modules())
     lists = [
         (name, part)
         for name, part in module.named_modules()
         if type(part) is nn.ModuleList and not isinstance(part, Experts) and any(map(is_layer, part.modules()))
+        if part in inside
     ]
     outermost = [(name, part) for name, part in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
     cut = None
     if len(outermost) == 1:
         name, blocks = outermost[0]
-        kinds = _find_kinds(blocks, _list_by_block(module, blocks)) if len(blocks) > FEWEST_LEFT_OUT else []
+        kinds = _find_kinds(blocks, _list_by_block(within or module, blocks)) if len(blocks) > FEWEST_LEFT_OUT else []
         models = _find_repeats(kinds) if repeated else _find_models(kinds)
         cut = CutChain(name, plain(name), min(models), models) if len(models) >= FEWEST_LEFT_OUT else None
     if cut is None:

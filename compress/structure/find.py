@@ -176,6 +176,8 @@ def _find_mixtures(flow: DataFlow, chain: Sequence[str]) -> list[_Mixture]:
         experts = [(child, layers) for child in _list_children(name, module) if (layers := _list_layers(flow, child))]
         if len(experts) < 2 or len({_list_shapes(flow, *expert) for expert in experts}) != 1:
             continue
+        if not any(flow.calls.get(layer) for _, layers in experts for layer in layers):
+            continue  # blocks of a tower that this run does not come to
         if isinstance(module, Experts) or not (_find_longest_chain(flow, name) or _are_branches(flow, experts)):
             mixtures.append(_Mixture(name, tuple(experts)))
     return mixtures

@@ -12,6 +12,7 @@ from compress.tasks.depth_estimation import DEPTH_ESTIMATION
 from compress.tasks.feature_extraction import FEATURE_EXTRACTION
 from compress.tasks.generic import GENERIC
 from compress.tasks.image_classification import IMAGE_CLASSIFICATION
+from compress.tasks.image_text_to_text import IMAGE_TEXT_TO_TEXT
 from compress.tasks.multi_label_classification import MULTI_LABEL_TASKS
 from compress.tasks.object_detection import OBJECT_DETECTION
 from compress.tasks.question_answering import QUESTION_ANSWERING
@@ -37,6 +38,7 @@ _OWN = {
         QUESTION_ANSWERING,
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
+        IMAGE_TEXT_TO_TEXT,
         TEXT2TEXT_GENERATION,
         AUTOMATIC_SPEECH_RECOGNITION,
         CTC_SPEECH_RECOGNITION,

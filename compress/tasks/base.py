@@ -59,6 +59,8 @@ class Starter:
     gates: str
     model: str = ""
     """What the model's own section says beyond its source, and what follows that."""
+    target: str = "onnxruntime-cpu"
+    """The runtime that reads such a model."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class TorchTask:
     """The kinds of `export` that hold such a model."""
     chats: bool = False
     """Whether a sample may be a conversation, which the model's chat template renders."""
+    sees: bool = False
+    """Whether there may be images in it, which the model's own processor reads."""
     tables: tuple[str, ...] = ()
     """Names of transformers' tables of models for this task and, of those here, none other."""
     class_arguments: Callable[[Any], dict[str, Any]] = lambda config: {}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.activations import with_positions
+from compress.blocks.activations import with_others
 from compress.blocks.block import BlockWork
 from compress.blocks.materialise import fill, holders, plain
 from compress.blocks.sharing import main_process, share, wait
@@ -68,9 +68,12 @@ def samples(batches: Sequence[Feeds], parameters: Mapping[str, str]) -> list[dic
     for feeds in batches:
         tensors = {
             parameter: torch.from_numpy(np.ascontiguousarray(feeds[name]))
-            for name, parameter in with_positions(parameters, feeds).items()
+            for name, parameter in with_others(parameters, feeds).items()
         }
-        n = min(len(tensor) for tensor in tensors.values())
+        if len({len(tensor) for tensor in tensors.values()}) > 1:  # one sample, and rows of its images' pixels
+            all_samples.append(tensors)
+            continue
+        n = len(next(iter(tensors.values())))
         all_samples += [{name: tensor[i : i + 1] for name, tensor in tensors.items()} for i in range(n)]
     return all_samples
 

@@ -13,6 +13,7 @@ from runtime.tasks.ctc_speech_recognition import CtcSpeechRecognition
 from runtime.tasks.depth_estimation import DepthEstimation
 from runtime.tasks.feature_extraction import FeatureExtraction
 from runtime.tasks.image_classification import ImageClassification
+from runtime.tasks.image_text_to_text import ImageTextToText
 from runtime.tasks.multi_label_classification import MULTI_LABEL_TASKS
 from runtime.tasks.object_detection import ObjectDetection
 from runtime.tasks.question_answering import QuestionAnswering
@@ -38,6 +39,7 @@ _OWN = {
         QuestionAnswering(),
         FeatureExtraction(),
         TextGeneration(),
+        ImageTextToText(),
         Text2TextGeneration(),
         AutomaticSpeechRecognition(),
         CtcSpeechRecognition(),

@@ -490,7 +490,26 @@ class Wayward(nn.Module):
             if self.how == "skips" and k == 1:
                 continue
             x = layer(x) * (2 if self.how == "doubles" else 1)
+            if self.how == "adds" and k < 2:
+                x = x + torch.arange(4.0) * (k + 1)
         return self.layers[0](x) if self.how == "returns" else x
+
+
+def stream_of(how: str) -> tuple[nn.Module, Stream]:
+    net = Wayward(how).eval().requires_grad_(False)
+    names = [f"layers.{k}" for k in range(3)]
+    structure = Structure(tuple(BlockFacts(name, (InputGroup((f"{name}.0",)),)) for name in names))
+    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
+    return net, Stream(model, context([{"x": np.ones((2, 4), np.float32)}]), float_too=True)
+
+
+def test_what_is_added_between_blocks_is_added_in_a_stream() -> None:
+    """As features of images are, behind the first blocks of some models that see."""
+    net, stream = stream_of("adds")
+    for block in stream:
+        last = next(block.outputs())
+        assert torch.equal(last, block.float_outputs(0))
+    assert torch.equal(last, net(torch.ones(2, 4)))
 
 
 @pytest.mark.parametrize(
@@ -501,13 +520,9 @@ class Wayward(nn.Module):
     ],
 )
 def test_chains_that_are_none(how: str, message: str) -> None:
-    net = Wayward(how).eval().requires_grad_(False)
-    names = [f"layers.{k}" for k in range(3)]
-    structure = Structure(tuple(BlockFacts(name, (InputGroup((f"{name}.0",)),)) for name in names))
-    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
-    batches = [{"x": np.ones((2, 4), np.float32)}]
+    _, stream = stream_of(how)
     with pytest.raises(PassError, match=message):
-        next(iter(Stream(model, context(batches))))
+        next(iter(stream))
 
 
 def test_a_process_that_holds_more_than_is_allowed_stops_between_blocks(tmp_path: Path) -> None:

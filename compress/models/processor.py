@@ -1,0 +1,98 @@
+"""The processor that a model's folder has for images beside texts, as transformers makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compress.errors import SourceError
+from compress.models.huggingface import quiet
+from runtime.bundle.columns import Array
+from runtime.errors import UsageError
+
+IDS, MASK = "input_ids", "attention_mask"
+
+
+@dataclass(frozen=True)
+class Processor:
+    """Makes of a text that names images, and these images, what the model reads. `folder`: the model's."""
+
+    folder: Path
+    trust_remote_code: bool = False
+
+    @cached_property
+    def loaded(self) -> Any:
+        """Return transformers' processor. SourceError."""
+        from transformers import AutoProcessor
+
+        try:
+            with quiet(), without_films():
+                made = AutoProcessor.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=self.trust_remote_code
+                )
+        except Exception as error:  # whatever a processor's own code raises
+            said = " ".join(str(error).split()).partition(". ")[0][:300]
+            raise SourceError(
+                f"{self.folder}: transformers cannot build its processor, which reads images ({said}): install what it "
+                "names, or give texts alone"
+            ) from error
+        if getattr(made, "image_processor", None) is None:
+            raise SourceError(f"{self.folder}: its files say nothing of images: copy preprocessor_config.json there")
+        return made
+
+    def encode(self, text: str, images: Sequence[Array]) -> dict[str, Array]:
+        """Return what the model reads of one rendered text and its images, uint8 [H, W(, C)], in their order.
+
+        "input_ids" int64 [t], with as many tokens for each image as the model has features of it, and by name what else
+        there is, [n, ...]: pixels, sizes, kinds of tokens. UsageError.
+        """
+        from PIL.Image import fromarray
+
+        pictures = [
+            fromarray(image.squeeze(-1) if image.shape[2:] == (1,) else image).convert("RGB") for image in images
+        ]
+        loaded = self.loaded
+        try:
+            with quiet(), without_films():
+                made = loaded(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise UsageError(f"the model's processor fails on its text and {len(images)} images ({said})") from error
+        odd = [name for name, values in made.items() if not isinstance(values, torch.Tensor)]
+        if odd:
+            raise UsageError(f"the model's processor gives {odd[0]} of several shapes: give one image a conversation")
+        arrays = {name: _to_array(values) for name, values in made.items() if name != MASK}
+        return {**arrays, IDS: arrays[IDS][0].astype(np.int64)}
+
+
+def _to_array(values: torch.Tensor) -> Array:
+    array: Array = (values.float() if values.is_floating_point() else values).numpy()
+    return array
+
+
+@contextmanager
+def without_films() -> Iterator[None]:
+    """Leave out the part of a processor that reads films while the context is open, where torchvision is missing.
+
+    transformers' processors of films all need it, and a processor that has one is not built without.
+    """
+    from transformers import ProcessorMixin
+    from transformers.utils.import_utils import is_torchvision_available
+
+    kind: Any = ProcessorMixin
+    if is_torchvision_available():
+        yield
+        return
+    known = vars(kind)["get_attributes"]
+    kind.get_attributes = classmethod(lambda cls: [n for n in known.__func__(cls) if n != "video_processor"])
+    try:
+        yield
+    finally:
+        kind.get_attributes = known
