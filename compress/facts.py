@@ -151,6 +151,8 @@ class Structure:
     """Modules that stand beside a language model whose class is not there to say so."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Layer -> the name that a class would have for it."""
+    named: bool = False
+    """Whether names alone tell it, of a model without a class, which no run shows."""
 
     @property
     def input_groups(self) -> tuple[InputGroup, ...]:
@@ -384,8 +386,10 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
 def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:
     """Return the layers outside the blocks that read nothing: a stream of calibration data never comes to them.
 
-    Tables of embeddings, which read tokens, are none of them.
+    Tables of embeddings, which read tokens, are none of them; nor is any where names alone tell how the model is made.
     """
+    if structure.named:
+        return []
     read = {name for input_group in structure.input_groups for name in input_group.layers}
     inside = tuple(f"{block.name}." if block.name else "" for block in structure.blocks)
     return [

@@ -332,7 +332,8 @@ def _find_structure(
         beside += [name for name in layers if not f"{name}.".startswith(own)]
     after = () if head is None else (InputGroup((head,)),)
     aliases = {} if head is None else {head: HEAD}
-    return Structure(blocks, after=after, routers=routers, beside=tuple(dict.fromkeys(beside)), aliases=aliases)
+    beside = list(dict.fromkeys(beside))
+    return Structure(blocks, after=after, routers=routers, beside=tuple(beside), aliases=aliases, named=True)
 
 
 def _take_apart(part: nn.Module, name: str) -> Iterator[str]:
