@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,13 +75,12 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
     names; what is stacked or split on loading keeps the module's.
     """
     wrapped: Any = getattr(module, "wrapped", module)
+    if not _is_pretrained(wrapped):
+        return FileNames()
     try:
-        from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
     except ImportError:
-        return FileNames()
-    if not isinstance(wrapped, PreTrainedModel):
         return FileNames()
     saved = get_model_conversion_mapping(wrapped, add_legacy=False)
     loaded = get_model_conversion_mapping(wrapped)
@@ -103,14 +103,18 @@ def find_unpackable(module: nn.Module) -> tuple[str, ...]:
     return (*stacks, *_find_initialised(getattr(module, "wrapped", module)))
 
 
+def _is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers', without importing that, which takes more than a second."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return loaded is not None and isinstance(module, loaded.PreTrainedModel)
+
+
 def _find_initialised(model: nn.Module) -> list[str]:
     """Return the layers whose weights the model's own code looks at, in its parts, as transformers loads a checkpoint.
 
     A layer in few bits has no such weight yet, and loading ends with an AttributeError.
     """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
+    if not _is_pretrained(model):
         return []
     probe = copy_without_weights(model)
     names = {part: name for name, part in probe.named_modules() if type(part) is nn.Linear}
@@ -127,7 +131,7 @@ def _find_initialised(model: nn.Module) -> list[str]:
     owner: Any = probe
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for part in probe.modules():
-            owner = part if isinstance(part, PreTrainedModel) else owner
+            owner = part if _is_pretrained(part) else owner
             if part not in names:
                 with suppress(Exception):  # whatever its code raises; transformers would raise it, too
                     owner._init_weights(part)
