@@ -43,7 +43,6 @@ SHARED = {
     "tests/e2e/test_cli_golden.py": "quickstart",
     "tests/e2e/test_gguf_files.py": "a decoder's cached results",
     "tests/e2e/test_language.py": "a decoder's cached results",
-    "tests/e2e/test_language_chain.py": "a decoder's cached results",
     "tests/e2e/test_language_in_files.py": "a decoder's cached results",
     "tests/e2e/test_language_resume.py": "a decoder's cached results",
     "tests/e2e/test_pruned_language.py": "a decoder's cached results",

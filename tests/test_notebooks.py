@@ -35,13 +35,13 @@ ALONE = {"import runtime\nfrom runtime.report": f"{QUICK_ALONE}import runtime\nf
 """In the process that judges a bundle without torch."""
 SHORTER = {
     "01_first_recipe": ALONE,
-    "02_accuracy_vs_speed": {"(1.2, 1.4), 60": "(1.4,), 2", "speedup=speedup": "max_params=0.5"},
-    "04_prune_distill_quantize": {"SECONDS = 60": "SECONDS = 2"},
+    "02_accuracy_vs_speed": {"(1.2, 1.4), 60": "(1.4,), 1", "speedup=speedup": "max_params=0.5"},
+    "04_prune_distill_quantize": {"SECONDS = 60": "SECONDS = 1"},
     "06_language_model_bits": {"steps=300": "steps=20", '("W8A16", "W4A16", "W2A16")': '("W2A16",)', "[:100]": "[:50]"},
-    "07_your_own_model": {"max_seconds=60": "max_seconds=2", "speedup=1.6": "max_params=0.5"},
+    "07_your_own_model": {"max_seconds=60": "max_seconds=1", "speedup=1.6": "max_params=0.5"},
     "08_find_objects": {
         "STEPS = 1200": "STEPS = 20",
-        "max_seconds=60": "max_seconds=2",
+        "max_seconds=60": "max_seconds=1",
         "Shapes(300, seed=1), Shapes(200, seed=2)": "Shapes(64, seed=1), Shapes(40, seed=2)",
     },
 }

@@ -265,8 +265,8 @@ def _find_states(module: nn.Module, argument: str, long: Sequence[int] = ()) -> 
             raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
         _refuse_counters(module, after, longer)
         with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
-            if long and few == many:
-                few, many = (_read_on(wrapper, length)[1] for length in long)
+            if long and few == many and (most := _read_on(wrapper, long[1])[1]) != many:
+                few, many = _read_on(wrapper, long[0])[1], most
         if few != many:
             raise _refuse(module, "its code walks over the text in Python, and a graph of that reads one length alone")
     return DecoderCache(argument, cache.filled, states, recurrences.used)

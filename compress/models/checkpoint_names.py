@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,13 +79,12 @@ def file_names(module: nn.Module, own: Iterable[str]) -> FileNames:
     wrapped: Any = getattr(module, "wrapped", module)
     if isinstance(wrapped, NamedParts):
         return FileNames(one_by_one=True)
+    if not _is_pretrained(wrapped):
+        return FileNames()
     try:
-        from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
     except ImportError:
-        return FileNames()
-    if not isinstance(wrapped, PreTrainedModel):
         return FileNames()
     saved = get_model_conversion_mapping(wrapped, add_legacy=False)
     loaded = get_model_conversion_mapping(wrapped)
@@ -116,13 +116,12 @@ def _takes_no_packed(model: nn.Module) -> bool:
     a packed weight, and refuses to load any, unless layers of such names are packed. And where it puts other experts in
     the place of the model's, which the files do not have.
     """
-    from transformers import PreTrainedModel
+    if not _is_pretrained(model):
+        return False
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
     from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
-    if not isinstance(model, PreTrainedModel):
-        return False
     if any(type(part).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for part in model.modules()):
         return True
     packed = "\n".join(f"{name}.weight" for name, part in model.get_decoder().named_modules() if is_layer(part))
@@ -160,14 +159,18 @@ def find_taken_apart(module: nn.Module, held: Iterable[str], own: Collection[str
     return found
 
 
+def _is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers', without importing that, which takes more than a second."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return loaded is not None and isinstance(module, loaded.PreTrainedModel)
+
+
 def _find_initialised(model: nn.Module) -> list[str]:
     """Return the layers whose weights the model's own code looks at, in its parts, as transformers loads a checkpoint.
 
     A layer in few bits has no such weight yet, and loading ends with an AttributeError.
     """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
+    if not _is_pretrained(model):
         return []
     probe = copy_without_weights(model)
     names = {part: name for name, part in probe.named_modules() if type(part) is nn.Linear}
@@ -184,7 +187,7 @@ def _find_initialised(model: nn.Module) -> list[str]:
     owner: Any = probe
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for part in probe.modules():
-            owner = part if isinstance(part, PreTrainedModel) else owner
+            owner = part if _is_pretrained(part) else owner
             if part not in names:
                 with suppress(Exception):  # whatever its code raises; transformers would raise it, too
                     owner._init_weights(part)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from child_processes import run_in_process
 from hosts import Host
-from makers import apply, bundle_bytes, write_recipe
+from makers import apply, bundle_bytes, plan, write_recipe
 from places import ROOT
 from safetensors.torch import load_file, save_file
 from shortcuts import quick_export, quick_judge, quick_reader
@@ -357,10 +357,8 @@ def test_a_mixture_is_compressed_from_its_own_files(architecture: str, kind: str
     )
 
 
-def test_a_mixture_has_a_graph_of_all_its_experts(cache: Path, tmp_path: Path) -> None:
+def test_a_plan_says_that_a_graph_computes_all_experts(cache: Path, tmp_path: Path) -> None:
+    """That it says what the model says: test_decoder_caches.py."""
     language_folder(tmp_path / "lm", "mixtral", num_hidden_layers=1)
-    report = apply(language_recipe(tmp_path, [{"kind": "rtn", **W4}], export=BOTH), tmp_path / "b", cache, tmp_path)
-    assert report.verdict == "pass"
-    assert "an ONNX graph computes all experts for every token" in (tmp_path / "b/compress.log").read_text()
-    expected = torch_nll(load_checkpoint(tmp_path / "b/checkpoint"), tmp_path)
-    assert reported(tmp_path / "b")["nll"] == pytest.approx(expected, rel=INT8_INPUTS)
+    made = plan(language_recipe(tmp_path, [{"kind": "rtn", **W4}], export=BOTH), tmp_path, cache)
+    assert any(note.text.startswith("an ONNX graph computes all experts for every token") for note in made.notes)

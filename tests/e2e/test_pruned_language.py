@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from makers import apply
+from makers import apply, changed
 from test_language import BOTH, CHECKPOINT, load_checkpoint, reported, torch_nll
 from tiny_lm import LIKELY, language_folder, language_recipe
 
@@ -15,18 +15,26 @@ PRUNE: dict[str, Any] = {"kind": "prune_channels", "ratio": 0.5, "round_to": 32}
 GPTQ: dict[str, Any] = {"kind": "gptq", "scheme": "W4A16", "group_size": 32}
 
 
-@pytest.mark.parametrize(("passes", "exact"), [([PRUNE], 1e-4), ([PRUNE, GPTQ], 1e-3)], ids=["float", "gptq"])
-def test_transformers_loads_a_pruned_decoder(
-    passes: list[dict[str, Any]], exact: float, cache: Path, tmp_path: Path
+def test_a_pruned_decoder_is_a_plain_smaller_one_and_the_row_between_what_ends_there(
+    cache: Path, tmp_path: Path
 ) -> None:
-    """From its own config.json, with the nats that the ONNX file has: the same weights, heads and neurons."""
+    """Loaded from its own config.json it has the nats of the ONNX file: the same weights, heads and neurons."""
     language_folder(tmp_path / "lm", **LIKELY)
-    apply(language_recipe(tmp_path, passes, export=BOTH), tmp_path / "out", cache, tmp_path)
-    model = load_checkpoint(tmp_path / "out/checkpoint")
-    config = model.config
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
-    assert config.intermediate_size == 64
-    assert torch_nll(model, tmp_path) == pytest.approx(reported(tmp_path / "out")["nll"], rel=exact)
+    for name, passes, exact in (("pruned", [PRUNE], 1e-4), ("rounded", [PRUNE, GPTQ], 1e-3)):
+        recipe = changed(language_recipe(tmp_path, passes, export=BOTH), validate={"steps": True})
+        apply(recipe, tmp_path / name, cache, tmp_path)
+        model = load_checkpoint(tmp_path / name / "checkpoint")
+        config = model.config
+        assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
+        assert config.intermediate_size == 64
+        assert torch_nll(model, tmp_path) == pytest.approx(reported(tmp_path / name)["nll"], rel=exact)
+    ends_there, whole = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("pruned", "rounded"))
+    start, pruned, end = whole["steps"]["rows"]
+    assert [row["name"] for row in whole["steps"]["rows"]] == ["float", "prune_channels", "gptq"]
+    assert whole["steps"]["latency"] == "tpot" and whole["steps"]["shown"] == ["nll"]
+    assert pruned["size_bytes"] == ends_there["candidate"]["size_bytes"] and pruned["latency_ms"] > 0
+    assert pruned["metrics"] == pytest.approx(ends_there["candidate"]["metrics"])
+    assert start["size_bytes"] > pruned["size_bytes"] > end["size_bytes"], "less is left, and then in fewer bits"
 
 
 def test_a_configuration_that_cannot_say_it_is_named(cache: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 from makers import changed, cli, image_recipe, write_recipe
-from typer.testing import CliRunner
 
-from compress.cli import app
 from compress.execution.run import apply_recipe
 from compress.recipe.load import load_recipe
 from compress.search.study import read_study
@@ -89,10 +86,10 @@ def test_a_rung_before_the_last_has_less_of_training_and_samples(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path) -> None:
     """The command ends by SIGKILL, and its processes with it."""
     racing = {"rungs": 2, "factor": 2, "shorten": ["evaluation"]}
-    searched(tmp_path, CALIBRATIONS, trials=2, racing=racing)
+    recipe = load_recipe(searched(tmp_path, CALIBRATIONS, trials=2, racing=racing))
     command = ["sweep", "recipe.yaml", "--out", "study", "--cache", "cache", "--jobs", "2"]
     started = subprocess.Popen(
         [sys.executable, "-m", "compress", *command], cwd=tmp_path, env={**os.environ, **NO_TIMING}
@@ -102,15 +99,12 @@ def test_a_command_is_killed_and_the_study_goes_on(tmp_path: Path, monkeypatch: 
     started.send_signal(signal.SIGKILL)
     started.wait()
     assert len(list((tmp_path / "study/trials").glob("*.json"))) == 2
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, [*command, "--json"])
-    assert done.exit_code == 0, done.stderr
-    study = json.loads(done.stdout)
-    runs = [run for trial in study["trials"] for run in trial["runs"]]
-    assert [run["state"] for run in runs] == ["judged"] * 3
-    assert all("prune_channels" in run["reused"] for run in runs if run["rung"] == 1)
-    assert study["ended"] == "2 trials were tried"
-    assert {path.name for path in (tmp_path / "study/bundles").iterdir()} == {f"{study['best']:04d}"}
+    study = sweep(recipe, tmp_path / "study", tmp_path / "cache", jobs=0, quiet=True)
+    runs = [run for trial in study.trials for run in trial.runs]
+    assert [run.state for run in runs] == ["judged"] * 3
+    assert all("prune_channels" in run.reused for run in runs if run.rung == 1)
+    assert study.ended == "2 trials were tried" and study.best is not None
+    assert {path.name for path in (tmp_path / "study/bundles").iterdir()} == {f"{study.best.number:04d}"}
 
 
 def test_a_worker_that_crashes_is_an_answer_and_another_takes_its_place(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ for word in words:
     out.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said])
 print(json.dumps(out))
 '''
-WORDS = ("loading data", "export to float ONNX", "int8:", "writing the bundle")
+WORDS = ("loading data", "int8:", "writing the bundle")
 """What the log says as each instant comes; in the last one the judging's child processes begin."""
 
 

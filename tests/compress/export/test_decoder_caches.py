@@ -27,7 +27,7 @@ from compress.rounding.state import GraphState
 from runtime.backends import find_backend
 from runtime.decode.kv_cache import Decoder
 
-N_GREEDY = 16
+N_GREEDY = 8
 ALWAYS = ("qwen3_5_text", "lfm2", "mimo_v2_flash", "mamba2")
 """Between them: a recurrence beside keys, a convolution, values unlike keys, a window, experts, and no keys at all."""
 

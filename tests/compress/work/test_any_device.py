@@ -103,7 +103,7 @@ def make_pass(config: dict[str, Any]) -> Pass:
     return KINDS[config["kind"]](**config)
 
 
-def run(passes: list[dict[str, Any]], net: nn.Module, device: str, n_texts: int = 8) -> StreamedModel:
+def run(passes: list[dict[str, Any]], net: nn.Module, device: str, n_texts: int = 4) -> StreamedModel:
     model = streamed(net)
     for config in passes:
         model = apply_pass(make_pass(config), model, context(texts(n_texts), device=device)).model

@@ -50,7 +50,7 @@ def learned(
 
     model = streamed(llama(layers=2))
     model = model if config is ROUNDED else in_two_bits(model)
-    return apply_pass(config, model, replace(context(texts(9), work, lines.append), progress=progress)), lines
+    return apply_pass(config, model, replace(context(texts(5), work, lines.append), progress=progress)), lines
 
 
 def assert_same(model: StreamedModel, expected: StreamedModel) -> None:

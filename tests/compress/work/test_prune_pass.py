@@ -191,13 +191,6 @@ def test_the_bundle_is_smaller_and_nearly_as_good(pruned: tuple[Path, Any]) -> N
 
 
 @pytest.mark.slow
-def test_without_compensation_it_is_worse(pruned: tuple[Path, Any], cache: Path, tmp_path: Path) -> None:
-    plain = compress.apply(recipe_with({**PRUNE, "compensate": "false"}), tmp_path / "out", cache, quiet=True)
-    assert plain is not None
-    assert plain.candidate.metrics["sqnr_db"] < pruned[1].candidate.metrics["sqnr_db"] - 3
-
-
-@pytest.mark.slow
 def test_the_checkpoint_is_the_factory_s_weights_with_a_record(pruned: tuple[Path, Any]) -> None:
     """safetensors and shapes.json: a python: source takes them, and gives what the ONNX file gives."""
     import onnxruntime as ort
