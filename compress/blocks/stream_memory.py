@@ -28,7 +28,8 @@ class StreamUse:
 
     `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
     all). At an input group it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers;
-    the defaults are those of `gptq`. `lazy`: as of `Stream`.
+    the defaults are those of `gptq`. `lazy`: as of `Stream`; one copy beside the weight is right then: a folder of
+    2.5 GB took 629 MiB in all, and 677 are foretold with it.
     """
 
     float_too: bool = False
@@ -116,13 +117,12 @@ class _At:
         n_weights = sum(math.prod(self.shapes[name]) for name in names if name in self.shapes)
         known = [input_group for input_group in input_groups if self.matrices(input_group)]
         written = n_weights  # the integers, a byte each
-        if self.use.lazy:
-            wanted = [
-                name for name in names if self.use.rounded is None or name.removesuffix(".weight") in self.use.rounded
+        if self.use.lazy:  # a weight, and its levels as floats
+            rounded = [
+                name for name in names if self.use.rounded is None or name[: -len(".weight")] in self.use.rounded
             ]
-            return written + max(
-                (self.rounding(self.shapes[name]) for name in wanted if name in self.shapes), default=0
-            )
+            shapes = [self.shapes[name] for name in rounded if name in self.shapes]
+            return written + max((FLOAT_BYTES * math.prod(shape) + self.rounding(shape) for shape in shapes), default=0)
         return FLOAT_BYTES * n_weights + written + max((self.count_group_bytes(each) for each in known), default=0.0)
 
     def count_group_bytes(self, input_group: InputGroup) -> float:

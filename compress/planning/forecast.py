@@ -325,6 +325,7 @@ class _Run:
             compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),
             lazy=not pass_.needs_forward,
+            copies=StreamUse.copies if pass_.needs_forward else 1,
         )
         rows = self.calibration.n if pass_.needs_calibration else 0
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
