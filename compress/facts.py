@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -162,6 +163,19 @@ class Structure:
             *(input_group for block in self.blocks for input_group in block.input_groups),
             *self.after,
         )
+
+    def find_block(self, name: str) -> str | None:
+        """Return the block that a module or a parameter lies in, by its name; None outside of them."""
+        if "" in self._block_names:
+            return ""
+        words = name.split(".")
+        return next(
+            (inner for n in range(1, len(words) + 1) if (inner := ".".join(words[:n])) in self._block_names), None
+        )
+
+    @cached_property
+    def _block_names(self) -> frozenset[str]:
+        return frozenset(block.name for block in self.blocks)
 
     @property
     def head(self) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class Work:
         self.build = model.build
         self.module = self._build_module()
         parts = {plain(path): part for path, part in self.module.named_modules()}
+        self.structure = model.structure
         self.names = [block.name for block in model.structure.blocks]
         self.experts = {block.name: block.experts for block in model.structure.blocks}
         self.whole = self.names == [""]
@@ -104,7 +105,8 @@ class Work:
     def release(self) -> None:
         """Drop the weights of what was opened from memory."""
         self._floats = None
-        empty(self.module)
+        if not self.lazy:
+            empty(self.module)
         heap.return_all()
 
     def enter(self) -> BatchFlow:
@@ -304,7 +306,7 @@ class Work:
     def _iter_outside(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         """Yield the modules outside the blocks: (plain path, module)."""
         for path, part in module.named_modules():
-            if not any(plain(path) == name or plain(path).startswith(f"{name}.") for name in self.names):
+            if path if self.whole else self.structure.find_block(plain(path)) is None:
                 yield plain(path) if path != "wrapped" else "", part
 
     def _find_outside_layers(self) -> dict[str, nn.Module]:

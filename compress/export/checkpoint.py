@@ -284,7 +284,7 @@ def _make_quantization_config(content: Content) -> dict | None:
 
 def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
     """Return patterns that select the names in `ignore` by their last words: a reader may have others before them."""
-    patterns: dict[str, str] = {}
+    patterns, ignored = dict[str, str](), set(ignore)
     for name in ignore:
         family = re.sub(r"\d+", "#", name)
         words = family.split(".")
@@ -293,7 +293,7 @@ def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
         for n in range(2, len(words) + 1):
             suffix = re.escape(".".join(words[-n:])).replace(r"\#", r"\d+")
             pattern = rf"(?:.*\.)?{suffix}$"
-            if all(other in ignore for other in every if re.match(pattern, other)):
+            if all(other in ignored for other in every if re.match(pattern, other)):
                 patterns[family] = f"re:{pattern}"
                 break
     return list(patterns.values())

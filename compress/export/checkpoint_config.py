@@ -122,7 +122,7 @@ def _copy_files(paths: Iterable[Path], source: Path, folder: Path) -> None:
 
 
 def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:
-    """Return the files of a folder that hold no weights and no configuration, nor what could be run without being told.
+    """Return the files of a folder that hold neither weights nor configuration, nor what something would run.
 
     What says how the source's own weights are rounded would be untrue of others.
     """
@@ -133,7 +133,7 @@ def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:
         and not path.name.startswith(".")
         and not path.name.endswith(WEIGHT_FILES)
         and path.name not in ("config.json", "recipe.yaml", *OF_ANOTHER_FORMAT)
-        and (code_problem(path.name) is None or (with_code and path.suffix == ".py"))
+        and (not code_problem(path.name) or (with_code and path.suffix == ".py"))
     ]
 
 

@@ -258,8 +258,10 @@ def _find_tables(layers: Layers, chain: _Chain, config: Mapping[str, Any]) -> se
 def _find_part(module: nn.Module, name: str) -> nn.Module:
     """Return the module of that path, made where it is not there."""
     for word in name.split(".") if name else ():
-        # not add_module: a name in a file may be a method's (`norm.half`)
-        module = module._modules.setdefault(word, NamedParts())  # type: ignore[assignment]
+        inner = module._modules.get(word)
+        if inner is None:
+            inner = module._modules[word] = NamedParts()  # not add_module: a word may be a method's name (`half`)
+        module = inner
     return module
 
 

@@ -325,12 +325,12 @@ class _Run:
             compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),
             lazy=not pass_.needs_forward,
+            copies=StreamUse.copies if pass_.needs_forward else 1,
         )
         rows = self.calibration.n if pass_.needs_calibration else 0
         peak = stream_memory(structure, _collect_shapes(self.before), rows, _find_width(self.before), use)
-        if (
-            not rows and not use.lazy
-        ):  # without data the parts outside are opened as a block is, tables of embeddings and all
+        # without data the parts outside are opened as a block is, tables of embeddings and all
+        if not rows and not use.lazy:
             peak = max(peak, FIXED_BYTES + self.outside_bytes())
         if sent := min(cost.gradient_tokens, rows):
             shapes = _collect_shapes(self.before)
@@ -410,7 +410,7 @@ class _Run:
     def writing_bytes(self) -> int:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
         if self.before.classless:  # nothing loads it back
-            return self.base_bytes + self.largest_bytes
+            return self.base_bytes + self.largest_bytes * self.before.float_bytes // FLOAT_BYTES
         loaded = LOADED_COPIES * self.before.n_bytes if self.loads_whole() else 0
         return int(self.base_bytes + self.library_bytes + loaded)
 

@@ -103,6 +103,9 @@ def classless_problems(recipe: Recipe) -> list[str]:
         for index, gate in enumerate(recipe.validate_.gates)
         if gate.metric not in SIZES
     ]
+    for key in ("metrics", "slices"):
+        if getattr(recipe.validate_, key):
+            problems.append(f"validate.{key}: a shards: source is judged on no samples; leave it out: {way}")
     if recipe.data.declared:
         problems.append(f"data: a shards: source is run on no samples; leave data out: {way}")
     if recipe.preprocess is not None:

@@ -155,6 +155,9 @@ def test_shards_a_tower_and_blocks_that_config_does_not_count(tmp_path: Path) ->
     index = {"metadata": {}, "weight_map": {name: file for file, inside in files.items() for name in inside}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     (source / "modeling_nobody.py").write_text("raise SystemExit")
+    others = {"LICENSE.md": b"yours\n", "vocabulary.spm": b"\0\1", "tokens.tiktoken": b"x"}
+    for name, content in others.items():
+        (source / name).write_bytes(content)
     nameless(source)
     report = apply(shards_recipe([RTN], "vllm"), tmp_path / "out", tmp_path / "cache", tmp_path)
     written = read_all(tmp_path / "out/model")
@@ -167,6 +170,7 @@ def test_shards_a_tower_and_blocks_that_config_does_not_count(tmp_path: Path) ->
     ignore = json.loads((tmp_path / "out/model/config.json").read_text())["quantization_config"]["ignore"]
     assert {"visual.merger", "visual.blocks.1.proj", "model.layers.2.mlp.down_proj", "lm_head"} <= set(ignore)
     assert not (tmp_path / "out/model/modeling_nobody.py").exists()
+    assert all((tmp_path / "out/model" / name).read_bytes() == content for name, content in others.items())
     verify(tmp_path / "out")
 
 
@@ -207,6 +211,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {"target": "onnxruntime-cpu", "export": [{"kind": "onnx"}]},
         "export.0: a shards: source is written as a checkpoint",
     ),
+    ({"validate": {"metrics": ["nll"]}}, "validate.metrics: a shards: source is judged on no samples"),
     ({"preprocess": {"kind": "language"}}, "preprocess: a shards: source is run on no samples"),
     ({"keep_module": True}, "keep_module: a shards: source has no module"),
     ({"passes": [{**RTN, "group_size": 48}]}, "inputs, which group_size 48 does not divide"),
