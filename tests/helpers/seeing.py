@@ -11,6 +11,7 @@ from tiny_lm import SMALL
 
 SPECIAL = (
     "<image>",
+    "<|image|>",
     "<|vision_start|>",
     "<|vision_end|>",
     "<|image_pad|>",
@@ -103,14 +104,14 @@ def write_mllama(folder: Path) -> Path:
     import transformers
 
     folder.mkdir(parents=True)
-    ids = write_tokens(folder, "<image>")
+    ids = write_tokens(folder, "<|image|>")
     vision = {name: VISION[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size")}
     tower = {"num_global_layers": 1, "attention_heads": 2, "image_size": 32, "max_num_tiles": 2}
     shapes = {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "intermediate_layers_indices": [0]}
     config = transformers.MllamaConfig(
         vision_config={**vision, **tower, **shapes, "vision_output_dim": 64},
         text_config={**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1]},
-        image_token_index=ids["<image>"],
+        image_token_index=ids["<|image|>"],
     )
     size = {"size": {"height": 32, "width": 32}, "max_image_tiles": 2}
     write_json(folder, "preprocessor_config.json", image_processor_type="MllamaImageProcessor", **size, **NORMAL)
