@@ -43,7 +43,7 @@ fuzz: setup
 shelf: setup
 	SHELF=1 $(PYTEST) tests/shelf
 
-# Every causal family of the installed transformers, tiny, and the table of docs/reference/census.md: one or two hours; it
+# Every language model of the installed transformers, tiny, and the table of docs/reference/census.md: one or two hours; it
 # goes on from where it was stopped.
 census: setup
 	OMP_NUM_THREADS=1 COMPRESS_TIMING=off $(BIN)/python benchmarks/census.py

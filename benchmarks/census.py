@@ -465,10 +465,14 @@ def write_page(rows: Sequence[Row]) -> None:
 
 
 def count(rows: Sequence[Row]) -> str:
+    """Return how many parts became what, of causal families and of those that also see."""
     told = []
-    for part in PARTS:
-        words = [row[part].partition(":")[0] for row in rows if row[part] != NO_GRAPH]
-        told.append(f"{part}s " + ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words))))
+    for sees, title in ((False, ""), (True, "of models that also see ")):
+        some = [row for row in rows if row["family"].endswith(SEEING) == sees]
+        for part in PARTS[sees:] if some else ():
+            words = [row[part].partition(":")[0] for row in some]
+            found = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
+            told.append(f"{title}{part}s {found}")
     return "; ".join(told)
 
 

@@ -40,6 +40,8 @@ TEXT, IMAGE, LABEL = "text", "image", "label"
 """Roles of columns: what is asked about an image, and the answer. Beside MESSAGES the images of each conversation."""
 FILES = (IMAGE, "path", "url")
 """Keys under one of which a message's part of type image has it; without them they are IMAGE's, in their order."""
+NOT_READ = ("image_url", "video", "audio")
+"""Types of parts of a message that nothing here reads."""
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -78,6 +80,8 @@ def take_images(turns: Turns, others: Sequence[Any] = ()) -> tuple[Turns, list[A
         if not isinstance(part, Mapping):
             return part
         part = {key: value for key, value in part.items() if value is not None}  # parquet fills in what others have
+        if part.get("type") in NOT_READ:
+            raise UsageError(f"a message has a part of type {part['type']}: give texts, and images as {{type: image}}")
         if part.get("type") != IMAGE:
             return part
         named = [part[key] for key in FILES if key in part]

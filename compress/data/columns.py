@@ -11,6 +11,7 @@ import numpy as np
 
 from compress.data.chat import (
     IMAGE,
+    LABEL,
     MESSAGES,
     TEXT,
     TOOLS,
@@ -36,7 +37,6 @@ from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS
 from runtime.words import did_you_mean
 
-LABEL = "label"
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "pixel_values"),
     "audio": ("audio", "file", "path", "speech"),
@@ -219,7 +219,7 @@ class ColumnReader:
             chat |= {IMAGE} if MESSAGES in roles else {IMAGE, TEXT, LABEL}
         columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound | chat}
         if chat and self.chats is not None:
-            columns |= self._encode_chats(self.chats, roles)
+            columns |= self._encode_chats(self.chats, {role: roles[role] for role in roles if role in chat})
         if sound:
             columns |= self._load_audio(roles[AUDIO], roles.get(RATE))
         if misfit := self.task.find_misfit(columns):

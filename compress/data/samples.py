@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from compress.data.boxes import arrange_objects, open_coco, open_voc
-from compress.data.chat import ChatEncoder
-from compress.data.columns import LABEL, ColumnReader, resolve_roles, resolve_slices, same_roles
+from compress.data.chat import LABEL, ChatEncoder
+from compress.data.columns import ColumnReader, resolve_roles, resolve_slices, same_roles
 from compress.data.live import check_held, draw_held
 from compress.data.table import Table, check_path, open_table
 from compress.errors import SourceError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from makers import apply
 from safetensors.torch import load_file
-from seeing import write_llava, write_questions, write_qwen
+from seeing import write_llava, write_mllama, write_questions, write_qwen
 from tiny_lm import write_texts
 
 from compress.data.chat import ChatEncoder
@@ -205,3 +205,20 @@ def test_a_text_task_says_which_task_the_folder_has(home: Path, tmp_path: Path) 
     path.write_text(json.dumps(values))
     with pytest.raises(CompressError, match="give task: image-text-to-text"):
         make_plan(load_recipe(path), tmp_path / "cache", timed=False)
+
+
+def test_images_that_go_through_blocks_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Texts alone are taken: the blocks that they do not come to stay as they are."""
+    write_mllama(tmp_path / "lm")
+    for name in ("calibration", "evaluation"):
+        write_questions(tmp_path, name, 4)
+        write_texts(tmp_path / f"{name}-texts.jsonl", 4)
+    for texts in (True, False):
+        (tmp_path / "recipe.yaml").write_text(json.dumps(recipe([{"kind": "gptq", **W4}], texts=texts)))
+        if texts:
+            plan = make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", timed=False)
+            kept = [row for row in plan.steps[-1].decisions if row.action == "kept"]
+            assert any("layers.1.cross_attn" in row.layer for row in kept)
+            continue
+        with pytest.raises(CompressError, match="images go through layers between the blocks that texts do not come"):
+            make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", timed=False)

@@ -94,10 +94,21 @@ def write_text_files(folder: Path) -> None:
         write_texts(folder / f"{name}.jsonl", 512)
 
 
+def write_seeing_files(folder: Path) -> None:
+    """Write model/, a LLaVA with its processor, and lines of questions about images."""
+    from seeing import write_llava, write_questions
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
+    write_llava(folder / "model", **sizes)
+    write_questions(folder, "train", 128)
+    write_questions(folder, "test", 200, seed=1)
+
+
 WRITERS = {
     "image-classification": write_image_files,
     "generic": write_tensor_files,
     "text-generation": write_language_files,
+    "image-text-to-text": write_seeing_files,
     "text-classification": write_text_files,
 }
 

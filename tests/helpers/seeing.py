@@ -11,6 +11,7 @@ from tiny_lm import SMALL
 
 SPECIAL = (
     "<image>",
+    "<|image|>",
     "<|vision_start|>",
     "<|vision_end|>",
     "<|image_pad|>",
@@ -55,15 +56,15 @@ def write_tokens(folder: Path, image: str) -> dict[str, int]:
     return {token: tokenizer.token_to_id(token) for token in SPECIAL}
 
 
-def write_llava(folder: Path) -> Path:
-    """A Llama that reads a CLIP tower's patches in the places of <image>."""
+def write_llava(folder: Path, **sizes: Any) -> Path:
+    """A Llama that reads a CLIP tower's patches in the places of <image>. `sizes`: of its language part."""
     import transformers
 
     folder.mkdir(parents=True)
     ids = write_tokens(folder, "<image>")
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**VISION),
-        text_config=transformers.LlamaConfig(**TEXT),
+        text_config=transformers.LlamaConfig(**{**TEXT, **sizes}),
         image_token_id=ids["<image>"],
         vision_feature_layer=-1,
     )
@@ -95,6 +96,26 @@ def write_qwen(folder: Path) -> Path:
     write_json(folder, "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessor", **sizes, **NORMAL)
     write_json(folder, "video_preprocessor_config.json", video_processor_type="Qwen3VLVideoProcessor", **sizes)
     write_json(folder, "processor_config.json", processor_class="Qwen3VLProcessor")
+    return save(config, folder)
+
+
+def write_mllama(folder: Path) -> Path:
+    """A Llama between whose blocks others look at the image."""
+    import transformers
+
+    folder.mkdir(parents=True)
+    ids = write_tokens(folder, "<|image|>")
+    vision = {name: VISION[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size")}
+    tower = {"num_global_layers": 1, "attention_heads": 2, "image_size": 32, "max_num_tiles": 2}
+    shapes = {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]], "intermediate_layers_indices": [0]}
+    config = transformers.MllamaConfig(
+        vision_config={**vision, **tower, **shapes, "vision_output_dim": 64},
+        text_config={**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        image_token_index=ids["<|image|>"],
+    )
+    size = {"size": {"height": 32, "width": 32}, "max_image_tiles": 2}
+    write_json(folder, "preprocessor_config.json", image_processor_type="MllamaImageProcessor", **size, **NORMAL)
+    write_json(folder, "processor_config.json", processor_class="MllamaProcessor")
     return save(config, folder)
 
 

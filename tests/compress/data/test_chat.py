@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chats import CHATML, GEMMA, LLAMA, MARKED, MISTRAL, REASONING, REWRITING, TURNS, write_chat_tokenizer
 
-from compress.data.chat import ChatEncoder, cut_windows, pack_rows, read_tools, read_turns
+from compress.data.chat import ChatEncoder, cut_windows, find_places, pack_rows, read_tools, read_turns, take_images
 from compress.data.inspect import inspect_data
 from compress.data.samples import load_samples
 from compress.errors import SourceError
@@ -211,3 +211,30 @@ def test_windows_cut_ids_and_mask_alike() -> None:
     assert windows["loss_mask"].tolist() == [[0, 0, 1, 1], [0, 0, 1, 0]]
     with pytest.raises(UsageError, match="the conversations give 9 tokens, fewer than one window of 10"):
         cut_windows(sequences, masks, 10)
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "places"),
+    [
+        ("ab", "ab", [0, 1]),
+        ("aIb", "aIIIb", [0, 1, 4]),
+        ("aIbIc", "aXIIXbXIXc", [0, 2, 5, 7, 9]),
+        ("aa", "aaXaa", [0, 1]),
+        ("abc", "xyz", [-1, -1, -1]),
+    ],
+)
+def test_tokens_are_found_again_beside_those_of_images(short: str, long: str, places: list[int]) -> None:
+    found = find_places(*(np.array([ord(letter) for letter in text]) for text in (short, long)))
+    assert found.tolist() == places
+
+
+def test_images_of_a_conversation_are_taken_in_order() -> None:
+    content = [{"type": "image", "path": "a.png", "text": None}, {"type": "text", "text": "b", "image": None}]
+    turns = [{"role": "user", "content": [{"type": "image"}, *content]}, {"role": "assistant", "content": "c"}]
+    taken, images = take_images(turns, ["z.png"])
+    assert images == ["z.png", "a.png"]
+    assert taken[0]["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    with pytest.raises(UsageError, match="names more images than there are"):
+        take_images(turns)
+    with pytest.raises(UsageError, match="2 images are not named in the conversation"):
+        take_images(turns[1:], ["y.png", "z.png"])
