@@ -109,7 +109,7 @@ def find_unpackable(module: nn.Module) -> tuple[str, ...]:
     return (*stacks, *_find_initialised(getattr(module, "wrapped", module)))
 
 
-def _takes_no_packed(model: nn.Module) -> bool:
+def _takes_no_packed(model: Any) -> bool:
     """Return whether transformers reads no layer of the model in few bits.
 
     So it is where it takes a weight of a tower's files apart into several: it has no form of that for what is stored of
