@@ -19,6 +19,7 @@ from compress.errors import ExportError
 from compress.export.shards import CODES
 from compress.models.packed import OF_ANOTHER_FORMAT, PARTS
 from compress.models.weights import safetensors_types
+from compress.store.cache import RECORD
 from runtime.bundle.files import code_problem
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def _copy_files(paths: Iterable[Path], source: Path, folder: Path) -> None:
 def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:
     """Return the files of a folder that hold neither weights nor configuration, nor what something would run.
 
-    What says how the source's own weights are rounded would be untrue of others.
+    What says how the source's own weights are rounded would be untrue of others; RECORD is of the cache, in which a
+    GGUF file lies unpacked.
     """
     return [
         path
@@ -132,7 +134,7 @@ def _list_beside_weights(source: Path, with_code: bool) -> list[Path]:
         if path.is_file()
         and not path.name.startswith(".")
         and not path.name.endswith(WEIGHT_FILES)
-        and path.name not in ("config.json", "recipe.yaml", *OF_ANOTHER_FORMAT)
+        and path.name not in ("config.json", "recipe.yaml", RECORD, *OF_ANOTHER_FORMAT)
         and (not code_problem(path.name) or (with_code and path.suffix == ".py"))
     ]
 
