@@ -495,11 +495,11 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     if find_task(task).decoder_only and encodes:
         raise SourceError(
-            f"{where}: {config.model_type} has an encoder, whose output its decoder reads: as a {task} model "
+            f"{where}: {config.model_type} has an encoder, whose output its decoder reads: for task {task} "
             f"it would be compressed without it{is_for or OWN_PARTS}"
         )
     if find_task(task).encodes and not encodes:
-        raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which a {task} model is here" + is_for)
+        raise SourceError(f"{where}: {config.model_type} is no encoder-decoder, which task {task} is for" + is_for)
     mapping = getattr(auto, "_model_mapping", None)
     remote = getattr(config, "auto_map", None)
     problem = getattr(config, "problem_type", None)

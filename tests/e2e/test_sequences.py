@@ -196,7 +196,7 @@ def test_a_model_that_is_no_encoder_decoder(cache: Path, tmp_path: Path) -> None
     write_texts(tmp_path / "test.jsonl", 2, seed=2)
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path / "model")
     recipe = changed(TURNS, preprocess={"kind": "seq2seq", "target": {"start_tokens": [0], "end_tokens": [1]}})
-    with pytest.raises(CompressError, match="gpt2 is no encoder-decoder, which a text2text-generation model is here"):
+    with pytest.raises(CompressError, match="gpt2 is no encoder-decoder, which task text2text-generation is for"):
         plan(recipe, tmp_path, cache)
     config = Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8,),
