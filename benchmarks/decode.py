@@ -7,7 +7,7 @@ them, groups of 32 with embeddings and head in 8 bits. Batch 1: a prompt of 512 
 as `python -m runtime generate` runs it. Claims: of the random one a token is at least 4.3 times faster on one thread
 and 4.6 on two; of the real ones ours is within 5 % of the fastest, and a token within 3 % of a bare loop over the same
 graph. Beside it: llama.cpp's Q4_0, the int4 graph of onnxruntime-genai's builder in plain ONNX Runtime and in its own
-generator, OpenVINO's int4.
+generator, OpenVINO's int4. A recipe for a real model: recipes/llm/llama-w4a16-gptq.yaml.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Random models of 12 layers (hidden 1024, feed-forward 2816, 32,000 tokens): one with a gated delta rule in three of four
 layers, one with attention in all, in 4 bits by `rtn`, on two threads, in our runtime. Each is measured in a process of
 its own that reads a prompt of 4,096 tokens and then 32 single ones; the processes take turns. Claims: a token of the
-hybrid takes no longer than the twin's, and its process less memory. Beside them, not as a claim: the prompt's time.
+hybrid takes no longer than the twin's, and its process less memory. Beside them, not as a claim: the prompt's time. A
+recipe for a real model: recipes/llm/llama-w4a16-gptq.yaml.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ SCRIPTS = (
     "one_billion",
     "shards_memory",
     "decode",
+    "hybrid",
     "kill_resume",
     "triton_server",
     "gate_confidence",

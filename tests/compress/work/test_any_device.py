@@ -77,6 +77,7 @@ TO_DEVICE = {
     "rounding/hadamard.py": "the rotation",
     "rounding/learned_batches.py": "samples",
     "work/awq.py": "a sample of rows",
+    "work/block_layers.py": "rows that were rounded, for their error",
     "work/mixed_bits.py": "what was drawn, and rows that were rounded",
     "work/rotate.py": "what is rotated",
     "work/tune.py": "the whole model",
