@@ -19,10 +19,10 @@ Rows = np.ndarray
 
 
 EVALUATIONS = 20
-"""Looks at the samples held out, in a run."""
-LOOKING = 0.1
-"""Part of the time that may have gone into looks when a further one is over, but for the first and the last. Of
-ResNet-56 on one thread a look at 2,500 images takes six steps' time: twenty of them left a course of a minute nine."""
+"""Evaluations on the samples held out, in a run."""
+EVALUATING = 0.1
+"""Part of the time that may have gone into evaluations when a further one is over, but for the first and the last. Of
+ResNet-56 on one thread one on 2,500 images takes six steps' time: twenty of them left a training of a minute nine."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,14 @@ def progress_made(schedule: TrainingSchedule, step: int, seconds: float) -> floa
     return min(max(step / max(schedule.steps, 1), spent), 1.0)
 
 
-def is_look_due(schedule: TrainingSchedule, step: int, seconds: float, n_looks: int, looking_s: float) -> bool:
-    """Return whether the time that is spent asks for a further look. `n_looks`: taken, that at the start included."""
-    if schedule.max_seconds is None or not n_looks:
+def is_evaluation_due(
+    schedule: TrainingSchedule, step: int, seconds: float, n_evaluations: int, evaluating_s: float
+) -> bool:
+    """Return whether the time that is spent asks for a further one. `n_evaluations`: made, the first included."""
+    if schedule.max_seconds is None or not n_evaluations:
         return False
-    asked = EVALUATIONS * progress_made(schedule, step, seconds) >= n_looks
-    return asked and looking_s * (n_looks + 1) / n_looks <= LOOKING * seconds
+    asked = EVALUATIONS * progress_made(schedule, step, seconds) >= n_evaluations
+    return asked and evaluating_s * (n_evaluations + 1) / n_evaluations <= EVALUATING * seconds
 
 
 def learning_rate(schedule: TrainingSchedule, step: int, seconds: float) -> float:

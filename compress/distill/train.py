@@ -29,7 +29,7 @@ from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.schedule import (
     Rows,
     TrainingSchedule,
-    is_look_due,
+    is_evaluation_due,
     learning_rate,
     progress_made,
     split_rows,
@@ -284,10 +284,10 @@ class _Training:
     def _judge(self) -> None:
         """Look, end and save where it is time, after a step."""
         schedule, log = self.schedule, self.log
-        seconds, n_looks = self._agreed_seconds(), len(log.evaluations)
+        seconds, n_evaluations = self._agreed_seconds(), len(log.evaluations)
         late = schedule.max_seconds is not None and seconds >= schedule.max_seconds
         last = late or log.step == schedule.steps
-        due = is_look_due(schedule, log.step, seconds, n_looks, self._agree(log.looking_s))
+        due = is_evaluation_due(schedule, log.step, seconds, n_evaluations, self._agree(log.evaluating_s))
         if last or due or log.step % schedule.evaluate_every == 0:
             self._evaluate()
         if last:
@@ -304,7 +304,7 @@ class _Training:
             begun = time.monotonic()
             if self.log.look(self._compute_held_out_loss()):
                 self.best = module_state(self.module)
-            self.log.looking_s += time.monotonic() - begun
+            self.log.evaluating_s += time.monotonic() - begun
         self.options.log(line(self.options.name, self.log, self.schedule, self._seconds()))
 
     def _compute_held_out_loss(self) -> float:

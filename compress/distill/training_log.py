@@ -18,12 +18,12 @@ class TrainLog:
 
     Losses on the samples held out: `start_loss`, and `best_loss` after `best_step` steps (0: the start was best); None
     where none are held out. `curve`: (step, mean loss of the steps since the last point); `evaluations`: (step, loss
-    held out), which took `looking_s` in all. `end`: "steps", "time" or "diverged".
+    held out), which took `evaluating_s` in all. `end`: "steps", "time" or "diverged".
     """
 
     step: int = 0
     seconds: float = 0.0
-    looking_s: float = 0.0
+    evaluating_s: float = 0.0
     start_loss: float | None = None
     best_loss: float | None = None
     best_step: int = 0

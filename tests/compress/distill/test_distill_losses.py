@@ -25,7 +25,7 @@ from compress.distill.losses import (
     set_loss,
 )
 from compress.distill.objective import pair_modules, uniform
-from compress.distill.schedule import is_look_due, learning_rate, split_rows, step_random, step_rows
+from compress.distill.schedule import is_evaluation_due, learning_rate, split_rows, step_random, step_rows
 from compress.errors import PassError
 from runtime.encode.preprocess import TextPreprocess, pool
 
@@ -145,9 +145,9 @@ def test_rates_rise_and_fall() -> None:
     assert [learning_rate(schedule, s, 0) for s in (0, 4, 9, 50)] == pytest.approx(expected)
     short = replace(schedule, steps=10_000, warmup=1_000, max_seconds=10.0)
     assert learning_rate(short, 50, 0.5) == pytest.approx(0.5 * falls[5])  # warm-up is a tenth of the time there is
-    assert [is_look_due(short, 50, seconds, 1, 0.01) for seconds in (0.4, 0.6)] == [False, True]
-    assert not is_look_due(short, 50, 6.0, 1, 0.4) and is_look_due(short, 50, 9.0, 1, 0.4)  # two take 0.8 s
-    assert not is_look_due(schedule, 50, 9, 1, 0.0)
+    assert [is_evaluation_due(short, 50, seconds, 1, 0.01) for seconds in (0.4, 0.6)] == [False, True]
+    assert not is_evaluation_due(short, 50, 6.0, 1, 0.4) and is_evaluation_due(short, 50, 9.0, 1, 0.4)  # two take 0.8 s
+    assert not is_evaluation_due(schedule, 50, 9, 1, 0.0)
     timed = replace(schedule, max_seconds=10.0)
     assert learning_rate(timed, 20, 5.0) == pytest.approx(0.5) and learning_rate(timed, 20, 10.0) == 0
 
