@@ -53,7 +53,7 @@ def measure(call: Call) -> Measured:
     subject = stories_subject(call.bench, MODEL, call.quick)
     rows = [float_row(subject)]
     for name in call.choose(SCHEMES, quick=2):
-        rows.append(row_of(subject, "compressed-tensors' range", name) | {"nats": subject.score(ranged(subject, name))})
+        rows.append(row_of(subject, "compressed-tensors' range", name) | subject.score(ranged(subject, name)))
         for made_by, usual in PASSES.items():
             passes = OTHERWISE.get((made_by, name), usual % name)
             rows += [our_row(subject, made_by, name, passes, call)] if passes else []
@@ -71,7 +71,7 @@ def our_row(subject: Subject, made_by: str, scheme: str, passes: str, call: Call
     sets = (*ONLY_WHAT_IS_SCORED["text-generation"], f"passes={passes}")
     apply_recipe(RECIPE, (f"vars.bench={call.bench}", *sets), bundle, call.out / f"{name}-cache")
     report = json.loads((bundle / "report.json").read_text(encoding="utf-8"))
-    found = row_of(subject, made_by, scheme) | {"nats": subject.score(load_unpacked(checkpoint_of(bundle)))}
+    found = row_of(subject, made_by, scheme) | subject.score(load_unpacked(checkpoint_of(bundle)))
     stated = {"reported": metric(report, "candidate", "nll"), "kl_token": metric(report, "candidate", "kl_token")}
     return found | stated
 

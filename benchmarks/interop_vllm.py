@@ -4,12 +4,14 @@ vLLM takes no heads below 32 channels, so the model is written with heads twice 
 function). Of each format: vLLM's nats per token on 20 stories are those that the bundle's report has of the checkpoint,
 within 0.002, and within 0.01 where inputs are rounded too (bfloat16 puts some on another number); and no token of its
 greedy answers is less likely, by the checkpoint's own logits in float32, than the likeliest by more than 0.5: what
-bfloat16 makes of logits. A format that only a GPU takes has a row with vLLM's own words, and decides nothing.
+bfloat16 makes of logits. A format that only a GPU takes has a row with vLLM's own words, and decides nothing. Likewise
+two mixtures and two hybrids of random weights.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +46,42 @@ class Format:
     """On the difference in nats; None: what vLLM does or says is shown, and decides nothing."""
     stored: str = ""
     """More of the export: "format: gptq"."""
+    family: str = ""
+    """Of a model of random weights (FAMILIES); empty: the story teller."""
 
 
 def rtn(scheme: str, *more: str) -> str:
     return "{" + ", ".join(["kind: rtn", f"scheme: {scheme}", *more]) + "}"
 
 
+SHAPE = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
+    "qwen3_next": EXPERTS | RECURRENT | {"shared_expert_intermediate_size": 64},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+}
+"""transformers' model type -> what its configuration has beside SHAPE."""
 G32 = "group_size: 32"
 SPARSE = '{kind: sparsify, pattern: "2:4"}'
 KEPT = "ignore: [lm_head, model.layers.0.mlp.down_proj, model.layers.1.self_attn.o_proj]"
@@ -81,6 +113,11 @@ FORMATS = (
     ),
     Format("W4A16, a head of its own", rtn("W4A16", G32, "ignore: []"), None),
     Format("fp8 cache", "{kind: kv_cache, scheme: fp8}", None),
+    *(
+        Format(f"{family}, {name}", passes, None, family=family)
+        for family in FAMILIES
+        for name, passes in (("float", ""), ("W4A16", rtn("W4A16", G32)))
+    ),
 )
 
 
@@ -96,9 +133,10 @@ class Written:
 
 def measure(call: Call) -> Measured:
     wide = write_wider_heads(call.bench / MODEL, call.out / "wide")
+    chosen = [form for form in FORMATS if form.name in call.choose((form.name for form in FORMATS), quick=2)]
+    models = {family: write_random(family, wide, call.out) for family in {form.family for form in chosen} - {""}}
     stories = encode_stories(wide, read_stories(call.bench, (EVALUATED[0], EVALUATED[0] + STORIES)))
-    chosen = call.choose((form.name for form in FORMATS), quick=2)
-    written = [write_format(form, wide, call) for form in FORMATS if form.name in chosen]
+    written = [write_format(form, models.get(form.family, wide), call) for form in chosen]
     prompts = [story[:PROMPT_TOKENS] for story in stories[:PROMPTS]]
     answers = {} if call.ours else ask(written, stories, prompts, call.out)
     rows, claims = [], []
@@ -107,6 +145,18 @@ def measure(call: Call) -> Measured:
         rows.append(row)
         claims += bars
     return claims, rows
+
+
+def write_random(family: str, tokenized: Path, out: Path) -> Path:
+    """A model of random weights as a folder, with the tokenizer of another; returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = out / family
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **FAMILIES[family])).save_pretrained(folder)
+    for path in tokenized.glob("*token*"):
+        shutil.copyfile(path, folder / path.name)
+    return folder
 
 
 def write_format(form: Format, model: Path, call: Call) -> Written:

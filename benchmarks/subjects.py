@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,14 @@ AUTOROUND = Peer("auto-round", "autoround_tune.py", venv="autoround")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, what it is calibrated on, and its score: `metric` of a module as `load` gives it."""
+    """A model, what it is calibrated on, and its scores by name, of a module as `load` gives it."""
 
     name: str
     folder: Path
     task: str
-    metric: str
     calibration: list[Batch]
     load: Callable[[Path], Any]
-    score: Callable[[Any], float]
+    score: Callable[[Any], dict[str, float]]
 
 
 def stories_subject(bench: Path, name: str, quick: bool) -> Subject:
@@ -55,9 +53,12 @@ def stories_subject(bench: Path, name: str, quick: bool) -> Subject:
     first, last = CALIBRATED
     calibration = encode_stories(folder, read_stories(bench, (first, first + 16 if quick else last)))
     evaluated = encode_stories(folder, read_stories(bench, EVALUATED)[: 20 if quick else None])
-    score = partial(nats_per_token, stories=evaluated)
+
+    def score(model: Any) -> dict[str, float]:
+        return {"nats": nats_per_token(model, evaluated)}
+
     batches = [{"input_ids": np.array([ids])} for ids in calibration]
-    return Subject(name, folder, "text-generation", "nats", batches, load_causal, score)
+    return Subject(name, folder, "text-generation", batches, load_causal, score)
 
 
 def minilm_subject(bench: Path, recipe: Path, quick: bool) -> Subject:
@@ -66,11 +67,11 @@ def minilm_subject(bench: Path, recipe: Path, quick: bool) -> Subject:
     sentences = read_sentences(bench / STSB_DEV, 50 if quick else None)
     reference = embed(load_encoder(folder), folder, sentences)
 
-    def score(model: Any) -> float:
-        return mean_cosine(embed(model, folder, sentences), reference)
+    def score(model: Any) -> dict[str, float]:
+        return {"cosine": mean_cosine(embed(model, folder, sentences), reference)}
 
     texts = recipe_texts(recipe, bench)[: 16 if quick else None]
-    return Subject("minilm", folder, "feature-extraction", "cosine", _encode(folder, texts), load_encoder, score)
+    return Subject("minilm", folder, "feature-extraction", _encode(folder, texts), load_encoder, score)
 
 
 def recipe_texts(recipe: Path, bench: Path) -> list[str]:
@@ -99,12 +100,12 @@ def row(subject: Subject, made_by: str, bits: int, group: int, **more: Any) -> R
 
 
 def float_row(subject: Subject) -> Row:
-    return row(subject, "float", 32, 0) | {subject.metric: subject.score(subject.load(subject.folder))}
+    return row(subject, "float", 32, 0, **subject.score(subject.load(subject.folder)))
 
 
 def scored(subject: Subject, weights: Path) -> dict[str, float]:
-    """{metric: value} of the subject with other weights."""
-    return {subject.metric: subject.score(with_weights(subject.load(subject.folder), weights))}
+    """The subject's scores with other weights."""
+    return subject.score(with_weights(subject.load(subject.folder), weights))
 
 
 def llmcompressor_row(subject: Subject, method: str, bits: int, group: int, call: Call) -> Row:
@@ -113,8 +114,8 @@ def llmcompressor_row(subject: Subject, method: str, bits: int, group: int, call
     return _peer_row(subject, LLMCOMPRESSOR, f"llm-compressor {method}", bits, group, job, subject.calibration, call)
 
 
-def autoround_row(subject: Subject, bits: int, group: int, call: Call) -> Row:
-    job = {"iters": 2 if call.quick else ITERATIONS}
+def autoround_row(subject: Subject, bits: int, group: int, call: Call, iterations: int = ITERATIONS) -> Row:
+    job = {"iters": 2 if call.quick else iterations}
     rows = equal_rows(subject.calibration, ROW_TOKENS)
     return _peer_row(subject, AUTOROUND, "auto-round", bits, group, job, rows, call)
 
@@ -173,9 +174,9 @@ def our_row(subject: Subject, ours: Ours, bits: int, group: int, call: Call) -> 
     except (RunError, CallError) as error:
         return found | {"failed": str(error)}
     folder = checkpoint_of(bundle)
-    score = subject.score(subject.load(folder))
     ratio = weights_bytes(subject.folder) / weights_bytes(folder)
-    return found | {"seconds": pass_seconds(bundle, ours.passes), "times_smaller": ratio, subject.metric: score}
+    more = {"seconds": pass_seconds(bundle, ours.passes), "times_smaller": ratio}
+    return found | more | subject.score(subject.load(folder))
 
 
 def weights_bytes(folder: Path) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Protocol
 
+import numpy as np
+
 from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.columns import Array
 from runtime.bundle.files import model_files
@@ -115,6 +117,23 @@ class OnnxRuntimeSession:
             raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
         return dict(zip(names, results, strict=True))
 
+    def run_into(self, feeds: Feeds, name: str, out: Array) -> None:
+        """Run one call for one output alone, written into `out`: C-contiguous, of its shape and dtype. BundleError.
+
+        `run` gives a copy of what ONNX Runtime then keeps for the next call, in memory that grows in powers of two: of
+        512 tokens' logits over 152,000 words 0.3 GiB and 0.5.
+        """
+        handle = check_open(self.path, self.handle)
+        check_feeds(self.inputs, feeds)
+        binding, held = handle.io_binding(), {given: np.ascontiguousarray(array) for given, array in feeds.items()}
+        for given, array in held.items():
+            binding.bind_ortvalue_input(given, make_value(array, "cpu"))
+        binding.bind_ortvalue_output(name, make_value(out, "cpu"))
+        try:
+            handle.run_with_iobinding(binding)
+        except failures() as error:
+            raise BundleError(f"{self.path}: ONNX Runtime could not run the model: {error}") from error
+
     def takes(self, name: str) -> bool:
         """Return whether the graph has an input of that name that need not be given."""
         handle = check_open(self.path, self.handle)
@@ -142,6 +161,12 @@ def session_options(threads: int) -> SessionOptions:
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     settings.log_severity_level = _ERROR
     return settings
+
+
+def make_value(array: Array, device: str) -> DeviceValue:
+    """Return the array as a tensor on a device: on the CPU its own memory, which is kept alive."""
+    value: DeviceValue = onnxruntime_library().OrtValue.ortvalue_from_numpy(array, device)
+    return value
 
 
 def check_threads_start(threads: int) -> None:

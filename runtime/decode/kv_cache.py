@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session, Stateful
 from runtime.backends.base import check_open
-from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures
+from runtime.backends.onnxruntime_cpu import Binding, OnnxRuntimeSession, failures, make_value
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import LOGITS_TO_KEEP, SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
@@ -189,11 +189,11 @@ class BoundKeys:
         """Begin a batch, nothing read yet. UsageError where a buffer of fixed length has less room than `capacity`."""
         self._binding, self._single = check_open(self._session.path, self._session.handle).io_binding(), None
         for name, array in (given or {}).items():
-            self._binding.bind_ortvalue_input(name, _make_value(array, self._session.device))
+            self._binding.bind_ortvalue_input(name, make_value(array, self._session.device))
         pairs = self._cache.pairs()
         shapes = self._cache.shapes(n_rows, self._past_length(self._inputs[pairs[0][0]], capacity))
         for past, present in pairs:
-            buffer = _make_value(np.zeros(shapes[past], self._inputs[past].dtype), self._session.device)
+            buffer = make_value(np.zeros(shapes[past], self._inputs[past].dtype), self._session.device)
             self._binding.bind_ortvalue_input(past, buffer)
             if self._cache.shared_buffer:
                 self._binding.bind_ortvalue_output(present, buffer)
@@ -204,11 +204,11 @@ class BoundKeys:
         for name, array in feeds.items():
             binding.bind_cpu_input(name, array)
         if self._keeps:
-            binding.bind_ortvalue_input(LOGITS_TO_KEEP, _make_value(np.array([n_logits]), "cpu"))
+            binding.bind_ortvalue_input(LOGITS_TO_KEEP, make_value(np.array([n_logits]), "cpu"))
         if logits is None:
             binding.bind_output("logits")
         else:
-            binding.bind_ortvalue_output("logits", _make_value(logits, "cpu"))
+            binding.bind_ortvalue_output("logits", make_value(logits, "cpu"))
         if not self._cache.shared_buffer:
             for _, present in self._cache.pairs():
                 binding.bind_output(present, self._session.device)
@@ -244,14 +244,6 @@ class BoundKeys:
         if isinstance(fixed, int) and capacity > fixed:
             raise UsageError(f"{capacity} tokens do not fit into the graph's cache of {fixed}")
         return fixed if isinstance(fixed, int) else capacity
-
-
-def _make_value(array: Array, device: str) -> DeviceValue:
-    """Return the array as a tensor on a device: on the CPU its own memory, which is kept alive."""
-    from onnxruntime import OrtValue
-
-    value: DeviceValue = OrtValue.ortvalue_from_numpy(array, device)
-    return value
 
 
 class StateKeys:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from runtime.backends import Session
+from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession
 from runtime.bundle.columns import Array, Columns, count
 from runtime.clock.machine import count_cores
 from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder
@@ -113,19 +114,21 @@ def logit_rows(
 ) -> Iterator[tuple[int, list[Array]]]:
     """Yield (sample, each model's logits [t - 1, vocab] after each of its tokens but the last), longest samples first.
 
-    The last token is only predicted: the models do not read it.
+    The last token is only predicted: the models do not read it. Logits last until those of the next batch.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
     encoders = [replace(encoder, inputs=session.inputs) for session in sessions]
     vocab = max(vocab_size(session) for session in sessions) or encoder.vocab_size or 1
     batches = list(split_batches(sequences, batch_size, vocab))
+    most = max((len(rows) * (len(sequences[rows[0]]) - 1) for rows in batches), default=0)
+    rooms = [make_room(session, most) for session in sessions]
     for number in progress(range(len(batches)), "batches of texts"):
         rows = batches[number]
         batch = [sequences[row][:-1] for row in rows]
         all_logits = [
-            run_logits(session, model_encoder.feeds(batch))
-            for session, model_encoder in zip(sessions, encoders, strict=True)
+            run_logits(session, model_encoder.feeds(batch), out=room)
+            for session, model_encoder, room in zip(sessions, encoders, rooms, strict=True)
         ]
         sizes = {logits.shape[-1] for logits in all_logits}
         if len(sizes) > 1:
@@ -204,8 +207,25 @@ def vocab_size(session: Session) -> int:
     return last if isinstance(last, int) else 0
 
 
-def run_logits(session: Session, feeds: dict[str, Array], tokens: str = "input_ids") -> Array:
-    """Return the logits of one call, float [n, t, vocab], at the input `tokens`; no other output is asked for."""
+def make_room(session: Session, n_tokens: int) -> Array | None:
+    """Return memory for the logits of so many tokens [tokens, vocab]; None where the session makes its own."""
+    spec = next((spec for spec in session.outputs if spec.name == "logits"), None)
+    free = spec is not None and [isinstance(size, int) for size in spec.shape] == [False, False, True]
+    if not free or not isinstance(session, OnnxRuntimeSession):
+        return None
+    return np.empty((n_tokens, spec.shape[2]), spec.dtype)
+
+
+def run_logits(session: Session, feeds: dict[str, Array], tokens: str = "input_ids", out: Array | None = None) -> Array:
+    """Return the logits of one call, float [n, t, vocab], at the input `tokens`; no other output is asked for.
+
+    `out`: what `make_room` gave, which they are written into.
+    """
+    if out is not None and isinstance(session, OnnxRuntimeSession):
+        n_rows, width = feeds[tokens].shape
+        logits = out[: n_rows * width].reshape(n_rows, width, -1)
+        session.run_into(feeds, "logits", logits)
+        return logits
     if "logits" not in {spec.name for spec in session.outputs}:
         names = ", ".join(spec.name for spec in session.outputs)
         raise BundleError(f"a language model has an output 'logits'; this has {names}")
