@@ -19,7 +19,7 @@ import numpy as np
 from runtime import Bundle, open_bundle
 from runtime.bundle.columns import Array
 from runtime.decode.generate import Generator, Request
-from runtime.decode.scoring import language_encoder, logit_rows
+from runtime.decode.scoring import language_encoder, logit_pieces
 from runtime.errors import MissingDependency, UsageError
 from runtime.metrics.fidelity import log_softmax
 from runtime.processes.endings import end_command
@@ -129,14 +129,17 @@ class Scorer:
         late = next((n for ids, n in cut if n >= len(ids)), None)
         if late is not None:
             raise UsageError(f"a continuation of {late} tokens leaves no context within {self.length}")
-        results: dict[int, tuple[float, bool]] = {}
-        rows = logit_rows([self.bundle.session], self.encoder, [ids for ids, _ in cut], self.batch_size)
-        for row, (logits,) in rows:
+        results = [(0.0, True)] * len(cut)
+        pieces = logit_pieces([self.bundle.session], self.encoder, [ids for ids, _ in cut], self.batch_size)
+        for row, places, (logits,) in pieces:
             ids, n = cut[row]
-            scores = log_softmax(logits[-n:].astype(np.float64))  # [n, vocab]
-            chosen = np.take_along_axis(scores, ids[-n:, None], axis=1)
-            results[row] = float(chosen.sum()), bool((scores.argmax(axis=1) == ids[-n:]).all())
-        return [results[row] for row in range(len(cut))]
+            first = max(len(ids) - 1 - n - places.start, 0)
+            targets = ids[1:][places][first:]
+            scores = log_softmax(logits[first:].astype(np.float64))  # [of the last n, vocab]
+            chosen = np.take_along_axis(scores, targets[:, None], axis=1)
+            total, sure = results[row]
+            results[row] = total + float(chosen.sum()), sure and bool((scores.argmax(axis=1) == targets).all())
+        return results
 
 
 def windows(ids: Array, prefix: int, length: int) -> Iterator[tuple[Array, int]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from compress.blocks import heap
 from compress.blocks.device import choose_device
 from compress.blocks.engine_arithmetic import rounding_notes
 from compress.blocks.materialise import plain
@@ -436,6 +437,7 @@ def _run_bundle(
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
     backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
     told = run.run_log.progress
+    heap.return_all()  # what the passes have freed: two models are loaded now
     return keep_both(
         run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
     )

@@ -13,6 +13,7 @@ REMEDIES = {
     "other_operators": "passes:\n  - kind: int8\n    placement: fastest\n",
     "casts": "target: openvino\n",
     "computed_in_float": "passes:\n  - kind: rtn\n    scheme: W4A16\n",
+    "small_groups": "passes:\n  - kind: gptq\n    scheme: W4A16\n    group_size: 128\n",
     "compute_bound": "passes:\n  - kind: int8\n",
     "odd_widths": "passes:\n  - kind: prune_channels\n    round_to: 16\n",
     "no_int8_kernels": "passes:\n  - kind: prune_channels\n    ratio: 0.3\n",

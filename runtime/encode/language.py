@@ -32,6 +32,7 @@ CACHE = "past_key_values."
 IDS, LOSS_MASK, POSITIONS = "input_ids", "loss_mask", "position_ids"
 """Columns of samples that are tokens already: their ids; 1 for each token whose prediction counts, else 0; and, of rows
 that hold several samples, each token's place in its own."""
+MASK = "attention_mask"
 TEXT_SEPARATOR = "\n\n"
 """Between texts that are packed."""
 

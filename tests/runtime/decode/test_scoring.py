@@ -162,6 +162,21 @@ def test_logits_of_a_batch_have_a_bound() -> None:
     assert all(len(batch) == 1 or len(batch) * max(widths[row] for row in batch) <= 32 for batch in batches)
 
 
+@BOTH
+def test_a_long_text_is_read_in_pieces(tiny: Any, tmp_path: Path, shared: bool) -> None:
+    session = tiny.open_onnx(tiny.decoder_model(tmp_path / "model.onnx", shared=shared))
+    own, rows = encoder(tiny, tmp_path, session), [np.arange(n) for n in (3, 16, 9)]
+    for most in (4 * 258, 4 * 258 * 7):
+        found: dict[int, list[tuple[slice, np.ndarray]]] = {}
+        for row, places, (logits,) in scoring.logit_pieces([session], own, rows, 2, most_bytes=most):
+            found.setdefault(row, []).append((places, logits.copy()))
+        assert max(len(logits) for pieces in found.values() for _, logits in pieces) * 4 * 258 <= most
+        for row, pieces in found.items():
+            whole = tiny.decoder_logits(tiny.decoder_weights(), rows[row].tolist())[: len(rows[row]) - 1]
+            assert [place for places, _ in pieces for place in range(len(whole))[places]] == [*range(len(whole))]
+            np.testing.assert_allclose(np.concatenate([logits for _, logits in pieces]), whole, atol=1e-4)
+
+
 def test_neither_the_order_nor_the_batch_size_nor_the_chunks_change_the_sums(
     tiny: Any, tmp_path: Path, session: Session
 ) -> None:

@@ -20,6 +20,7 @@ from compress.recipe.remedies import REMEDIES
 from runtime.bundle.onnx_file import Graph, GraphNode
 from runtime.clock.peaks import Peaks, Product
 from runtime.judge import causes
+from runtime.judge.causes import Cause
 from runtime.judge.twins import ProfiledPair, match_twins
 from runtime.judge.why import Explanation, explain
 from runtime.measure.profile import NodeTime, Profile, Tensor
@@ -224,6 +225,21 @@ def test_few_bits_computed_in_float_are_named_where_a_trial_shows_the_gain(tmp_p
         look(with_times(profile(few_bits(tmp_path / "4.onnx", 4), FEW), {"MatMulNBits": 1.0}), trials=trials).causes
         == ()
     )
+
+
+def test_small_groups_are_named_where_a_trial_shows_the_gain() -> None:
+    def trials(products: Sequence[Product]) -> list[float | None]:
+        return [1.0 if product.block < 128 else 0.6 for product in products]
+
+    def seek(trials: Any, width: int = 384, **integers: int) -> tuple[Cause, ...]:
+        return look(recorded([matrix_node("layer", "MatMulNBits", 1, width, 1.0, **integers)]), trials=trials).causes
+
+    (cause,) = seek(trials)
+    assert cause.kind == "small_groups" and cause.saves_ms == pytest.approx(0.4)
+    assert "every 32 weights" in cause.seen and "0.6 ms in groups of 128" in cause.why
+    assert "group_size: 128" in cause.recipe
+    assert seek(trials, block_size=128) == seek(trials, width=352) == ()
+    assert seek(lambda products: [1.0] * len(products)) == ()
 
 
 def matrix_node(name: str, operator: str, rows: int, width: int, ms: float, **integers: int) -> NodeTime:
