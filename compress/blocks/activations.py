@@ -205,12 +205,15 @@ class Interned:
         self._seen.clear()
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `change` applied to every tensor in its tuples, lists and dicts; other objects stay."""
-    if isinstance(value, Tensor):
+def map_tensors(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """Return `value` with `change` applied to every tensor in its tuples, lists and dicts; other objects stay.
+
+    `kind`: what is changed in the place of tensors.
+    """
+    if isinstance(value, kind):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change, kind) for item in value)
     if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change, kind) for key, item in value.items()}
     return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from compress.blocks.stream_memory import HELD_BYTES
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.work import AFTER, BEFORE, BatchFlow, Planned, Work
 from compress.context import PassContext
+from compress.errors import PassError
 from compress.store.durable import temporary_folder
 
 Cotangent = Callable[[int, Tensor, Tensor | None], Tensor]
@@ -99,20 +100,25 @@ class _Backward:
         if len(inside) * sum(hidden.get().nbytes for hidden in flow.hidden) > HELD_BYTES:
             flow.holder = Holder(self.held.enter_context(temporary_folder()))
         inputs = [self._advance(entry, flow) for entry in inside]
+        if flow.hands_on_floats:
+            raise PassError(
+                f"{inside[0].name}: blocks read numbers of the one before beside its hidden state, through which no "
+                "gradient is sent back; use a pass that needs none, as gptq"
+            )
         last = Planned(len(self.plan), AFTER, self.after)
         yield from self._open(last, list(flow.hidden))
-        for entry, held in zip(reversed(inside), reversed(inputs), strict=True):
+        for entry, (held, flow.beside) in zip(reversed(inside), reversed(inputs), strict=True):
             yield from self._open(entry, held)
         for entry in self.plan:
             if entry.name == BEFORE and entry.block is None:
                 yield from self._open(entry, None)
 
-    def _advance(self, entry: Planned, flow: BatchFlow) -> list[HeldTensor]:
-        """Send the data through a block; return what it read."""
-        held = list(flow.hidden)
+    def _advance(self, entry: Planned, flow: BatchFlow) -> tuple[list[HeldTensor], list[dict[int, Any]]]:
+        """Send the data through a block; return the hidden states that it read, and what beside them."""
+        held = list(flow.hidden), list(flow.beside)
         block = self.work.open(entry)
         with torch.no_grad():
-            flow.advance(block.forward(i) for i in range(len(held)))
+            flow.advance(block.forward(i) for i in range(len(held[0])))
         block.close()
         self.work.release()
         return held

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.activations import Interned, map_tensors
+from compress.blocks.activations import HeldTensor, Interned, map_tensors
 from compress.errors import PassError
 
 Slot = int | str
@@ -39,36 +39,51 @@ class Form:
         hidden = out if self.element is None else out[self.element]
         return hidden
 
-    def give_hidden(self, hidden: Tensor) -> Any:
+    def give_hidden(self, hidden: Tensor, block: int) -> Any:
+        """Return what the k-th block gives, in a run in which it does not run."""
         if self.element is None:
             return hidden
-        return tuple(hidden if k == self.element else _NOT_THERE for k in range(self.length))
+        return tuple(hidden if k == self.element else Beside(block, k) for k in range(self.length))
+
+    def exchange_hidden(self, out: Any, hidden: Tensor) -> Any:
+        """Return what a block gave, with another hidden state."""
+        if self.element is None:
+            return hidden
+        return tuple(hidden if k == self.element else item for k, item in enumerate(out))
 
 
-class _NotThere:
-    """Stands for what a block gives beside its hidden state, in a run in which it did not run."""
+@dataclass(frozen=True)
+class Beside:
+    """Stands for what the k-th block gives beside its hidden state, in a run in which it did not run."""
 
-
-_NOT_THERE = _NotThere()
+    block: int
+    element: int
 
 
 @dataclass(frozen=True)
 class Template:
     """The arguments of one call of one block, without its hidden state, which goes into `slot`.
 
-    `added`: what is added to the hidden state on its way from the block before; None: nothing.
+    `added`: what is added to the hidden state on its way from the block before; None: nothing. Where the block reads
+    more of the one before, at these elements `beside` of what it gives, the arguments hold `Beside`.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     slot: Slot
     added: Tensor | None = None
+    beside: tuple[int, ...] = ()
 
-    def fill(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill(self, hidden: Tensor, beside: Mapping[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call. `beside`: what the block before gave at those elements, its tensors held."""
         hidden = hidden if self.added is None else hidden + self.added
+        args, kwargs = self.args, dict(self.kwargs)
+        if self.beside:
+            given = {k: map_tensors(value, HeldTensor.get, HeldTensor) for k, value in beside.items()}
+            args, kwargs = map_tensors((args, kwargs), lambda mark: given[mark.element], Beside)
         if isinstance(self.slot, int):
-            return (*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]), dict(self.kwargs)
-        return self.args, {**self.kwargs, self.slot: hidden}
+            return (*args[: self.slot], hidden, *args[self.slot + 1 :]), kwargs
+        return args, {**kwargs, self.slot: hidden}
 
 
 @dataclass(frozen=True)
@@ -104,18 +119,18 @@ def forms_of(
     run: Callable[[], Any], names: Sequence[str], blocks: Sequence[nn.Module], real: Called
 ) -> tuple[Form, ...]:
     """Return the form of each block's output. The first block of each class runs for real: `real(k, args, kwargs)`."""
-    known: dict[type, Form] = {}
+    known: dict[type, tuple[Form, Any]] = {}
     forms: list[Form] = []
 
     def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(blocks[number]) not in known:
             out = real(number, args, kwargs)
-            known[type(blocks[number])] = _find_form(out, names[number])
-        form = known[type(blocks[number])]
+            known[type(blocks[number])] = _find_form(out, names[number]), out
+        form, out = known[type(blocks[number])]
         forms.append(form)
         if len(forms) == len(blocks):
             raise StopForward
-        return form.give_hidden(first_hidden(args, kwargs, names[number]))
+        return form.exchange_hidden(out, first_hidden(args, kwargs, names[number]))
 
     with standing_in(blocks, call):
         try:
@@ -132,7 +147,7 @@ def passage(
 
     The hidden state is the argument that is the very tensor which the block before gave, or that with something added
     which does not depend on it (features of an image): seen by a second run, in which blocks hand on zeros. PassError
-    where there is none, or where a block reads something else of what an earlier one gave.
+    where there is none, or where a block reads something else of what one gave that is not the one before.
     """
     entered = _record_passage(run, names, blocks, forms, intern, lambda hidden: hidden.view_as(hidden))
     if all(template.added is None for template in entered.templates):
@@ -168,13 +183,14 @@ def _record_passage(
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     slots: list[Slot] = []
     added: list[Tensor | None] = [None]
+    read: list[tuple[int, ...]] = []
     given: Tensor | None = None
 
     def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal given
         if number != len(calls):
             raise PassError(f"{names[number]}: runs out of order or more than once; {NO_STREAM}")
-        _refuse_other_outputs(args, kwargs, names[number])
+        read.append(_list_beside(number, args, kwargs, names))
         if given is not None:
             slot, more = _find_slot(given, args, kwargs, names[number], names[number - 1])
             slots.append(slot)
@@ -183,7 +199,7 @@ def _record_passage(
         if len(calls) == len(blocks):
             raise StopForward
         given = hand_on(first_hidden(args, kwargs, names[0]) if given is None else given)  # an object of its own
-        return forms[number].give_hidden(given)
+        return forms[number].give_hidden(given, number)
 
     with standing_in(blocks, call):
         try:
@@ -191,14 +207,12 @@ def _record_passage(
         except StopForward:
             pass
         else:
-            raise PassError(
-                f"{names[len(calls)]}: the model's forward does not run it; it cannot be worked on in a stream"
-            )
+            raise PassError(f"{names[len(calls)]}: the model's forward does not run it; {NO_STREAM}")
     hidden = first_hidden(*calls[0], names[0])
     slots.insert(0, _find_slot(hidden, *calls[0], names[0], names[0])[0])
     templates = tuple(
-        replace(_make_template(*call_args, slot, intern), added=more)
-        for call_args, slot, more in zip(calls, slots, added, strict=True)
+        replace(_make_template(*call_args, slot, intern), added=more, beside=beside)
+        for call_args, slot, more, beside in zip(calls, slots, added, read, strict=True)
     )
     intern.forget()
     return Passage(hidden, templates)
@@ -265,11 +279,18 @@ def _explain_between(name: str, before: str) -> str:
     )
 
 
-def _refuse_other_outputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-    if any(value is _NOT_THERE for value in (*args, *kwargs.values())):
-        raise PassError(
-            f"{name}: reads more of earlier blocks than their hidden state; it cannot be worked on in a stream"
+def _list_beside(
+    number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> tuple[int, ...]:
+    """Return at which elements the k-th block reads what the one before gives. PassError for an earlier one's."""
+    found: list[Beside] = []
+    map_tensors((args, dict(kwargs)), found.append, Beside)
+    if far := [mark for mark in found if mark.block != number - 1]:
+        between = (
+            f"{names[number]}: reads more of {names[far[0].block]} than its hidden state, and is not the next block"
         )
+        raise PassError(f"{between}; {NO_STREAM}")
+    return tuple(sorted({mark.element for mark in found}))
 
 
 def _make_template(args: tuple[Any, ...], kwargs: Mapping[str, Any], slot: Slot, intern: Interned) -> Template:

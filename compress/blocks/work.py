@@ -153,7 +153,7 @@ class Work:
 
         def run(i: int) -> Tensor:
             args, kwargs = calls[i].arguments()
-            return flow.forms[number].take_hidden(block(*args, **kwargs))
+            return flow.take(number, i, block(*args, **kwargs))
 
         return BlockWork(self._make_part(entry, block, layers_of(block, entry.name), calls, run))
 
@@ -218,7 +218,7 @@ class Work:
             def call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 last = number == len(blocks) - 1
                 given = hidden[i].get() if last else first_hidden(args, kwargs, self.names[number])
-                return flow.forms[number].give_hidden(given)
+                return flow.forms[number].give_hidden(given, number)
 
             with standing_in(blocks, call):
                 return first_output(module(**flow.batches[i].on(self.device).feeds))
@@ -348,7 +348,8 @@ class Work:
 class BatchFlow:
     """The activations of one process's micro-batches. `hidden` and `floats`: what the next block reads on each path.
 
-    `floats` is `hidden` itself as long as both paths are one.
+    `floats` is None as long as both paths are one. `beside` and `floats_beside`: what it reads of the block before
+    beside the hidden state, by element.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], holder: Holder, device: torch.device = CPU) -> None:
@@ -359,6 +360,12 @@ class BatchFlow:
         self.templates: list[tuple[Template, ...]] = []
         self.hidden: list[HeldTensor] = []
         self.floats: list[HeldTensor] | None = None
+        self.beside: list[dict[int, Any]] = [{} for _ in batches]
+        self.floats_beside: list[dict[int, Any]] = list(self.beside)
+        self._given = list(self.beside)
+        """As the block gave it that ran last."""
+        self.hands_on_floats = False
+        """Whether numbers go from block to block beside the hidden state."""
 
     def enter(
         self,
@@ -403,23 +410,41 @@ class BatchFlow:
 
     def _bind_arguments(self, i: int, template: Template) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return a function that gives the i-th micro-batch's arguments when called: a call holds no activations."""
-        return lambda: template.fill(self.hidden[i].get())
+        return lambda: template.fill(self.hidden[i].get(), self.beside[i])
+
+    def take(self, block: int, i: int, out: Any) -> Tensor:
+        """Return the hidden state of what the k-th block gave; what the next one reads beside it is kept."""
+        self._given[i] = self._hold_beside(block, i, out)
+        return self.forms[block].take_hidden(out)
+
+    def _hold_beside(self, block: int, i: int, out: Any) -> dict[int, Any]:
+        following = self.templates[i][block + 1 : block + 2]
+
+        def hold(tensor: Tensor) -> HeldTensor:
+            self.hands_on_floats |= tensor.is_floating_point()
+            return self.holder.hold(tensor.detach())
+
+        return {k: map_tensors(out[k], hold) for template in following for k in template.beside}
 
     def advance(self, outputs: Iterator[Tensor]) -> None:
         """Take a block's outputs as the next block's inputs; an input is dropped when its output is there."""
         for i, out in enumerate(outputs):
             self.hidden[i] = self.holder.hold(out)
+            self.beside[i] = self._given[i]
 
     def float_forward(self, block: int, forward: Callable[..., Any]) -> list[HeldTensor]:
         """Run the k-th block with float weights on the float path and return what the next block reads there."""
-        given = list(self.hidden) if self.floats is None else self.floats
+        given, beside = self.floats, self.floats_beside
+        if given is None:
+            given, beside = list(self.hidden), list(self.beside)
         with torch.no_grad():
             for i, call in enumerate(self.calls(block)):
-                args, kwargs = self.templates[i][block].fill(given[i].get())
+                args, kwargs = self.templates[i][block].fill(given[i].get(), beside[i])
                 with running(call.rows):
                     out = forward(*args, **kwargs)
                 given[i] = self.holder.hold(self.forms[block].take_hidden(out).float())
-        self.floats = given
+                beside[i] = self._hold_beside(block, i, out)
+        self.floats, self.floats_beside = given, beside
         return given
 
 

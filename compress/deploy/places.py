@@ -140,7 +140,7 @@ def _choose_artifact(manifest: Manifest, backend: str) -> Artifact:
         raise ExportError(f"docker: the bundle has no engine for {backend}; compile it: compress compile BUNDLE")
     if manifest.generates and not find_backend(backend).decoders:
         raise ExportError(f"docker: {backend} does not run decoders; use --backend onnxruntime-cpu")
-    if backend == "openvino" and artifact.cache is not None and artifact.cache.shared_buffer:
+    if backend == "openvino" and artifact.cache is not None and artifact.cache.buffers():
         raise ExportError(
             f"docker: {artifact.path} is a decoder for onnxruntime-cpu, whose attention OpenVINO does not run; add "
             "{kind: openvino} to the recipe's export, or use --backend onnxruntime-cpu"

@@ -57,7 +57,7 @@ from compress.graph.last_logits import keep_last_logits
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
-from compress.graph.specs import cache_of
+from compress.graph.specs import attention_layers, cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
 from compress.models.facts import user_line
 from compress.models.load import OnnxModel, TorchModel
@@ -177,8 +177,8 @@ def _speed_up_single_rows(model: ir.Model) -> None:
 
 
 def _keeps_integers(model: ir.Model) -> bool:
-    cache = cache_of(model)
-    return cache is not None and cache.dtype == "int8"
+    pasts = {past_name(layer, kind) for layer in attention_layers(model) for kind in ("key", "value")}
+    return bool(pasts) and all(v.dtype == ir.DataType.INT8 for v in model.graph.inputs if v.name in pasts)
 
 
 def _explain_missing_cache(kind: str, target: str) -> str:

@@ -1,8 +1,10 @@
 """Attention as com.microsoft GroupQueryAttention, which keeps past and present keys and values in one buffer.
 
 Found by pattern, in any architecture; masks and rotary angles are known by running the nodes that make them. The form
-is exact: float results differ by rounding alone. It counts tokens from the attention mask, so padding stands on the
-right (a plain graph's stands on the left), and several new tokens at once after a past go one sequence at a time.
+is exact: float results differ by rounding alone. It counts tokens from the attention mask, so each row begins with its
+first token. Where all that a graph keeps are such buffers, its texts are padded on the right. Beside layers that keep
+something else, which see no padding on the left alone, texts are padded there, and the layers that have a buffer move
+their rows to the left and back. Several new tokens at once after a past go one sequence at a time.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from compress.graph.specs import (
     cache_pairs,
     past_name,
     present_name,
+    shared_pasts,
 )
 
 DOMAIN = "com.microsoft"
@@ -42,8 +45,9 @@ SCALE_INPUT = 12
 
 @dataclass
 class _Plan:
-    """What each layer becomes; `notes` say what keeps its form."""
+    """What each layer of a copy becomes; `notes` say what keeps its form."""
 
+    model: ir.Model
     layers: list[tuple[Attention, int, tuple[Rotated, Rotated] | None]] = field(default_factory=list)
     """(attention, window, how query and key are rotated inside the node or None)."""
     tables: dict[ir.Value, np.ndarray] = field(default_factory=dict)
@@ -51,45 +55,53 @@ class _Plan:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """Which token of a row stands at each place [B, S, 1], where its first one comes first, and where it was."""
+
+    begun: ir.Value
+    back: ir.Value
+
+
 def to_group_query_attention(
     model: ir.Model, max_length: int | None = None, scales: Mapping[str, Sequence[float]] | None = None
 ) -> tuple[ir.Model, list[str]]:
-    """Return a new graph whose cached layers are all GroupQueryAttention, and notes; the same graph if one cannot be.
+    """Return a new graph whose cached layers are GroupQueryAttention where they can be, and notes on those that cannot.
 
-    `max_length`: the longest sequence; the graph's own where it is None. `scales`: attention module -> (scale of its
-    keys, of its values), for a cache of int8. Raises KeyError for a module that has none.
+    It is the same graph where none can. `max_length`: the longest sequence; the graph's own where it is None. `scales`:
+    attention module -> (scale of its keys, of its values), for a cache of int8. Raises KeyError for a module that has
+    none.
     """
     length = max_length or int(model.metadata_props.get(MAX_LENGTH, 0))
-    copy = clone(model)
-    plan = _plan_layers(copy, length)
-    if 2 * len(plan.layers) < len(cache_pairs(model)):
-        return model, [*plan.notes, "attention keeps its plain form: one buffer needs every layer to use it"]
-    _rewrite(copy, plan, scales or {})
-    stray = _name_other_readers(copy)
-    if stray:
+    plan = _plan_layers(model, length)
+    if not plan.layers:
+        return model, plan.notes
+    whole = 2 * len(plan.layers) == len(cache_pairs(model))
+    _rewrite(plan, scales or {}, None if whole else _find_first_tokens(plan.model))
+    if stray := _name_other_readers(plan.model, ["attention_mask"] if whole else []):
         return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the mask or the past too"]
-    return copy, plan.notes
+    return plan.model, plan.notes
 
 
 def _plan_layers(model: ir.Model, length: int) -> _Plan:
-    plan = _Plan()
+    plan = _Plan(clone(model))
     windows: dict[ir.Value, int] = {}
-    for layer in attention_layers(model):
+    for layer in attention_layers(plan.model):
         try:
-            attention = find_attention(model, layer)
+            attention = find_attention(plan.model, layer)
             if _get_size(attention.key, 3) != _get_size(attention.value, 3):
                 raise NotMatched("its values have another size than its keys")
             if attention.mask not in windows:
-                windows[attention.mask] = mask_window(model, attention.mask, length)
+                windows[attention.mask] = mask_window(plan.model, attention.mask, length)
         except NotMatched as error:
             plan.notes.append(f"attention of layer {layer} keeps its plain form: {error}")
             continue
-        rotations = _find_rotations(model, attention, length, plan)
+        rotations = _find_rotations(attention, length, plan)
         plan.layers.append((attention, windows[attention.mask], rotations))
     return plan
 
 
-def _find_rotations(model: ir.Model, attention: Attention, length: int, plan: _Plan) -> tuple[Rotated, Rotated] | None:
+def _find_rotations(attention: Attention, length: int, plan: _Plan) -> tuple[Rotated, Rotated] | None:
     """Find how query and key are rotated, where it is a plain rotation by position with tables of a fair size."""
     query, key = find_rotation(attention.query), find_rotation(attention.key)
     if query is None or key is None or not length:
@@ -98,24 +110,29 @@ def _find_rotations(model: ir.Model, attention: Attention, length: int, plan: _P
         return None
     for angle in (query.cos, query.sin):
         if angle not in plan.tables:
-            table = angle_table(model, angle, length)
+            table = angle_table(plan.model, angle, length)
             if table is None:
                 return None
             plan.tables[angle] = table
     return query, key
 
 
-def _rewrite(model: ir.Model, plan: _Plan, scales: Mapping[str, Sequence[float]]) -> None:
+def _rewrite(plan: _Plan, scales: Mapping[str, Sequence[float]], moved: _Moved | None) -> None:
+    """Rewrite the plan's copy in place. `moved`: None where its texts are to be padded on the right."""
+    model = plan.model
     model.opset_imports[DOMAIN] = 1
     counts = _count_tokens(model)
     tables = {
         angle: initializer(model, f"rotary/{index}", table) for index, (angle, table) in enumerate(plan.tables.items())
     }
     for attention, window, rotations in plan.layers:
-        node = _rewrite_layer(model, attention, window, rotations, counts, tables)
+        node = _rewrite_layer(model, attention, window, rotations, counts, tables, moved)
         if scales:
             _keep_integers(model, attention.layer, node, scales[attention.name])
-    _count_positions(model)
+    if moved is None:
+        _count_positions(model)
+    else:
+        _count_past(model, [attention.layer for attention, *_ in plan.layers])
     tidy(model)
 
 
@@ -130,6 +147,47 @@ def _count_tokens(model: ir.Model) -> list[ir.Value]:
     return [append(model, "Cast", [v], f"{v.name}/int32", {"to": ir.DataType.INT32}) for v in (last, most)]
 
 
+def _find_first_tokens(model: ir.Model) -> _Moved:
+    """Find where each row's tokens stand that are new to this call. Beyond its end a row has its last token again."""
+    new, zero, one = _count_new(model), _add_number(model, [0]), _add_number(model, [1])
+    end = _add_number(model, [np.iinfo(np.int64).max])
+    start = append(model, "Neg", [new], "tokens/start")
+    valid = append(model, "Slice", [_find_input(model, "attention_mask"), start, end, one], "tokens/valid")
+    padding = append(model, "ArgMax", [valid], "tokens/padding", {"axis": 1, "keepdims": 1})  # [B, 1]
+    steps = _count_steps(model, new)
+    last = append(model, "Sub", [new, one], "tokens/new/last")
+    begun = append(model, "Min", [append(model, "Add", [steps, padding], "tokens/after"), last], "tokens/begun")
+    back = append(model, "Max", [append(model, "Sub", [steps, padding], "tokens/before"), zero], "tokens/back")
+    axis = _add_number(model, [2])
+    return _Moved(*(append(model, "Unsqueeze", [v, axis], f"{v.name}/index") for v in (begun, back)))
+
+
+def _move_tokens(model: ir.Model, value: ir.Value, index: ir.Value, name: str) -> ir.Value:
+    """Return the tokens of `value` [B, S, width] in another order."""
+    moved = append(model, "GatherND", [value, index], name, {"batch_dims": 1})
+    moved.type, moved.shape = value.type, value.shape
+    return moved
+
+
+def _count_new(model: ir.Model) -> ir.Value:
+    return append(model, "Shape", [_find_input(model, "input_ids")], "tokens/new", {"start": 1})
+
+
+def _count_steps(model: ir.Model, new: ir.Value) -> ir.Value:
+    """Count the tokens of a call, int64 [S] from 0. `new`: how many they are."""
+    scalars = [_add_number(model, 0), append(model, "Squeeze", [new], "tokens/new/scalar"), _add_number(model, 1)]
+    return append(model, "Range", scalars, "tokens/steps")
+
+
+def _count_past(model: ir.Model, layers: Sequence[int]) -> None:
+    """Let what reads how long a past is read how many tokens came before: a buffer has the length of its room."""
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    length = append(model, "Sub", [values["tokens/shape"], values["tokens/new"]], "tokens/past")
+    for past in (_find_input(model, past_name(layer, kind)) for layer in layers for kind in ("key", "value")):
+        for node in [use.node for use in past.uses() if _is_size(use.node, 2)]:
+            reroute(uses_of(node.outputs[0]), length)
+
+
 def _rewrite_layer(
     model: ir.Model,
     attention: Attention,
@@ -137,6 +195,7 @@ def _rewrite_layer(
     rotations: tuple[Rotated, Rotated] | None,
     counts: Sequence[ir.Value],
     tables: Mapping[ir.Value, ir.Value],
+    moved: _Moved | None,
 ) -> ir.Node:
     layer, query, key = attention.layer, attention.query, attention.key
     heads, kept = _get_size(attention.query, 1), _get_size(attention.key, 1)
@@ -145,6 +204,8 @@ def _rewrite_layer(
         query, key = (rotated.source for rotated in rotations)
         angles = [tables[rotations[0].cos], tables[rotations[0].sin]]
     flat = [_flatten_heads(model, value) for value in (query, key, attention.value)]
+    if moved is not None:
+        flat = [_move_tokens(model, value, moved.begun, f"attention.{layer}/{i}") for i, value in enumerate(flat)]
     past = [_find_input(model, past_name(layer, kind)) for kind in ("key", "value")]
     attributes: dict[str, int | float] = {"num_heads": heads, "kv_num_heads": kept, "scale": attention.scale}
     attributes |= {"do_rotary": 1} if angles else {}
@@ -154,7 +215,11 @@ def _rewrite_layer(
     node = ir.node(ATTENTION, inputs, attributes, domain=DOMAIN, num_outputs=3, name=f"attention.{layer}")
     model.graph.append(node)
     _replace_present(model, layer, node)
-    _replace_output(model, attention.output, node.outputs[0], heads, f"attention.{layer}/output")
+    output = node.outputs[0]
+    output.name = f"attention.{layer}/output"
+    if moved is not None:
+        output = _move_tokens(model, output, moved.back, f"{output.name}/moved")
+    _replace_output(model, attention.output, output, heads)
     return node
 
 
@@ -186,17 +251,17 @@ def _replace_present(model: ir.Model, layer: int, node: ir.Node) -> None:
         replace_output(model, old, new)
 
 
-def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value, heads: int, name: str) -> None:
+def _replace_output(model: ir.Model, old: ir.Value, new: ir.Value, heads: int) -> None:
     """Let readers of `old` [B, S, N, H] read `new` [B, S, N x H], as it is where they only bring heads together."""
     size = _get_size(old, 3)
-    new.name, new.type = name, old.type
+    new.type = old.type
     new.shape = ir.Shape((*list(old.shape or ())[:2], heads * size))
     for use in list(old.uses()):
         if use.node.op_type == "Reshape" and _is_flat(use.node.outputs[0], old, heads * size):
             reroute(uses_of(use.node.outputs[0]), new)
     if list(old.uses()):
         split = _add_number(model, [0, 0, heads, size])
-        reroute(uses_of(old), append(model, "Reshape", [new, split], f"{name}/heads"))
+        reroute(uses_of(old), append(model, "Reshape", [new, split], f"{new.name}/heads"))
 
 
 def _is_flat(value: ir.Value, old: ir.Value, width: int) -> bool:
@@ -233,35 +298,31 @@ def _count_positions(model: ir.Model) -> None:
     if old is None:
         return
     values = {value.name: value for node in model.graph for value in node.outputs}
-    zero, one, ids = _add_number(model, [0]), _add_number(model, [1]), _find_input(model, "input_ids")
-    new = append(model, "Shape", [ids], "tokens/new", {"start": 1})
+    zero, one, new = _add_number(model, [0]), _add_number(model, [1]), _count_new(model)
     first = append(model, "Equal", [new, values["tokens/shape"]], "tokens/first")
     before = append(model, "Sub", [values["tokens/count"], new], "tokens/before")
     start = append(model, "Where", [first, zero, before], "tokens/start")
     column = append(model, "Unsqueeze", [start, one], "tokens/column")
-    scalars = [_add_number(model, 0), append(model, "Squeeze", [new], "tokens/new/scalar"), _add_number(model, 1)]
-    steps = append(model, "Range", scalars, "tokens/steps")
+    steps = _count_steps(model, new)
     positions = append(model, "Add", [column, steps], "tokens/positions")
     positions.type, positions.shape = old.type, old.shape
     reroute(uses_of(old), positions)
     old.name, positions.name = f"{POSITIONS}/plain", POSITIONS
 
 
-def _name_other_readers(model: ir.Model) -> str:
-    """Name the nodes beside ours that read which tokens exist: padding has changed sides, and a past has its room."""
-    readers = [use.node for use in _find_input(model, "attention_mask").uses() if use.node.op_type != "Shape"]
-    for layer in attention_layers(model):
-        for kind in ("key", "value"):
-            readers += [
-                use.node for use in _find_input(model, past_name(layer, kind)).uses() if not _is_batch(use.node)
-            ]
+def _name_other_readers(model: ir.Model, inputs: Sequence[str]) -> str:
+    """Name the nodes beside ours that read these inputs, or what is a buffer now, for more than sizes that stayed."""
+    readers = [use.node for name in inputs for use in _find_input(model, name).uses() if use.node.op_type != "Shape"]
+    for past in shared_pasts(model):
+        readers += [use.node for use in _find_input(model, past).uses() if not _is_size(use.node, 0)]
     names = [node.name or node.op_type for node in readers]
     return ", ".join(name for name in names if not name.startswith(("tokens/", "attention.")))
 
 
-def _is_batch(node: ir.Node) -> bool:
-    """Return whether `node` is the Shape that gives the first dimension alone."""
-    return node.op_type == "Shape" and (int_attribute(node, "start", 0), int_attribute(node, "end", 4)) == (0, 1)
+def _is_size(node: ir.Node, axis: int) -> bool:
+    """Return whether `node` is the Shape that gives this dimension alone."""
+    span = int_attribute(node, "start", 0), int_attribute(node, "end", 4)
+    return node.op_type == "Shape" and span == (axis, axis + 1)
 
 
 def _add_number(model: ir.Model, value: int | list[int]) -> ir.Value:

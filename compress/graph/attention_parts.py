@@ -16,7 +16,7 @@ import onnx_ir as ir
 from compress.graph.edit import tidy
 from compress.graph.layers import constant, int_attribute, is_constant, node_scope
 from compress.graph.run import clone, open_session
-from compress.graph.specs import POSITIONS, attention_layers, past_name, present_name
+from compress.graph.specs import POSITIONS, cache_pairs, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
 LONGEST_TABLE = 2**25
@@ -244,11 +244,10 @@ def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
 
 def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:
     """Return which of past + sequence tokens each new one may look at: bool [sequence, past + sequence]."""
-    kept = np.zeros((1, 1, past, 1), np.float32)
     tokens = np.ones((1, past + sequence), np.int64)
     tokens[:, :padding] = 0
-    layers = attention_layers(model)
-    feeds: dict[str, np.ndarray] = {past_name(i, kind): kept for i in layers for kind in ("key", "value")}
+    inputs, kept = {value.name: value for value in model.graph.inputs}, cache_pairs(model)
+    feeds = {name: _make_past(inputs[name], past) for name in kept}
     feeds |= {"input_ids": np.zeros((1, sequence), np.int64), "attention_mask": tokens}
     results = evaluate(model, [mask.name or ""], feeds)
     if results is None or results[0].size != sequence * (past + sequence):
@@ -258,6 +257,12 @@ def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, pa
         raise NotMatched(f"the mask {mask.name} adds more than 0 and very negative numbers")
     visible: np.ndarray = values > VISIBLE
     return visible
+
+
+def _make_past(value: ir.Value, length: int) -> np.ndarray:
+    """Return a past of one row. One that grows has `length` and no other size: a mask reads that alone."""
+    sizes = [size if isinstance(size, int) else 0 for size in list(value.shape or ())[1:]]
+    return np.zeros((1, *((1 if size else length) if 0 in sizes else size for size in sizes)), np.float32)
 
 
 def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | None:

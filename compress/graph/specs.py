@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import onnx_ir as ir
 
@@ -76,6 +75,12 @@ def cache_pairs(model: ir.Model) -> dict[str, str]:
 
 def cache_of(model: ir.Model) -> KvCacheSpec | None:
     """Return what a bundle says of a decoder's cache; None for a graph without one."""
-    cache = find_cache(_make_specs([value for value in model.graph.inputs if (value.name or "").startswith(CACHE)]))
-    shared = any(node.op_type == ATTENTION for node in model.graph)
-    return replace(cache, shared_buffer=True) if cache is not None and shared else cache
+    specs = _make_specs([value for value in model.graph.inputs if (value.name or "").startswith(CACHE)])
+    return find_cache(specs, shared=shared_pasts(model))
+
+
+def shared_pasts(model: ir.Model) -> list[str]:
+    """Return the names of the pasts that are one buffer with their presents."""
+    nodes = [node for node in model.graph if node.op_type == ATTENTION]
+    names = [value.name or "" for node in nodes for value in node.inputs if value is not None]
+    return [name for name in names if name.startswith(CACHE)]

@@ -151,19 +151,25 @@ def _count_weights(flow: DataFlow, name: str) -> int:
 
 
 def _find_leak(flow: DataFlow, chain: Sequence[str]) -> str | None:
-    """Return a text on what is computed inside a block and read outside it, if not as the next block's input.
+    """Return a text on what is computed inside a block and read outside it, if not as an input of the next block.
 
-    Of all blocks before the last; None where there is no such value.
+    Of all blocks before the last; None where there is no such value. What a block gives beside its hidden state, which
+    of several it is or a state, the next one may read, too, and hand on.
     """
-    for name, following in itertools.pairwise(chain):
-        call = flow.calls[name][0]
-        for op in flow.ops[call.start : call.stop]:
-            for value in op.outputs:
-                for reader in flow.consumers.get(value, ()):
-                    if not call.start <= reader.index < call.stop and not (
-                        value == call.outputs[0] and within(reader.module, following)
-                    ):
-                        return f"{reader.module or 'the model'} reads what {name} computed inside"
+    calls = [flow.calls[name][0] for name in chain]
+    handed = [set(before.outputs) & set(after.inputs) for before, after in itertools.pairwise(calls)]
+    for number, (name, call) in enumerate(zip(chain[:-1], calls, strict=False)):
+        made = {value for op in flow.ops[call.start : call.stop] for value in op.outputs}
+        for value in made:
+            for reader in flow.consumers.get(value, ()):
+                k = next((k for k, block in enumerate(chain) if within(reader.module, block)), -1)
+                if not call.start <= reader.index < call.stop and (k < 1 or value not in handed[k - 1]):
+                    return f"{reader.module or 'the model'} reads what {name} computed inside"
+        for following, before, after in zip(
+            chain[number + 2 :], calls[number + 1 :], calls[number + 2 :], strict=False
+        ):
+            if made & (set(after.inputs) - set(before.outputs)):
+                return f"{following} reads what {name} computed inside"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
@@ -53,6 +53,8 @@ class KeptState:
 
     past: TensorSpec
     present: str
+    shared_buffer: bool = False
+    """Past and present are one buffer of fixed length, beside others that are not: texts are padded on the left."""
 
     def __post_init__(self) -> None:
         if not self.past.shape or sum(isinstance(size, str) for size in self.past.shape[1:]) > 1:
@@ -67,8 +69,8 @@ class KvCacheSpec:
 
     Where all layers keep keys and values of one shape, each of `past` and `present` is [batch, n_heads, length,
     head_size]. In a graph with `shared_buffer` past and present are one buffer of fixed length, texts are padded on the
-    right, and the attention mask says how long each row is; in any other graph past grows by what each call reads, and
-    texts are padded on the left.
+    right, and the attention mask says how long each row is; in any other graph past grows by what each call reads, but
+    for a state with a buffer of its own, and texts are padded on the left.
     """
 
     n_layers: int
@@ -111,6 +113,12 @@ class KvCacheSpec:
             for state in self.states
         }
 
+    def buffers(self) -> tuple[str, ...]:
+        """Return the names of the pasts that are one buffer with their presents."""
+        if self.shared_buffer:
+            return tuple(past for past, _ in self.pairs())
+        return tuple(state.past.name for state in self.states if state.shared_buffer)
+
     def fixed(self) -> tuple[str, ...]:
         """Return the names of the pasts that do not grow."""
         return tuple(past for past, shape in self.shapes(1, 0).items() if 0 not in shape)
@@ -120,28 +128,35 @@ class KvCacheSpec:
         return pattern.replace("{layer}", str(layer)).replace("{kind}", kind)
 
 
-def find_cache(inputs: Iterable[TensorSpec], past: str = PAST, present: str = PRESENT) -> KvCacheSpec | None:
+def find_cache(
+    inputs: Iterable[TensorSpec], past: str = PAST, present: str = PRESENT, shared: Collection[str] = ()
+) -> KvCacheSpec | None:
     """Return the cache of a decoder whose inputs are named after `past`; None without one.
 
-    BundleError for one with a size that is free and is not its length.
+    `shared`: those that are one buffer with their presents. BundleError for one with a size that is free and is not its
+    length.
     """
     pattern = re.escape(past).replace(r"\{layer\}", r"(\d+)").replace(r"\{kind\}", r"([a-z0-9_]+)")
     named = [(spec, match) for spec in inputs if (match := re.fullmatch(pattern, spec.name))]
     if not named:
         return None
-    first = named[0][0]
+    first, whole = named[0][0], len(shared) == len(named)
     layers = {int(match[1]) for _, match in named}
     both = [(layer, kind) for layer in range(len(layers)) for kind in ("key", "value")]
     alike = {(*spec.shape[:2], *spec.shape[3:], spec.dtype, len(spec.shape)) for spec, _ in named}
-    if [(int(match[1]), match[2]) for _, match in named] == both and len(alike) == 1 and len(first.shape) == 4:
+    one_shape = [(int(match[1]), match[2]) for _, match in named] == both and len(alike) == 1 and len(first.shape) == 4
+    if one_shape and (whole or not shared):
         heads, size = first.shape[1], first.shape[3]
         if isinstance(heads, int) and isinstance(size, int):
-            return KvCacheSpec(len(layers), heads, size, first.dtype, False, past, present)
+            return KvCacheSpec(len(layers), heads, size, first.dtype, whole, past, present)
     try:
-        states = tuple(KeptState(spec, present.format(layer=match[1], kind=match[2])) for spec, match in named)
+        states = tuple(
+            KeptState(spec, present.format(layer=match[1], kind=match[2]), not whole and spec.name in shared)
+            for spec, match in named
+        )
     except ValueError as error:
         raise BundleError(f"cache input {error}") from error
-    return KvCacheSpec(len(layers), 0, 0, first.dtype, False, past, present, states)
+    return KvCacheSpec(len(layers), 0, 0, first.dtype, whole, past, present, states)
 
 
 @dataclass(frozen=True)

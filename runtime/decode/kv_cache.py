@@ -1,9 +1,9 @@
 """Run a decoder's graph token by token; what its layers keep stays where the backend computes.
 
-In ONNX Runtime no copy of the cache passes through numpy: a plain graph gives keys and values of all tokens so far, and
-the states of convolutions and recurrences, as new tensors, which are bound as the next call's past as they are; a graph
-with `shared_buffer` writes into one buffer for each layer, made once and bound as past and as present. In an engine's
-device memory, what a call gives as present, the next reads as past. In OpenVINO they are the model's state.
+In ONNX Runtime no copy of the cache passes through numpy: keys and values of all tokens so far, and the states of
+convolutions and recurrences, are given as new tensors, which are bound as the next call's past as they are; where past
+and present share a buffer, it is made once and bound as both. In an engine's device memory, what a call gives as
+present, the next reads as past. In OpenVINO they are the model's state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session, Stateful
 from runtime.backends.base import check_open
-from runtime.backends.onnxruntime_cpu import Binding, OnnxRuntimeSession, failures, make_value
+from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures, make_value
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import LOGITS_TO_KEEP, SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
 from runtime.bundle.tensors import TensorSpec
@@ -180,6 +180,10 @@ class BoundKeys:
 
     def __init__(self, session: OnnxRuntimeSession, cache: KvCacheSpec) -> None:
         self._session, self._cache = session, cache
+        shared = set(cache.buffers())
+        self._buffers = [pair for pair in cache.pairs() if pair[0] in shared]
+        self._given = [pair for pair in cache.pairs() if pair[0] not in shared]
+        """Pasts that are the presents of the call before."""
         self._inputs = {spec.name: spec for spec in session.inputs}
         self._keeps = session.takes(LOGITS_TO_KEEP)
         self._single: Array | None = None
@@ -190,13 +194,16 @@ class BoundKeys:
         self._binding, self._single = check_open(self._session.path, self._session.handle).io_binding(), None
         for name, array in (given or {}).items():
             self._binding.bind_ortvalue_input(name, make_value(array, self._session.device))
-        pairs = self._cache.pairs()
-        shapes = self._cache.shapes(n_rows, self._past_length(self._inputs[pairs[0][0]], capacity))
-        for past, present in pairs:
-            buffer = make_value(np.zeros(shapes[past], self._inputs[past].dtype), self._session.device)
+        empty, whole = (self._cache.shapes(n_rows, length) for length in (0, self._buffer_length(capacity)))
+        for past, _ in self._given:
+            self._binding.bind_ortvalue_input(past, self._make_zeros(past, empty[past]))
+        for past, present in self._buffers:
+            buffer = self._make_zeros(past, whole[past])
             self._binding.bind_ortvalue_input(past, buffer)
-            if self._cache.shared_buffer:
-                self._binding.bind_ortvalue_output(present, buffer)
+            self._binding.bind_ortvalue_output(present, buffer)
+
+    def _make_zeros(self, past: str, shape: tuple[int, ...]) -> DeviceValue:
+        return make_value(np.zeros(shape, self._inputs[past].dtype), self._session.device)
 
     def call(self, feeds: Feeds, n_logits: int = 0) -> Array:
         """Run one call; return the logits [n, t, vocab], which the next call may overwrite. BundleError."""
@@ -209,9 +216,8 @@ class BoundKeys:
             binding.bind_output("logits")
         else:
             binding.bind_ortvalue_output("logits", make_value(logits, "cpu"))
-        if not self._cache.shared_buffer:
-            for _, present in self._cache.pairs():
-                binding.bind_output(present, self._session.device)
+        for _, present in self._given:
+            binding.bind_output(present, self._session.device)
         try:
             check_open(self._session.path, self._session.handle).run_with_iobinding(binding)
         except failures() as error:
@@ -219,31 +225,25 @@ class BoundKeys:
         return self._collect_logits(logits)
 
     def _collect_logits(self, logits: Array | None) -> Array:
-        """Return the logits of the call that was made; a plain graph's present becomes its past."""
-        if self._cache.shared_buffer and logits is not None:
+        """Return the logits of the call that was made; presents become the next one's pasts."""
+        if not self._given and logits is not None:
             return logits
-        values = dict(zip(self._bound_outputs(), self._binding.get_outputs(), strict=True))
-        if not self._cache.shared_buffer:
-            for past, present in self._cache.pairs():
-                self._binding.bind_ortvalue_input(past, values[present])
+        names = [*(present for _, present in self._buffers), "logits", *(present for _, present in self._given)]
+        values = dict(zip(names, self._binding.get_outputs(), strict=True))  # in the order in which they were bound
+        for past, present in self._given:
+            self._binding.bind_ortvalue_input(past, values[present])
         if logits is None:
             logits = values["logits"].numpy()
             self._single = np.empty((logits.shape[0], 1, logits.shape[2]), logits.dtype)
         return logits
 
-    def _bound_outputs(self) -> list[str]:
-        """Return the names of the outputs, in the order in which they were first bound."""
-        presents = [present for _, present in self._cache.pairs()]
-        return [*presents, "logits"] if self._cache.shared_buffer else ["logits", *presents]
-
-    def _past_length(self, spec: TensorSpec, capacity: int) -> int:
-        """Return the length of the past at the start: 0, or the whole buffer where past and present share it."""
-        if not self._cache.shared_buffer:
-            return 0
-        fixed = spec.shape[2]
-        if isinstance(fixed, int) and capacity > fixed:
+    def _buffer_length(self, capacity: int) -> int:
+        """Return the tokens that a buffer takes: `capacity`, or what the graph says."""
+        sizes = [self._inputs[past].shape[2] for past, _ in self._buffers]
+        fixed = next((size for size in sizes if isinstance(size, int)), capacity)
+        if capacity > fixed:
             raise UsageError(f"{capacity} tokens do not fit into the graph's cache of {fixed}")
-        return fixed if isinstance(fixed, int) else capacity
+        return fixed
 
 
 class StateKeys:

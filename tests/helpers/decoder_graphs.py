@@ -119,7 +119,7 @@ def torch_logits(kind: str, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 class Decoder:
-    """A graph with its cache, called as a runtime would: plain (`length` 0), or with buffers of a fixed length."""
+    """A graph with its cache, called as a runtime would. `length`: of its buffers, where it has any; 0: they grow."""
 
     def __init__(
         self, model: ir.Model, length: int = 0, open_: Callable[..., ort.InferenceSession] = open_session
@@ -133,7 +133,8 @@ class Decoder:
         shapes = {value.name: value for value in self.session.get_inputs()}
         for past in self.pairs:
             dtype = np.int8 if shapes[past].type == "tensor(int8)" else np.float32
-            sizes = [size if isinstance(size, int) else self.length for size in shapes[past].shape[1:]]
+            free = {"length": self.length}
+            sizes = [size if isinstance(size, int) else free.get(size, 0) for size in shapes[past].shape[1:]]
             self.past[past] = np.zeros((rows, *sizes), dtype)
 
     def __call__(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:

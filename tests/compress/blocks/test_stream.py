@@ -23,6 +23,7 @@ from compress.facts import BlockFacts, InputGroup, LayerDecision, Note, Structur
 from compress.models.open_streamed import open_streamed_model
 from compress.models.source import locate
 from compress.specs import ModelSpec
+from compress.structure.find import find_structure
 
 MODELS: list[Callable[[], nn.Module]] = [llama, bert, gpt2]
 
@@ -305,6 +306,53 @@ def test_experts_without_tokens_take_part_in_lockstep() -> None:
         assert acted == layers and rows[layers[0]] == 12 and layers[3] not in rows
         assert rows[layers[1]] + rows[layers[2]] == 12
         assert all(torch.equal(out, block.float_outputs(i)) for i, out in enumerate(block.outputs()))
+
+
+class Choosing(nn.Module):
+    """A block that chooses channels, or reads those that the block before chose, and hands them on."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.scores = nn.Linear(8, 8) if chooses else None
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.scores is not None:
+            chosen = self.scores(x).topk(4).indices
+        assert chosen is not None
+        kept = torch.zeros_like(x).scatter(-1, chosen, 1.0)
+        return x + self.outer(torch.relu(self.inner(x * kept))), chosen
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Choosing(k in (0, 3)) for k in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = None
+        for layer in self.layers:
+            x, chosen = layer(x, chosen=chosen)
+        return x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_a_block_hands_on_beside_its_hidden_state_reaches_the_next(offload: bool) -> None:
+    """As the rounded blocks give it, and on the float path as the float ones do."""
+    torch.manual_seed(0)
+    net = Chosen().eval().requires_grad_(False)
+    structure = find_structure(net, {"x": torch.zeros(2, 5, 8)})
+    assert [block.name for block in structure.blocks] == [f"layers.{k}" for k in range(5)]
+    batches = [{"x": np.random.default_rng(k).normal(size=(1, 5, 8)).astype(np.float32)} for k in range(3)]
+    model = StreamedModel(lambda: copy_without_weights(net), memory_store(net), structure, {"x": "x"})
+    stream = Stream(model, context(batches), float_too=True, rows=1, offload=offload)
+    for block in stream:
+        block.lockstep(nothing, round_all_w8(block) if block.index % 2 else nothing)
+        left, floats = [block.forward(i) for i in range(3)], [block.float_outputs(i) for i in range(3)]
+    rounded = stream.result().model.materialise()
+    for i, batch in enumerate(batches):
+        x = torch.from_numpy(batch["x"])
+        assert torch.equal(floats[i], net(x)) and torch.equal(left[i], rounded(x)) and not torch.equal(left[i], net(x))
 
 
 def test_readings_in_another_order_are_refused() -> None:

@@ -24,8 +24,10 @@ from compress.export.rotations import RealRotations
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of
 from compress.rounding.state import GraphState
-from runtime.backends import find_backend
+from runtime.backends import Session, find_backend
 from runtime.decode.kv_cache import Decoder
+from runtime.decode.scoring import logit_pieces
+from runtime.encode.language import LanguageEncoder, LanguagePreprocess
 
 N_GREEDY = 8
 ALWAYS = ("qwen3_5_text", "lfm2", "mimo_v2_flash", "mamba2")
@@ -61,6 +63,17 @@ def test_a_graph_says_what_the_model_says(kind: str, tmp_path: Path) -> None:
             row.append(int(token))
         if step < N_GREEDY - 1:
             got = decoder.step(tokens)
+    check_pieces(session, reference, rows[0])
+
+
+def check_pieces(session: Session, reference: nn.Module, row: list[int]) -> None:
+    """A text that is judged in pieces has the logits of the whole."""
+    encoder = LanguageEncoder(LanguagePreprocess(), session.inputs, None, VOCABULARY)
+    pieces = logit_pieces([session], encoder, [np.array(row)], 1, most_bytes=4 * VOCABULARY * 6)
+    found = [logits.copy() for _, _, (logits,) in pieces]
+    with torch.no_grad():
+        whole = reference(input_ids=torch.tensor([row[:-1]]), use_cache=False).logits[0].numpy()
+    assert len(found) == 3 and np.abs(np.concatenate(found) - whole).max() < 1e-4 * np.abs(whole).max()
 
 
 @pytest.mark.parametrize(

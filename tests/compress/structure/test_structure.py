@@ -15,7 +15,9 @@ from compress.facts import InputGroup, Structure
 from compress.models.facts import model_facts
 from compress.models.source import locate
 from compress.specs import ModelSpec
+from compress.structure.dataflow import record
 from compress.structure.find import find_structure, one_block
+from compress.structure.removable import find_removable
 from compress.structure.sources import n_inputs
 
 FAMILIES = {
@@ -218,6 +220,42 @@ def test_a_skip_over_blocks_is_no_chain() -> None:
     found = find_structure(Skipping(), {"x": torch.zeros(2, 5, 16)})
     assert [block.name for block in found.blocks] == [""]
     assert found.notes == ("no chain of blocks: the model reads what layers.0 computed inside; the model is one block",)
+
+
+class Shift(nn.Module):
+    """A block whose shift its caller hands on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.shift = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x + self.inner(x if shift is None else x + shift), self.shift(x)
+
+
+class Shifting(nn.Module):
+    """`far`: a block reads the shift of one that is not the one before it."""
+
+    def __init__(self, far: bool) -> None:
+        super().__init__()
+        self.far, self.layers = far, nn.ModuleList(Shift() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, first = self.layers[0](x)
+        x, second = self.layers[1](x, first)
+        result: Tensor = self.layers[2](x, first if self.far else second)[0]
+        return result
+
+
+def test_a_block_may_read_more_of_the_one_before_alone() -> None:
+    feeds = {"x": torch.zeros(2, 5, 16)}
+    module = Shifting(far=False)
+    found = find_structure(module, feeds)
+    assert [block.name for block in found.blocks] == ["layers.0", "layers.1", "layers.2"]
+    assert find_removable(record(module, feeds), found) == ()
+    assert find_structure(Shifting(far=True), feeds).notes == (
+        "no chain of blocks: layers.2 reads what layers.0 computed inside; the model is one block",
+    )
 
 
 class Odd(nn.Module):
