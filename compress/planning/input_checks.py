@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
 from compress.data.columns import CheckSize
 from compress.data.inspect import DataFacts, check_values
 from compress.errors import SourceError

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from compress.blocks.experts import unstack_experts
-from compress.data.chat import ChatEncoder, are_chats, cut_windows, pack_rows, seen_columns
+from compress.data.chat import ChatEncoder, are_chats, cut_windows, image_columns, pack_rows
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.samples import Samples, load_samples, samples_of
 from compress.data.training import pad_rows
@@ -38,7 +38,7 @@ from compress.models.onnx_ends import onnx_io
 from compress.models.onnx_graph import open_onnx
 from compress.models.packed import quantization_of
 from compress.models.preprocess import find_class_names, resolve_preprocess
-from compress.models.shards import named_facts, read_named_model
+from compress.models.shards import facts_by_names, read_named_model
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.passes.distill_student import Student
 from compress.planning.input_checks import (
@@ -162,7 +162,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     problems += find_rate_problems(preprocess, data)
     learns = any(pass_.needs_train for pass_ in recipe.passes)
-    if find_torch_task(spec.task).sees and learns and "train" in data and seen_columns(data["train"].shapes):
+    if find_torch_task(spec.task).sees and learns and "train" in data and image_columns(data["train"].shapes):
         problems.append(f"data.train: {NO_IMAGES}")
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(source, preprocess, shapes, names)
@@ -173,7 +173,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts, run = look_at_model(opened, feeds, coupling, blocks)
-    if any(seen_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).sees):
+    if any(image_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).sees):
         problems += explain_between(facts)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or learns):
@@ -216,7 +216,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
 
 def _read_classless_inputs(recipe: Recipe, source: Source) -> Inputs:
     """Return the inputs of a model that nothing here runs: it reads no samples."""
-    facts = named_facts(source, read_named_model(source))
+    facts = facts_by_names(source, read_named_model(source))
     record = quantization_of(source.folder)
     if record:
         rounded = (
@@ -361,7 +361,7 @@ def _check_tokens(samples: Samples, name: str, inputs: Inputs) -> Samples:
 
 def _check_seen(columns: Columns, name: str, inputs: Inputs) -> None:
     """Raise UsageError for images where only texts can be, and for a conversation that would be cut with them."""
-    if not (seen := seen_columns(columns)):
+    if not (seen := image_columns(columns)):
         return
     spec = inputs.preprocess
     assert isinstance(spec, LanguagePreprocess)
@@ -484,7 +484,7 @@ class Batches(Sequence[Feeds]):
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
         self.views = [split_samples(self.preprocessor, view).columns for view in views]
-        self.seen = tuple(seen_columns(self.views[0])) if find_torch_task(task).sees else ()
+        self.seen = tuple(image_columns(self.views[0])) if find_torch_task(task).sees else ()
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         n = count(self.views[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
 from compress.facts import Removable, Structure
 from compress.structure.dataflow import DataFlow, ModuleCall, within
 
