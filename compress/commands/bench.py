@@ -37,7 +37,7 @@ from compress.errors import OutputError, PlanError, RecipeError
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS, Format, Target
 from compress.planning.draft import Draft, list_exports
-from compress.planning.inputs import Batches, load_set, text_fill
+from compress.planning.sets import Batches, load_set, text_fill
 from compress.planning.synthetic import add_synthetic_set
 from compress.planning.usual import UsualPasses, choose_gates, choose_passes, drop_unused_sets, parse_pass
 from compress.recipe.pinned import pin_recipe

@@ -30,7 +30,8 @@ from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
-from compress.planning.inputs import Batches, Inputs, example_feeds
+from compress.planning.inputs import Inputs
+from compress.planning.sets import Batches, example_feeds
 from compress.rounding.state import GraphState, restore_state
 from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass

@@ -36,9 +36,10 @@ from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_m
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
-from compress.planning.inputs import Batches, example_feeds, make_student
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
+from compress.planning.sets import Batches, example_feeds
+from compress.planning.students import make_student
 from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.rounding.latency import StateTimer, round_all_roughly
@@ -273,7 +274,7 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     return ModelContext(
         **_list_fields(run, loaded.inputs),
         **_list_training_fields(run, loaded.inputs, _trains_apart(run.plan)),
-        student=partial(make_student, run.plan.inputs, loaded),
+        student=partial(make_student, run.plan.inputs.source, run.plan.inputs.feeds, loaded),
         timing=_make_timing(run, loaded),
     )
 

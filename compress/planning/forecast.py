@@ -25,10 +25,11 @@ from compress.graph.run import OUTPUT_BYTES
 from compress.passes.base import DataSize, PassCost
 from compress.planning.durations import Duration, Durations
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
-from compress.planning.inputs import Inputs, text_fill
+from compress.planning.inputs import Inputs
 from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
+from compress.planning.sets import text_fill
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS, find_backend

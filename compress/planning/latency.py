@@ -37,9 +37,11 @@ from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_
 from compress.planning import shallow
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.in_files import stays_in_files
-from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
+from compress.planning.inputs import Inputs
 from compress.planning.measured_speed import FLOAT_ELSEWHERE, GAINS, LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
+from compress.planning.sets import example_feeds, text_fill
+from compress.planning.students import make_student
 from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
 from compress.recipe.exports import ExecutorchExport
 from compress.recipe.schema import Recipe
@@ -274,7 +276,7 @@ def make_twins(
         if loaded is not None and stage == "model":
             student = pass_.find_student()
             if student is not None and student.separate:
-                loaded, resized = make_student(inputs, loaded, student, recipe.seed), True
+                loaded, resized = make_student(inputs.source, inputs.feeds, loaded, student, recipe.seed), True
             elif student is not None or plan.facts.macs != facts.macs:
                 sample = ModelContext([_make_sample(inputs)], target, recipe.seed, log, no_progress)
                 loaded, known = foresee_pass(pass_, loaded, facts, sample)
