@@ -40,7 +40,7 @@ from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
 from compress.planning.sets import Batches, example_feeds
 from compress.planning.students import make_student
-from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
+from compress.planning.timing import explain_no_clock, explain_untimed, make_clock, make_timer, make_writer
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.rounding.latency import StateTimer, round_all_roughly
 from compress.rounding.state import GraphState
@@ -50,11 +50,9 @@ from compress.store.run_log import RunLog
 from compress.store.training_state import distinct
 from compress.work import Form
 from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
-from runtime.bundle.engine import COMPILED
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
-from runtime.measure.benchmark import choose_backend
 from runtime.measure.workload import MAX_FEEDS, make_feeds
 from runtime.tasks.predict import encoding_views
 
@@ -286,8 +284,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
     would be no answer.
     """
     recipe = run.plan.recipe
-    name, elsewhere = choose_backend(recipe)
-    if elsewhere is not None or recipe.generates or name in COMPILED:
+    if explain_no_clock(recipe) is not None:
         return None
     samples = run.sets.get("calibration", run.sets["evaluation"])
     example = example_feeds(Batches(samples, run.plan.inputs, loaded.inputs)[0], loaded.inputs)

@@ -154,7 +154,7 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     Activations count where a CPU computes them. Texts count with the length that the evaluation set's file tells.
     """
     recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
-    if not recipe.has_onnx or recipe.generates:
+    if not recipe.has_onnx or recipe.unit == "token":
         return None
     key = "throughput_batch_size" if speed.throughput_batch_size >= speed.batch_size else "batch_size"
     n_samples = fixed_batch(inputs.facts.inputs) or getattr(speed, key)
@@ -241,7 +241,7 @@ class _Run:
         filled = 1.0 if pass_.needs_train else self._fill("calibration")
         work = self.cost(number).forwards * filled * self.before.macs
         work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
-        timed = pass_.measures_time and not self.recipe.generates
+        timed = pass_.measures_time and self.recipe.unit == "call"
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
         work = min(work, longest * find_pace())
         return self._stage(name, self.pass_bytes(number), work, CLOCK_S if timed else 0.0)

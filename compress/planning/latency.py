@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from compress.errors import CompressError, NotExportable, PlanError
-from compress.export.decoder import export_decoder
-from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.executorch import check_lowers
-from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
+from compress.export.model import export_model
+from compress.export.onnx import float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
@@ -63,7 +62,6 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
 from runtime.progress import no_progress
-from runtime.tasks import find_task
 from runtime.words import size_text
 
 BUDGET_S = 6.0
@@ -152,7 +150,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     timer = make_timer(recipe, cache, [make_call(inputs)])
     log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
-    if recipe.generates:
+    if recipe.unit == "token":
         return _measure_decoder(inputs, timer, log)
     before, after, parts = make_twins(inputs, timer, log)
     flushed = clone(before.model)
@@ -314,12 +312,7 @@ def _make_sample(inputs: Inputs) -> Feeds:
 
 
 def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
-    if find_task(recipe.model.task).encodes:
-        wrapped = getattr(loaded.module, "wrapped", loaded.module)
-        return export_encoder_decoder(wrapped, example_feeds(call, loaded.inputs), recipe.opset)
-    if recipe.generates:
-        return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
-    graph = export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
+    graph = export_model(loaded, example_feeds(call, loaded.inputs), recipe.opset)
     if any(isinstance(export, ExecutorchExport) for export in recipe.export):
         check_lowers(graph)
     return graph

@@ -61,7 +61,6 @@ from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, SIZES
 from runtime.processes.memory import available_bytes
-from runtime.tasks import find_task
 from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
@@ -263,7 +262,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
     """Return why no graph of a language model can be made, or none for a target: its code is run by shapes alone."""
     recipe = inputs.recipe
     graphs = [(index, recipe.target_of(e)) for index, e in enumerate(recipe.export) if isinstance(e, GraphExport)]
-    if not graphs or not recipe.generates or find_task(recipe.model.task).encodes or inputs.facts.source == "onnx":
+    if not graphs or not recipe.model.decoder_only or inputs.facts.source == "onnx":
         return []
     keep, key = Kept(root), [keys.float_graph]
     known = keep.read("decoder", key)

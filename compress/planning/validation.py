@@ -418,7 +418,7 @@ def engine_problems(inputs: Inputs) -> list[str]:
     """Report profiles that the model cannot take or that the bundle is judged outside of, and GPUs that are refused."""
     recipe, generation, problems = inputs.recipe, generation_of(inputs), []
     needed = find_needed_ranges(recipe, inputs.preprocess, generation)
-    specs = DECODER if recipe.generates else inputs.facts.inputs
+    specs = inputs.facts.inputs if generation is None else DECODER
     for index, export in engine_exports(recipe):
         ranges = ranges_of(export, recipe, inputs.preprocess, generation, specs)
         problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]
