@@ -44,11 +44,13 @@ class LayerFacts:
     `weight` is the name of the parameter or initializer, shared by tied layers. `bits` is what a weight is stored in.
     `sparse`: a pass has made weights zero that are to stay so. `role`: "table" of a torch model's embeddings whose size
     counts (see `assign_roles`), "head" of its output layer, "tied" of both where they hold one weight, "router" where
-    the largest of its outputs choose what runs, "beside" of a tower beside a language model, or of blocks that its
-    configuration does not count, "idle" where no forward pass calls it, as a tower that texts do not reach.
-    `custom`: a torch layer whose class has a forward of its own, which is
-    lost where an engine puts its own layer in its place. `unpackable`: transformers reads it as floats
-    alone: an expert's, which its files hold in one tensor with the others', or one that the model's code sets.
+    the largest of its outputs choose what runs. Two are of layers outside a language model's chain of blocks: "beside",
+    told by names alone, of a model that nothing here runs (a tower, blocks that config.json does not count), which no
+    pass takes; and "idle", told by a run, which did not call it (a tower that texts do not reach), and which a pass
+    takes if `targets` names it.
+    `custom`: a torch layer whose class has a forward of its own, which is lost where an engine puts its own layer in
+    its place. `unpackable`: transformers reads it as floats alone: an expert's, which its files hold in one tensor with
+    the others', or one that the model's code sets.
     """
 
     name: str

@@ -14,6 +14,7 @@ from runtime.processes import telemetry  # noqa: F401  # isort: skip  (before an
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -111,11 +112,8 @@ class Bundle:
             return dict(run_candidate_alone(self.root, self.manifest, columns, self.session))
         baseline = self.manifest.baseline_for(self.backend)
         exact = find_backend(self.backend).exact
-        reference = open_artifact(self.root, baseline, self.backend, self.threads, exact)
-        try:
+        with closing(open_artifact(self.root, baseline, self.backend, self.threads, exact)) as reference:
             return run_samples(self.session, self.preprocessor, task, columns, batch_size, reference)
-        finally:
-            reference.close()
 
     @overload
     def generate(self, prompt: str, /, *, stream: Literal[True], **settings: Any) -> Iterator[str]: ...

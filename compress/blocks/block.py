@@ -14,11 +14,11 @@ from compress.blocks import heap
 from compress.blocks.activations import running
 from compress.blocks.blockfiles import BlockChanges
 from compress.blocks.device import CPU
+from compress.blocks.layers import is_hf_conv1d
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.skeleton import StopForward
 from compress.blocks.store import WeightStore
 from compress.blocks.tables import Tables
-from compress.blocks.trace import is_hf_conv1d
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import is_hf_conv1d
+from compress.blocks.layers import is_hf_conv1d
 from compress.facts import InputGroup
 
 Get = Callable[[str], nn.Module]

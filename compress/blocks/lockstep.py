@@ -10,7 +10,7 @@ from typing import Any
 import greenlet  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from compress.blocks.trace import remove_hooks_on_exit
+from compress.blocks.forward import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.facts import InputGroup
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.blocks.blockfiles import BlockChanges, read_finished_blocks, write_block
+from compress.blocks.layers import is_hf_conv1d
 from compress.blocks.materialise import plain
 from compress.blocks.store import HeldLayer, WeightStore
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_hf_conv1d
 from compress.formats.schemes import Scheme
 from compress.rounding.quantized_weight import QuantizedWeight
 

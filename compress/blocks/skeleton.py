@@ -164,7 +164,8 @@ def passage(
 
 
 CLOSE = 1e-4
-"""Of what is added to a hidden state, over the largest of it: what float32 leaves of a difference of hidden states."""
+"""Of what is added to a hidden state between blocks, over the largest of it: what two runs may differ by, or it depends
+on the states and is refused. A bound above what float32 leaves of a difference of hidden states, not measured."""
 
 
 def _is_close(added: Tensor, bare: Tensor) -> bool:

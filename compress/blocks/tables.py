@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.layers import has_own_forward, is_layer, layer_type, weight_shape
 from compress.blocks.materialise import plain
 from compress.blocks.store import WeightStore
-from compress.blocks.trace import has_own_forward, is_layer, layer_type, weight_shape
 from compress.facts import LayerFacts, Structure, assign_roles
 
 OPS = {"Linear": "MatMul", "Conv1D": "MatMul", "Embedding": "Gather"}

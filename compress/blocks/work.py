@@ -17,6 +17,7 @@ from compress.blocks import heap
 from compress.blocks.activations import HeldTensor, Holder, Interned, MicroBatch, map_tensors, running
 from compress.blocks.block import BlockCall, BlockWork, Part
 from compress.blocks.device import CPU
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import Holders, empty, fill, holders, plain
 from compress.blocks.skeleton import (
     Form,
@@ -31,7 +32,6 @@ from compress.blocks.skeleton import (
 )
 from compress.blocks.store import WeightStore
 from compress.blocks.tables import find_tables, row_reader
-from compress.blocks.trace import is_layer
 from compress.facts import InputGroup
 from compress.rounding.outputs import first_output
 

@@ -37,7 +37,7 @@ from compress.errors import OutputError, PlanError, RecipeError
 from compress.facts import ModelFacts
 from compress.formats.targets import TARGETS, Format, Target
 from compress.planning.draft import Draft, list_exports
-from compress.planning.inputs import Batches, load_set, text_fill
+from compress.planning.sets import Batches, load_set, text_fill
 from compress.planning.synthetic import add_synthetic_set
 from compress.planning.usual import UsualPasses, choose_gates, choose_passes, drop_unused_sets, parse_pass
 from compress.recipe.pinned import pin_recipe
@@ -126,7 +126,7 @@ class Formats(SearchSpace):
     @property
     def times_twins(self) -> bool:
         """Return whether graphs made like the results are timed, and none is built: then no pass needs samples."""
-        return self.synthetic and not TORCH_TASKS[self.draft.task].task.generates
+        return self.synthetic and TORCH_TASKS[self.draft.task].task.unit == "call"
 
     @cached_property
     def table(self) -> BenchTable:
@@ -209,12 +209,12 @@ def list_points() -> list[Point]:
 
 def open_formats(said: NewAnswers, draft: Draft, synthetic: bool) -> Formats:
     """Return the points of a draft that has an evaluation set."""
-    generates, gates = TORCH_TASKS[draft.task].task.generates, []
+    task, gates = TORCH_TASKS[draft.task].task, []
     if not synthetic:
         gates = choose_gates(draft.task, draft.has_labels, n_samples=draft.n_samples.get("evaluation"))
-    length = None if synthetic or generates else find_usual_length(draft)
-    speed = SPEED | (DECODING if generates else {"sequence_length": length} if length else {})
-    goals = (f"minimize {TORCH_TASKS[draft.task].task.latency}", "minimize size")
+    length = None if synthetic or task.unit == "token" else find_usual_length(draft)
+    speed = SPEED | (DECODING if task.unit == "token" else {"sequence_length": length} if length else {})
+    goals = (f"minimize {task.latency}", "minimize size")
     search = Search(space={"format": Space(choice=(FLOAT, *FORMATS))}, goals=goals)
     recipe, model = draft.make_recipe(Path()), str(said.model)
     return Formats(recipe, search, (), as_node({}), draft, model, synthetic, gates, speed)
@@ -385,7 +385,7 @@ class Bench(Sweep):
             (row for row in table.rows if row.may_win and row.latency_ms), key=lambda row: row.latency_ms or 0
         )
         rows = [row for row in timed if self.study.bundle_of(row).is_dir()][:FINALISTS]
-        if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.generates:
+        if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.unit == "token":
             return  # those of one backend have their ratios to one float32
         if left_s < 2 * FINAL_S:
             self.log("the fastest were not timed together: no time was left; the same command does it")

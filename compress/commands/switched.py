@@ -147,8 +147,8 @@ class ChangeMeter:
         self.model, self.rows = model, rows
         self.exact = model.session(model.choose(False))
         case = model.case
-        self.generates = case.manifest.generates
-        if self.generates:
+        self.batches = list[Feeds]()
+        if case.manifest.generates:
             return
         preprocessor = bundle_preprocessor(case.root, case.manifest, self.exact.inputs)
         view = encoding_views(case.manifest.task, take_rows(case.columns, rows))[0]
@@ -158,7 +158,7 @@ class ChangeMeter:
 
     def measure(self, vector: Vector) -> float:
         """Return the change with these switches; infinite where an output is not finite."""
-        if self.generates:
+        if not self.batches:
             outputs = self.model.run(vector, self.rows, self.exact)
             change = float(outputs["kl"].sum() / max(outputs["n_tokens"].sum(), 1))
             return change if np.isfinite(change) else float("inf")

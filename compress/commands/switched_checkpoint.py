@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from compress.blocks.forward import run
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer, run
 from compress.commands.inspect import read_json
 from compress.commands.reproduce import check_model, recall_recipe
 from compress.commands.switched import SwitchedModel, Vector

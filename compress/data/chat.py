@@ -103,7 +103,7 @@ def take_images(turns: Turns, others: Sequence[Any] = ()) -> tuple[Turns, list[A
     return taken, found
 
 
-def seen_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+def image_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a processor made of images: all columns beside tokens, texts and labels."""
     own = (IDS, LOSS_MASK, POSITIONS, TEXT, LABEL)
     return {name: column for name, column in columns.items() if name not in own}
@@ -222,7 +222,7 @@ class ChatEncoder:
                 raise SourceError(f"chat.template: {path}: cannot be read: {error}") from error
         own = self.tokenizer.chat_template
         if own is None and self.sees:  # older folders have it in a file that a processor alone reads
-            own = self.processor.loaded.chat_template
+            own = self.processor.auto_processor.chat_template
         if own is None:
             raise SourceError(
                 f"{self.folder}: the model has no chat template, which a column of messages needs: give chat.template "

@@ -14,6 +14,7 @@ from compress.store.output import publish, reserve_output
 from runtime.backends import find_backend
 from runtime.bundle.engine import ENGINES
 from runtime.bundle.format import Artifact, Manifest
+from runtime.measure.benchmark import can_run
 from runtime.tasks.manifest import verify
 
 Place = Literal["triton", "docker", "genai"]
@@ -138,7 +139,7 @@ def _choose_artifact(manifest: Manifest, backend: str) -> Artifact:
         )
     if is_engine and artifact.kind != "engine":
         raise ExportError(f"docker: the bundle has no engine for {backend}; compile it: compress compile BUNDLE")
-    if manifest.generates and not find_backend(backend).decoders:
+    if not can_run(backend, manifest):
         raise ExportError(f"docker: {backend} does not run decoders; use --backend onnxruntime-cpu")
     if backend == "openvino" and artifact.cache is not None and artifact.cache.buffers():
         raise ExportError(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from compress.blocks.forward import name_outputs, remove_hooks_on_exit
 from compress.blocks.materialise import plain
-from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
 
 Feeds = Mapping[str, Tensor]

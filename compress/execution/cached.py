@@ -20,17 +20,18 @@ from compress.context import PassResult
 from compress.errors import ExportError, OutputError, SourceError
 from compress.execution.quality import run_graph
 from compress.execution.work_meter import WorkMeter
-from compress.export.decoder import export_decoder
-from compress.export.encoder_decoder import export_encoder_decoder
-from compress.export.onnx import export_float, float_graph, save_graph, write_graph
+from compress.export.model import export_model
+from compress.export.onnx import float_graph, save_graph, write_graph
 from compress.export.parity import check_decoder_parity, check_encoder_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
+from compress.graph.halves import cross_names
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
 from compress.passes import Pass
-from compress.planning.inputs import Batches, Inputs, example_feeds
+from compress.planning.inputs import Inputs
+from compress.planning.sets import Batches, example_feeds
 from compress.rounding.state import GraphState, restore_state
 from compress.store.cache import CachedResult, ResultCache
 from compress.work import Form, apply_pass, begin_pass
@@ -87,14 +88,12 @@ def float_model(
 
     def write(folder: Path) -> dict[str, Any]:
         loaded, given = load(), refilled()
-        task = find_task(loaded.task)
-        export = _export_encoder_decoder if task.encodes else _export_decoder if task.generates else _export_plain
         try:
-            graph, inputs, outputs, parity = export(loaded, batches, opset, given)
+            graph, inputs, outputs, parity = _export(loaded, batches, opset, given)
         except ExportError:
             if given is None:
                 raise
-            graph, inputs, outputs, parity = export(loaded, batches, opset, None)
+            graph, inputs, outputs, parity = _export(loaded, batches, opset, None)
         write_graph(graph, folder / GRAPH)
         return {
             "inputs": to_json(inputs),
@@ -122,38 +121,19 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 """The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
-def _export_plain(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None) -> Exported:
-    """Export a model, or take the graph that is given, and compare the two; so do the others below."""
+def _export(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None) -> Exported:
+    """Export a model, or take the graph that is given, and compare the two: of a graph with caches in its own calls."""
     sample = batches(loaded.inputs)
-    example = example_feeds(sample[0], loaded.inputs)
-    graph = given or export_float(loaded, example, opset)
-    parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
-    return graph, loaded.inputs, loaded.outputs, parity
-
-
-def _export_decoder(
-    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None
-) -> Exported:
-    """Export a language model with its key-value cache."""
-    if isinstance(loaded, OnnxModel):
-        raise ExportError("a language model is exported from torch, and an onnx: source is none")
-    graph = given or export_decoder(getattr(loaded.module, "wrapped", loaded.module), opset)
+    if find_task(loaded.task).unit == "call":
+        example = example_feeds(sample[0], loaded.inputs)
+        graph = given or export_model(loaded, example, opset)
+        parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
+        return graph, loaded.inputs, loaded.outputs, parity
+    graph = given or export_model(loaded, sample[0], opset)
+    assert isinstance(loaded, TorchModel)  # or nothing was exported
     inputs = input_specs(graph)
-    parity = check_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
-    return graph, inputs, output_specs(graph), parity
-
-
-def _export_encoder_decoder(
-    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None
-) -> Exported:
-    """Export an encoder-decoder as the whole graph; its two halves are what is compared with torch."""
-    if isinstance(loaded, OnnxModel):
-        raise ExportError("an encoder-decoder is exported from torch, and an onnx: source is none")
-    sample = batches(loaded.inputs)
-    graph = given or export_encoder_decoder(getattr(loaded.module, "wrapped", loaded.module), sample[0], opset)
-    inputs = input_specs(graph)
-    parity = check_encoder_decoder_parity(loaded, graph, batches(inputs)[:PARITY_BATCHES])
-    return graph, inputs, output_specs(graph), parity
+    check = check_encoder_decoder_parity if cross_names(graph) else check_decoder_parity
+    return graph, inputs, output_specs(graph), check(loaded, graph, batches(inputs)[:PARITY_BATCHES])
 
 
 def run_model_pass(

@@ -36,10 +36,11 @@ from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_m
 from compress.passes import Pass
 from compress.passes.base import Stage
 from compress.planning.in_files import stays_in_files
-from compress.planning.inputs import Batches, example_feeds, make_student
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
-from compress.planning.timing import explain_untimed, make_clock, make_timer, make_writer
+from compress.planning.sets import Batches, example_feeds
+from compress.planning.students import make_student
+from compress.planning.timing import explain_no_clock, explain_untimed, make_clock, make_timer, make_writer
 from compress.recipe.exports import CheckpointExport, GgufExport
 from compress.rounding.latency import StateTimer, round_all_roughly
 from compress.rounding.state import GraphState
@@ -49,11 +50,9 @@ from compress.store.run_log import RunLog
 from compress.store.training_state import distinct
 from compress.work import Form
 from compress.work.contexts import BlockContext, GraphContext, ModelContext, Timing, WeightTrials
-from runtime.bundle.engine import COMPILED
 from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.preprocess import make_preprocessor
-from runtime.measure.benchmark import choose_backend
 from runtime.measure.workload import MAX_FEEDS, make_feeds
 from runtime.tasks.predict import encoding_views
 
@@ -273,7 +272,7 @@ def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
     return ModelContext(
         **_list_fields(run, loaded.inputs),
         **_list_training_fields(run, loaded.inputs, _trains_apart(run.plan)),
-        student=partial(make_student, run.plan.inputs, loaded),
+        student=partial(make_student, run.plan.inputs.source, run.plan.inputs.feeds, loaded),
         timing=_make_timing(run, loaded),
     )
 
@@ -285,8 +284,7 @@ def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
     would be no answer.
     """
     recipe = run.plan.recipe
-    name, elsewhere = choose_backend(recipe)
-    if elsewhere is not None or recipe.generates or name in COMPILED:
+    if explain_no_clock(recipe) is not None:
         return None
     samples = run.sets.get("calibration", run.sets["evaluation"])
     example = example_feeds(Batches(samples, run.plan.inputs, loaded.inputs)[0], loaded.inputs)

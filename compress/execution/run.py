@@ -49,20 +49,14 @@ from compress.models.facts import describe_unread
 from compress.models.weights import safetensors_shapes
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
-from compress.planning.inputs import (
-    TEXTS,
-    Batches,
-    describe_counted,
-    generation_of,
-    leave_out_unlearnable,
-    load_set,
-    locate_result,
-)
 from compress.planning.judging import explain_not_run
 from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
 from compress.planning.measurements import measures_passes, pass_names
 from compress.planning.own_metrics import OwnMetric, find_own_metrics, shorten_names
 from compress.planning.plan import Plan
+from compress.planning.sets import TEXTS, Batches, load_set
+from compress.planning.students import locate_result
+from compress.planning.tokens import describe_counted, generation_of, leave_out_unlearnable
 from compress.recipe.load import recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe
@@ -408,7 +402,7 @@ def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:
     And those of towers that transformers takes apart as it loads them. None beside a model that passes have made
     smaller, or put in its place: they do not fit it.
     """
-    own, files = locate_result(plan.inputs) is plan.inputs.source, plan.inputs.source.weights
+    own, files = locate_result(plan.recipe, plan.inputs.source) is plan.inputs.source, plan.inputs.source.weights
     writes = any(export.kind == "checkpoint" for export in plan.recipe.export)
     if model is None or model.shapes or not own or not writes or any(p.suffix != ".safetensors" for p in files):
         return {}
@@ -428,7 +422,7 @@ def _prepare_load_back(run: RunContext, surplus: Mapping[str, Path]) -> LoadBack
     batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
     allowed = allowed_bytes(recipe, held=int(2 * rss_mib() * 2**20))  # this process, and another's libraries
     feeds = choose_samples(batches, plan.inputs.preprocess.kind in TEXTS)
-    return LoadBack(locate_result(plan.inputs), feeds, allowed, run.run_log.log, surplus)
+    return LoadBack(locate_result(plan.recipe, plan.inputs.source), feeds, allowed, run.run_log.log, surplus)
 
 
 def _run_bundle(

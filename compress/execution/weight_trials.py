@@ -79,7 +79,7 @@ class _TriedWeights:
 
     def time(self, choices: Sequence[LayerSchemes]) -> list[float]:
         graphs = list(self.write(choices))
-        if self.recipe.generates:
+        if self.recipe.unit == "token":
             return time_decoders(self.recipe, graphs, self.inputs)[1]
         return make_clock(self.recipe, self.cache).time(graphs, self.make_feeds(), BUDGET_S)
 
@@ -106,7 +106,7 @@ class _TriedWeights:
 
     def _describe_calls(self, names: Sequence[str]) -> dict[str, LayerCall]:
         model = self.graph().model
-        if not self.recipe.generates:
+        if self.recipe.unit == "call":
             return describe_calls(model, names, middle_batch(self.make_feeds()))
         batch = self.recipe.validate_.benchmark.batch_size
         layers = {layer.name: layer for layer in find_layers(model)}

@@ -127,11 +127,11 @@ def usage_of(manifest: Manifest) -> Usage:
     if candidate.is_checkpoint:
         return _describe_checkpoint_usage(manifest, str(PurePosixPath(candidate.path).parent))
     kind = manifest.preprocess["kind"]
-    if manifest.generates:
+    if kind == "seq2seq":
+        sample = "a text" if TEXT in find_task(manifest.task).columns else "recording.wav"
+        return Usage(f'compress-run generate DIR "{sample}"', "The commands need numpy, onnxruntime, `tokenizers`.")
+    if kind == "language":
         needs = "numpy, onnxruntime, `tokenizers` and, for `--chat`, `jinja2`"
-        if kind == "seq2seq":
-            sample = "a text" if TEXT in find_task(manifest.task).columns else "recording.wav"
-            return Usage(f'compress-run generate DIR "{sample}"', "The commands need numpy, onnxruntime, `tokenizers`.")
         return Usage('compress-run generate DIR "Once upon a time"', f"The commands need {needs}.")
     if kind == "image":
         needs = "numpy, onnxruntime and `pillow`"

@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.blocks.experts import ExpertPart, Experts, find_stacked_parts, restack
+from compress.blocks.layers import is_layer, layer_type, weight_shape
 from compress.blocks.materialise import NamedParts, plain, tied_names
 from compress.blocks.sizes import transformers_config, write_shapes
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_layer, layer_type, weight_shape
 from compress.errors import ExportError
 from compress.export import awq_format, compressed_tensors, gptq_format
 from compress.export.checkpoint_config import FloatTypes, float_types, write_config, write_json

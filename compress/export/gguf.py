@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.layers import is_layer, weight_shape
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import transformers_config
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_layer, weight_shape
 from compress.errors import ExportError
 from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import ARCHITECTURES, Architecture, Metadata, describe_config

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from compress.blocks.activations import with_others
 from compress.blocks.engine_arithmetic import compute_as_engine
+from compress.blocks.forward import run
+from compress.blocks.layers import is_hf_conv1d
 from compress.blocks.materialise import fill, plain
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_hf_conv1d, run
 from compress.errors import ExportError
 from compress.export.checkpoint import WITH_ZEROS
 from compress.export.checkpoint_config import float_types

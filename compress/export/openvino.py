@@ -26,7 +26,8 @@ MODEL, TOKENIZER, DETOKENIZER = "openvino_model.xml", "openvino_tokenizer.xml", 
 COUNTED = re.compile(r"[A-Z]\w*_\d+(\.\d+)?")
 """A name that OpenVINO made: of an operator's kind, and a number."""
 COMPARED = 32
-"""Texts on which the converted tokenizer is held against the one that it was made from."""
+"""Texts on which the converted tokenizer is held against the one that it was made from, for a note of those that it
+reads otherwise. A bound on the time that takes, not measured."""
 Specs = tuple[TensorSpec, ...]
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from compress.blocks.forward import run
 from compress.blocks.materialise import plain
-from compress.blocks.trace import run
 from compress.errors import ExportError, SourceError
 from compress.graph.cleanup import HALVES
 from compress.graph.halves import split_halves

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import Experts
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import NamedParts, copy_without_weights, plain
-from compress.blocks.trace import is_layer
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """A stacked parameter of all experts -> the layers of each that it holds, in their order."""

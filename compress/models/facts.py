@@ -17,19 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.experts import Experts, first_expert_only, unstack_experts
+from compress.blocks.forward import name_outputs, run
+from compress.blocks.layers import LAYER_OPS, Work, has_own_forward, is_layer, layer_type, weight_shape
 from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
-from compress.blocks.trace import (
-    LAYER_OPS,
-    Work,
-    has_own_forward,
-    is_layer,
-    layer_type,
-    name_outputs,
-    run,
-    weight_shape,
-)
 from compress.errors import SourceError
 from compress.facts import (
     FLOAT_BYTES,
@@ -103,7 +95,7 @@ class ModelRun:
             return record(self.module, zeros(self.feeds))
 
     @cached_property
-    def shown(self) -> tuple[DataFlow, Work, Structure]:
+    def outcome(self) -> tuple[DataFlow, Work, Structure]:
         """Return a run, what layers multiply, and how the model is built: by its first blocks where they tell all."""
         wrapped: Any = getattr(self.module, "wrapped", None)
         language = wrapped.get_decoder() if find_torch_task(self.source.task).sees else None
@@ -134,7 +126,7 @@ class ModelRun:
 
     def describe(self, coupling: bool, blocks: bool) -> dict[str, Any]:
         """Return the fields of a model's facts that a run shows; `coupling`, `blocks`: as for `model_facts`."""
-        flow, work, structure = self.shown
+        flow, work, structure = self.outcome
         structure = replace(structure, unpackable=find_unpackable(self.module))
         layers = assign_roles(_describe_layers(self.module, work), structure)
         return {
@@ -184,7 +176,7 @@ def look_at_model(
     names = parameters(source, module)
     check_feeds(source.spec, names, feeds_shapes)
     run = ModelRun(source, module, {names[name]: feeds_shapes[name] for name in names})
-    (flow, work, _), shown = run.shown, run.describe(coupling, blocks)
+    (flow, work, _), shown = run.outcome, run.describe(coupling, blocks)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
     if source.kind == "python" and n_bytes <= MOST_BUILT:
         check_batch(source.spec, _build_untrained(source), run.feeds)

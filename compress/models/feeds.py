@@ -121,18 +121,11 @@ def check_feeds(spec: ModelSpec, names: Mapping[str, str], feeds: Mapping[str, o
 
 def input_specs(spec: ModelSpec, names: Mapping[str, str], feeds: SampleShapes) -> tuple[TensorSpec, ...]:
     """Return the inputs with dynamic dimensions named: the first "batch", a text model's second "sequence"."""
-    task = find_task(spec.task)
-    text = task.reads_texts
-    if task.encodes:
-        length = {DECODER_IDS: "sequence", "input_ids": "source", "attention_mask": "source"}
-        return tuple(
-            TensorSpec(name, feeds[name][1], ("batch", *((length[name],) if name in length else feeds[name][0])))
-            for name in names
-        )
+    task = find_torch_task(spec.task)
+    texts = [name for name in names if task.task.reads_texts and len(feeds[name][0]) == 1]
+    lengths = task.lengths or dict.fromkeys(texts, "sequence")
     return tuple(
-        TensorSpec(
-            name, feeds[name][1], ("batch", *(("sequence",) if text and len(feeds[name][0]) == 1 else feeds[name][0]))
-        )
+        TensorSpec(name, feeds[name][1], ("batch", *((lengths[name],) if name in lengths else feeds[name][0])))
         for name in names
     )
 

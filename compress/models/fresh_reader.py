@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from compress.blocks.forward import run
 from compress.blocks.materialise import plain
-from compress.blocks.trace import run
 from compress.errors import CompressError, SourceError
 from compress.models import factory, huggingface
 from compress.models.pruned import load_recorded, open_recorded_store

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
+from compress.blocks.forward import run
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.rounded import RoundedLayers
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
-from compress.blocks.trace import run
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.graph.cleanup import CleanUp

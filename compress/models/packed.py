@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from compress.blocks.layers import is_hf_conv1d, is_layer
 from compress.blocks.materialise import plain
 from compress.blocks.store import Decoded
-from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.errors import SourceError
 from compress.models.checkpoint_names import file_names
 from compress.models.source import read_object

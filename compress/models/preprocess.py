@@ -123,7 +123,9 @@ def _check_fit(source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
         raise _make_misfit(preprocess.kind, source.task)
     if isinstance(preprocess, ImageTextPreprocess):
         _check_tokenizer(source, preprocess.kind, preprocess.tokenizer)
-    if isinstance(preprocess, TensorPreprocess) and task.facts:
+    if isinstance(preprocess, TensorPreprocess) and not task.takes_tensors:
+        if not task.facts:
+            raise _make_misfit(preprocess.kind, source.task)
         parts = "tokens" if task.reads_texts else "the pixels of images as they came"
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
@@ -153,7 +155,7 @@ def _make_misfit(kind: str, task: str) -> SourceError:
     """Return the error of preprocessing that makes other inputs than a task's models read."""
     known = find_task(task)
     ways = [f"kind: {known.preprocess}"] if known.preprocess else []
-    if not known.facts and not known.generates:
+    if known.takes_tensors:
         ways.append("kind: tensor where the data holds the model's inputs")
     return SourceError(f"preprocess: kind: {kind} does not fit the task {task}; use {' or '.join(ways)}")
 

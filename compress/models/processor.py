@@ -28,7 +28,7 @@ class Processor:
     trust_remote_code: bool = False
 
     @cached_property
-    def loaded(self) -> Any:
+    def auto_processor(self) -> Any:
         """Return transformers' processor. SourceError."""
         from transformers import AutoProcessor
 
@@ -58,10 +58,10 @@ class Processor:
         pictures = [
             fromarray(image.squeeze(-1) if image.shape[2:] == (1,) else image).convert("RGB") for image in images
         ]
-        loaded = self.loaded
+        processor = self.auto_processor
         try:
             with quiet(), without_films():
-                made = loaded(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
+                made = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise UsageError(f"the model's processor fails on its text and {len(images)} images ({said})") from error

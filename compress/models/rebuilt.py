@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import name_outputs
+from compress.blocks.forward import name_outputs
 from compress.errors import SourceError
 from compress.facts import SampleShapes
 from compress.graph.rebuild import RebuildError, rebuild
@@ -19,7 +19,8 @@ from runtime.bundle.tensors import TensorSpec
 FREE_BATCH = 61
 """Samples that a graph with a free batch is tried on, without values: a size that no other axis has."""
 CLOSE = 1e-4
-"""Of the largest output: by how much samples may come out otherwise together than alone."""
+"""Of the largest output: by how much samples may come out otherwise together than alone, in a graph whose batch is
+freed. A bound above float32's rounding, not measured."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import NamedParts, tied_names
 from compress.blocks.store import Entry, Stored, WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.tables import layer_facts
-from compress.blocks.trace import is_layer
 from compress.errors import SourceError
 from compress.facts import WORTH_NAMING, BlockFacts, InputGroup, ModelFacts, Structure, assign_roles
 from compress.formats.targets import FUSED
@@ -46,14 +46,15 @@ NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
 EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.")
 BLOCK_WEIGHTS = 2**28
 """Of a block, whose integers are held until it is written, a byte each: larger ones, as those with hundreds of experts,
-are taken apart."""
+are taken apart. A bound on memory (256 MiB), not measured."""
 FLOATS = ("F32", "F16", "BF16")
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 """Of the cache in 8 bits that a rounded source may ask for; the result asks for none."""
 HEAD = "lm_head"
 """What patterns call an output layer, and a reader one that shares the embeddings' weight, so that no file names it."""
 LONGEST_KERNEL = 16
-"""Of a convolution over time, whose weight has three axes, too."""
+"""Of a convolution over time, whose weight has three axes, too; above it, a stack of experts' matrices. A bound,
+not measured."""
 Layers = Mapping[str, tuple[int, int]]
 """Name -> [out, in]."""
 
@@ -138,8 +139,8 @@ def read_named_model(source: Source) -> NamedModel:
     return NamedModel(module, structure, entries, copied, architecture, tuple(_describe_stacks(held, types)))
 
 
-def named_facts(source: Source, named: NamedModel) -> ModelFacts:
-    """Return what a plan knows of the model."""
+def facts_by_names(source: Source, named: NamedModel) -> ModelFacts:
+    """Return what a plan knows of a model by the names and shapes in its files."""
     module, tied = named.module, tied_names(named.module)
     found = [layer_facts(name, part) for name, part in module.named_modules() if is_layer(part)]
     macs = [layer.n_weights if layer.op == "MatMul" else 0 for layer in found]  # of one token

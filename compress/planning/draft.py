@@ -266,7 +266,7 @@ def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: P
     """Return the draft of the first task whose samples and outputs are these. RecipeError where none is."""
     source, failures = base["model"]["source"], list[tuple[str, str]]()
     for name, candidate in TORCH_TASKS.items():
-        if candidate.task.generates or candidate.task.encodes or not candidate.task.columns:
+        if candidate.task.generates or not candidate.task.columns:
             continue  # made from Hugging Face folders alone, or tried last
         if not _has_samples(name, spec, root):
             continue

@@ -25,10 +25,11 @@ from compress.graph.run import OUTPUT_BYTES
 from compress.passes.base import DataSize, PassCost
 from compress.planning.durations import Duration, Durations
 from compress.planning.in_files import FLOAT_COPIES, allowed_bytes, runs_float, stays_in_files
-from compress.planning.inputs import Inputs, text_fill
+from compress.planning.inputs import Inputs
 from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.measured_speed import LatencyForecast
 from compress.planning.measurements import n_between, pass_names
+from compress.planning.sets import text_fill
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.schema import Recipe
 from runtime.backends import BACKENDS, find_backend
@@ -71,7 +72,8 @@ quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of place
 TIMED_CALLS, TIMED_S = 12, 60.0
 """Times `iterations` that judging calls a model, all ways to run it together, and the seconds that it takes at most."""
 WITH_SCALES = 1.125
-"""Bytes of a weight in a finished block: its integer, and its share of the float32 scale of 32."""
+"""Bytes of a weight in a finished block, for the forecast of disk: its integer, and its share of a float32 scale of 32
+weights, 1 + 4 / 32. Computed, not measured."""
 DISK_BYTES_S = 3e8
 """Bytes that are read and hashed, or written, in a second: of a cloud disk sha256 reads 1.6e9, and 1.9e8 written."""
 
@@ -152,7 +154,7 @@ def find_timed_batch(inputs: Inputs) -> TimedBatch | None:
     Activations count where a CPU computes them. Texts count with the length that the evaluation set's file tells.
     """
     recipe, speed = inputs.recipe, inputs.recipe.validate_.benchmark
-    if not recipe.has_onnx or recipe.generates:
+    if not recipe.has_onnx or recipe.unit == "token":
         return None
     key = "throughput_batch_size" if speed.throughput_batch_size >= speed.batch_size else "batch_size"
     n_samples = fixed_batch(inputs.facts.inputs) or getattr(speed, key)
@@ -239,7 +241,7 @@ class _Run:
         filled = 1.0 if pass_.needs_train else self._fill("calibration")
         work = self.cost(number).forwards * filled * self.before.macs
         work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
-        timed = pass_.measures_time and not self.recipe.generates
+        timed = pass_.measures_time and self.recipe.unit == "call"
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
         work = min(work, longest * find_pace())
         return self._stage(name, self.pass_bytes(number), work, CLOCK_S if timed else 0.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
 from compress.data.columns import CheckSize
 from compress.data.inspect import DataFacts, check_values
 from compress.errors import SourceError
@@ -19,7 +19,7 @@ from compress.models.meta import OpenedModel
 from compress.models.onnx_ends import find_alike, onnx_io
 from compress.models.packed import quantization_of
 from compress.models.preprocess import shifts_masks
-from compress.models.source import list_weight_files
+from compress.models.source import Source, list_weight_files
 from compress.models.weights import check_finite_file
 from compress.recipe.schema import Recipe
 from compress.store.digests import READ_AT_ONCE_BYTES, identify_file
@@ -40,6 +40,7 @@ from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 from runtime.words import size_text
 
+NO_IMAGES = "there are images, and passes that train learn from texts alone: leave them out, or calibrate with them"
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""
 ENCODED_AT_ONCE = 32
@@ -168,17 +169,21 @@ def _make_size_check(preprocess: PreprocessSpec, inputs: tuple[TensorSpec, ...])
     return check
 
 
+def describe_quantized(source: Source) -> str:
+    """Return that the weights of a folder are quantized already, and by what method; "" where they are not."""
+    record = quantization_of(source.folder)
+    method = record.get("quant_method", "of no known method")
+    return f"{source.name}: its weights are quantized already ({method})" if record else ""
+
+
 def note_unpacked(opened: OpenedModel) -> list[str]:
     """Return a note where the weights of a folder are quantized already, and are read as floats.
 
     SourceError where they stay packed: there is nothing that a pass could round.
     """
-    record = quantization_of(opened.source.folder) if opened.source.kind == "huggingface" else {}
-    if not record or opened.module is None:
+    what = describe_quantized(opened.source) if opened.source.kind == "huggingface" else ""
+    if not what or opened.module is None:
         return []
-    what = (
-        f"{opened.source.name}: its weights are quantized already ({record.get('quant_method', 'of no known method')})"
-    )
     packed = [name for name, layer in opened.module.named_modules() if is_layer(layer) and not _has_floats(layer)]
     if packed:
         more = f" and {len(packed) - 1} layers more" if len(packed) > 1 else ""

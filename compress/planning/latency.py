@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from compress.errors import CompressError, NotExportable, PlanError
-from compress.export.decoder import export_decoder
-from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.executorch import check_lowers
-from compress.export.onnx import export_float, float_graph, flush_denormals, with_row_groups, write_graph
+from compress.export.model import export_model
+from compress.export.onnx import float_graph, flush_denormals, with_row_groups, write_graph
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
@@ -37,9 +36,11 @@ from compress.models.load import OnnxModel, TorchModel, build_torch_model, load_
 from compress.planning import shallow
 from compress.planning.cache_keys import CacheKeys
 from compress.planning.in_files import stays_in_files
-from compress.planning.inputs import Inputs, example_feeds, make_student, text_fill
+from compress.planning.inputs import Inputs
 from compress.planning.measured_speed import FLOAT_ELSEWHERE, GAINS, LatencyForecast
 from compress.planning.measurements import LARGEST_BYTES
+from compress.planning.sets import example_feeds, text_fill
+from compress.planning.students import make_student
 from compress.planning.timing import describe_call, explain_untimed, is_timing_off, make_timer, variant_of
 from compress.recipe.exports import ExecutorchExport
 from compress.recipe.schema import Recipe
@@ -61,7 +62,6 @@ from runtime.errors import RuntimeFailure
 from runtime.measure.benchmark import choose_backend
 from runtime.measure.requests import time_requests
 from runtime.progress import no_progress
-from runtime.tasks import find_task
 from runtime.words import size_text
 
 BUDGET_S = 6.0
@@ -150,7 +150,7 @@ def _measure_forecast(inputs: Inputs, cache: Path, log: Log) -> LatencyForecast:
     recipe = inputs.recipe
     timer = make_timer(recipe, cache, [make_call(inputs)])
     log(f"measuring how long the model takes on {timer.clock.backend}, before and after the passes")
-    if recipe.generates:
+    if recipe.unit == "token":
         return _measure_decoder(inputs, timer, log)
     before, after, parts = make_twins(inputs, timer, log)
     flushed = clone(before.model)
@@ -274,7 +274,7 @@ def make_twins(
         if loaded is not None and stage == "model":
             student = pass_.find_student()
             if student is not None and student.separate:
-                loaded, resized = make_student(inputs, loaded, student, recipe.seed), True
+                loaded, resized = make_student(inputs.source, inputs.feeds, loaded, student, recipe.seed), True
             elif student is not None or plan.facts.macs != facts.macs:
                 sample = ModelContext([_make_sample(inputs)], target, recipe.seed, log, no_progress)
                 loaded, known = foresee_pass(pass_, loaded, facts, sample)
@@ -312,12 +312,7 @@ def _make_sample(inputs: Inputs) -> Feeds:
 
 
 def _export(loaded: TorchModel, recipe: Recipe, call: Feeds) -> ir.Model:
-    if find_task(recipe.model.task).encodes:
-        wrapped = getattr(loaded.module, "wrapped", loaded.module)
-        return export_encoder_decoder(wrapped, example_feeds(call, loaded.inputs), recipe.opset)
-    if recipe.generates:
-        return export_decoder(getattr(loaded.module, "wrapped", loaded.module), recipe.opset)
-    graph = export_float(loaded, example_feeds(call, loaded.inputs), recipe.opset)
+    graph = export_model(loaded, example_feeds(call, loaded.inputs), recipe.opset)
     if any(isinstance(export, ExecutorchExport) for export in recipe.export):
         check_lowers(graph)
     return graph

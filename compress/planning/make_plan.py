@@ -33,20 +33,13 @@ from compress.planning.durations import Durations
 from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
 from compress.planning.in_files import note_missing_float, note_narrow_source, stays_in_files
-from compress.planning.inputs import (
-    IMAGE_BATCH,
-    TEXTS,
-    Inputs,
-    count_tokens,
-    locate_result,
-    read_inputs,
-    settle_digests,
-    text_fill,
-)
+from compress.planning.inputs import Inputs, read_inputs, settle_digests
 from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note
 from compress.planning.plan import Plan, PlannedWork
+from compress.planning.sets import IMAGE_BATCH, TEXTS, count_tokens, text_fill
+from compress.planning.students import locate_result
 from compress.planning.validation import collect_problems, engine_notes, order_problems, quantized_problems
 from compress.pruning.configuration import fit_config
 from compress.pruning.shrink import remove_all
@@ -68,7 +61,6 @@ from runtime.judge.evidence import count_least_samples
 from runtime.measure.benchmark import count_least_processes, explain_unavailable
 from runtime.metrics import MEASURED, SIZES
 from runtime.processes.memory import available_bytes
-from runtime.tasks import find_task
 from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
@@ -270,7 +262,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
     """Return why no graph of a language model can be made, or none for a target: its code is run by shapes alone."""
     recipe = inputs.recipe
     graphs = [(index, recipe.target_of(e)) for index, e in enumerate(recipe.export) if isinstance(e, GraphExport)]
-    if not graphs or not recipe.generates or find_task(recipe.model.task).encodes or inputs.facts.source == "onnx":
+    if not graphs or not recipe.model.decoder_only or inputs.facts.source == "onnx":
         return []
     keep, key = Kept(root), [keys.float_graph]
     known = keep.read("decoder", key)
@@ -305,7 +297,7 @@ def _check_gguf(inputs: Inputs, schemes: Schemes) -> tuple[list[str], list[Note]
     index, export = next(((i, e) for i, e in enumerate(recipe.export) if isinstance(e, GgufExport)), (0, None))
     if export is None or inputs.facts.source == "onnx" or export.kind not in find_torch_task(recipe.model.task).files:
         return [], []
-    source = locate_result(inputs)
+    source = locate_result(recipe, inputs.source)
     module, _ = module_on_meta(source)
     unstack_experts(module)
     problems = list(find_tied_problems(inputs.facts, schemes))

@@ -30,9 +30,12 @@ def is_timing_off() -> bool:
 
 def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
     """Return why nothing is timed for this recipe, or none of its `layers`; None where they are."""
-    if is_timing_off():
-        return f"{SWITCH} is off"
-    if layers and recipe.generates:
+    return f"{SWITCH} is off" if is_timing_off() else explain_no_clock(recipe, layers)
+
+
+def explain_no_clock(recipe: Recipe, layers: bool = True) -> str | None:
+    """Return why nothing can be timed as the result will be, or none of its `layers`; None where they can."""
+    if layers and recipe.unit == "token":
         return "a decoder's layers meet another shape with every token"
     if not recipe.has_onnx:
         return f"{recipe.target} reads checkpoints, which nothing here runs"
@@ -45,7 +48,7 @@ def explain_untimed(recipe: Recipe, layers: bool = True) -> str | None:
 def describe_call(recipe: Recipe) -> list[object]:
     """Return what a measured time depends on beside the graph and the machine, as JSON values."""
     speed = recipe.validate_.benchmark
-    tokens = [speed.prompt_tokens, speed.new_tokens] if recipe.generates else []
+    tokens = [speed.prompt_tokens, speed.new_tokens] if recipe.unit == "token" else []
     return [recipe.target, speed.threads, speed.batch_size, speed.sequence_length, *tokens]
 
 

@@ -18,11 +18,13 @@ from compress.graph.operators import OPERATORS
 from compress.models.onnx_facts import INTEGER_PRODUCTS, PRODUCTS
 from compress.passes import Pass
 from compress.planning.forecast import Forecast, find_timed_batch
-from compress.planning.inputs import TEXTS, Inputs, generation_of
+from compress.planning.inputs import Inputs
 from compress.planning.judging import explain_not_run, is_scored_by_torch
 from compress.planning.measurements import measurement_problems
 from compress.planning.own_metrics import own_metric_problems
+from compress.planning.sets import TEXTS
 from compress.planning.timing import explain_untimed
+from compress.planning.tokens import generation_of
 from compress.recipe.exports import (
     CheckpointExport,
     Engine,
@@ -416,7 +418,7 @@ def engine_problems(inputs: Inputs) -> list[str]:
     """Report profiles that the model cannot take or that the bundle is judged outside of, and GPUs that are refused."""
     recipe, generation, problems = inputs.recipe, generation_of(inputs), []
     needed = find_needed_ranges(recipe, inputs.preprocess, generation)
-    specs = DECODER if recipe.generates else inputs.facts.inputs
+    specs = inputs.facts.inputs if generation is None else DECODER
     for index, export in engine_exports(recipe):
         ranges = ranges_of(export, recipe, inputs.preprocess, generation, specs)
         problems += [f"export.{index}: {text}" for text in profile_problems(ranges, specs, needed)]

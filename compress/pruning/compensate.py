@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from compress.blocks.forward import remove_hooks_on_exit
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.pruning.layers import (
     COMPUTED,

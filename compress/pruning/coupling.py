@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
+from compress.blocks.layers import CONVOLUTIONS, TRANSPOSED, has_own_forward, in_axis, is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, in_axis, is_layer
 from compress.facts import Prunable
 from compress.pruning.dimensions import Axis, Coupling, Dimension, DimensionKind
 from compress.pruning.labels import Book

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import in_axis
+from compress.blocks.layers import in_axis
 from compress.errors import PassError
 from compress.pruning.dimensions import Dimension
 from compress.pruning.importance import (

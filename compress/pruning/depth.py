@@ -15,15 +15,16 @@ from torch.utils._pytree import tree_leaves
 from compress.blocks.activations import MicroBatch
 from compress.blocks.depth import numbers_of, remove_blocks
 from compress.blocks.experts import unstack_experts
+from compress.blocks.forward import name_outputs, remove_hooks_on_exit
 from compress.blocks.materialise import empty_weights, plain
 from compress.blocks.sizes import UNFIT_NUMBERS, rebuild_config, transformers_config
-from compress.blocks.trace import name_outputs, remove_hooks_on_exit
 from compress.errors import PassError
 from compress.rounding.outputs import model_output
 from runtime.progress import Progress, no_progress
 
 CLOSE = 1e-4
-"""Largest difference of outputs, relative to the largest output, that leaves two models the same."""
+"""Largest difference of outputs, relative to the largest output, at which a model without blocks computes what one does
+that skips them. A bound above float32's rounding, not measured."""
 Settings = Mapping[str, Any]
 Lists = Mapping[str, Sequence[int]]
 ModelOutputs = Sequence[Tensor]

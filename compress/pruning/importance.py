@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from compress.blocks.forward import remove_hooks_on_exit
 from compress.blocks.materialise import plain
-from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.pruning.dimensions import Dimension
 from compress.pruning.obs import Elimination, ReadingLayer

@@ -21,7 +21,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import TRANSPOSED, in_axis, remove_hooks_on_exit
+from compress.blocks.forward import remove_hooks_on_exit
+from compress.blocks.layers import TRANSPOSED, in_axis
 from compress.pruning.costs import AxisSize, Cost, Term, sizes_of
 from compress.pruning.dimensions import Dimension
 from compress.pruning.layers import channel_axis, layers_of, n_groups, weight_names

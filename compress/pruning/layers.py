@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from compress.blocks.layers import CONVOLUTIONS, TRANSPOSED, has_own_forward, is_hf_conv1d, is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, has_own_forward, is_hf_conv1d, is_layer
 from compress.errors import PassError
 
 COMPUTED = "its weight is computed from other parameters"

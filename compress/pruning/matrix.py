@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.block import BlockWork
+from compress.blocks.layers import CONVOLUTIONS
 from compress.blocks.lockstep import Tap, run_in_lockstep, tap_inputs
 from compress.blocks.sharing import gather_from_processes
-from compress.blocks.trace import CONVOLUTIONS
 from compress.facts import InputGroup
 from compress.pruning.layers import windows
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import TRANSPOSED, in_axis
+from compress.blocks.layers import TRANSPOSED, in_axis
 from compress.errors import PassError
 from compress.pruning.compensate import Refitted, compensate, explain_left_alone
 from compress.pruning.dimensions import Axis, Dimension, DimensionKind

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.forward import remove_hooks_on_exit
 from compress.blocks.lockstep import layer_input
-from compress.blocks.trace import remove_hooks_on_exit
 from compress.errors import PassError
 from compress.pruning.layers import input_rows, layers_of, n_features, n_groups, n_rows
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.forward import name_outputs
+from compress.blocks.layers import CONVOLUTIONS, TRANSPOSED, in_axis, is_hf_conv1d
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, put_tensor, shapes_of, tensor_at, tensor_holders
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, in_axis, is_hf_conv1d, name_outputs
 from compress.errors import PassError
 from compress.pruning.dimensions import Dimension
 from compress.structure.dataflow import within

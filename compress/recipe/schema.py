@@ -216,6 +216,11 @@ class Recipe(Record):
         return find_task(self.model.task).generates
 
     @property
+    def unit(self) -> Literal["call", "token"]:
+        """Return what is timed of the result: a call, or each token of an answer."""
+        return find_task(self.model.task).unit
+
+    @property
     def seeks_passes(self) -> bool:
         """Return whether the passes are yet to be found."""
         return bool(self.goal) and not self.passes

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import Experts
+from compress.blocks.layers import Work, is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import Work, is_layer
 from compress.facts import BlockFacts, InputGroup, Structure
 
 OF_EACH = 2

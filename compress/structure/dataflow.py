@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compress.blocks.experts import Experts
+from compress.blocks.layers import CONVOLUTIONS, TRANSPOSED, Work, in_axis, is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import CONVOLUTIONS, TRANSPOSED, Work, in_axis, is_layer
 from compress.blocks.untouched import leave_untouched
 
 OPAQUE = "opaque"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
-from compress.blocks.trace import is_layer
 from compress.facts import Removable, Structure
 from compress.structure.dataflow import DataFlow, ModuleCall, within
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.blocks.folding import norm_weight_offset
-from compress.blocks.trace import is_hf_conv1d
+from compress.blocks.layers import is_hf_conv1d
 from compress.facts import InputGroup
 from compress.structure.channels import Layout, ScaledOp, Stop, last_dim, pass_through
 from compress.structure.dataflow import DataFlow, Op, Ref

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compress.tasks.base import INT8, Starter, TorchTask
-from compress.tasks.text2text_generation import REFERENCES, number_targets, read_references
+from compress.tasks.text2text_generation import LENGTHS, REFERENCES, number_targets, read_references
 
 AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
     name="automatic-speech-recognition",
@@ -19,6 +19,7 @@ AUTOMATIC_SPEECH_RECOGNITION = TorchTask(
     loss="target tokens",
     auto_class="AutoModelForSpeechSeq2Seq",
     outputs={"logits": ("batch", "sequence", "width")},
+    lengths=LENGTHS,
     read_labels=read_references,
     usual_names={"label": ("text", *REFERENCES)},
     make_targets=number_targets,

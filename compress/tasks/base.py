@@ -152,6 +152,8 @@ class TorchTask:
     """Every output, by its field of transformers' outputs, which is its name in ONNX, with its dimensions by name:
     "batch" and "sequence" are free, "classes" is where classes are; (): of any shape. {}: any outputs, and no Hugging
     Face folders; nor of a task whose inputs are tensors."""
+    lengths: Mapping[str, str] = field(default_factory=dict)
+    """Inputs [batch, length] -> the name of their length, which is free; {}: of texts "sequence", and no other is."""
     any_outputs: bool = False
     """Whether a model that is no Hugging Face folder may have any others than `outputs`."""
     read_labels: Callable[[LabelReader, str, Sequence[Any]], Any] = read_classes_or_scores

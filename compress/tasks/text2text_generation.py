@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compress.tasks.base import INT8, Columns, LabelReader, Starter, TorchTask
-from runtime.encode.seq2seq import Seq2SeqEncoder
+from runtime.encode.seq2seq import DECODER_IDS, Seq2SeqEncoder
 
 if TYPE_CHECKING:
     from runtime.encode.preprocess import Preprocessor
 
 UNPREDICTED = -100
 """Fills rows of target tokens up to the longest text's."""
+LENGTHS = {DECODER_IDS: "sequence", "input_ids": "source", "attention_mask": "source"}
 REFERENCES = ("reference", "target_text", "summary", "translation", "answer", "transcription", "sentence")
 
 
@@ -52,6 +53,7 @@ TEXT2TEXT_GENERATION = TorchTask(
     loss="target tokens",
     auto_class="AutoModelForSeq2SeqLM",
     outputs={"logits": ("batch", "sequence", "width")},
+    lengths=LENGTHS,
     read_labels=read_references,
     usual_names={"text": ("source", "document", "article", "question", "input"), "label": REFERENCES},
     make_targets=number_targets,

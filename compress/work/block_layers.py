@@ -12,11 +12,11 @@ from torch import Tensor
 
 from compress.blocks.block import BlockWork
 from compress.blocks.folding import fold_scales
+from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import gather_from_processes
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.tables import find_tables, layer_facts
-from compress.blocks.trace import is_layer
 from compress.blocks.work import AFTER, BEFORE
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, LayerFacts, Note
@@ -34,7 +34,8 @@ LOOKED_UP = 1.5
 in 4 bits: 0.033 at 0, 0.018 at 0.3, 0.017 at 1, 0.013 at 1.5, 0.017 at 3, and 0.018 where it is rounded to nearest."""
 
 COMPARED = 2**20
-"""Weights that are compared with their rounded values at once, so that they fit into a cache."""
+"""Weights that are compared with their rounded values at once, so that they (4 MiB) fit into a cache. A bound, not
+measured."""
 
 
 @dataclass(frozen=True)

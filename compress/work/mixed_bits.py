@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.backward import BackwardBlock, first_micro_batches, send_back
+from compress.blocks.forward import remove_hooks_on_exit
 from compress.blocks.lockstep import layer_input
 from compress.blocks.sharing import from_main, main_process, sum_over_processes
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import remove_hooks_on_exit
 from compress.blocks.work import AFTER, BEFORE
 from compress.context import PassContext
 from compress.errors import PassError

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from compress.blocks.layers import is_layer, layer_type
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import Shapes, shapes_of, transformers_config
-from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from compress.blocks.activations import MicroBatch
 from compress.blocks.experts import first_expert_only
+from compress.blocks.layers import is_layer, layer_type
 from compress.blocks.materialise import plain
 from compress.blocks.sizes import shapes_of
-from compress.blocks.trace import is_layer, layer_type
 from compress.context import PassResult
 from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note, Removable

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import name_outputs
+from compress.blocks.forward import name_outputs
 from compress.context import Feeds, PassResult
 from compress.distill.train import TrainOptions, train
 from compress.distill.training_log import TrainLog

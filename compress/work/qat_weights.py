@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.blocks.layers import is_hf_conv1d, is_layer
 from compress.blocks.rounded import Rounded
 from compress.blocks.tables import layer_facts
-from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassResult
 from compress.distill.train import TrainOptions, train
 from compress.distill.training_log import TrainLog

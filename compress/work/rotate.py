@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.folding import norm_weight_offset
+from compress.blocks.layers import is_hf_conv1d, is_layer
 from compress.blocks.materialise import plain
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_hf_conv1d, is_layer
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note, Residual, Structure

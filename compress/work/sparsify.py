@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.blocks.block import BlockWork
+from compress.blocks.layers import is_hf_conv1d, weight_shape
 from compress.blocks.sharing import sum_over_processes
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import is_hf_conv1d, weight_shape
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerFacts, Note

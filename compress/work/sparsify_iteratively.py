@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from compress.blocks.layers import is_layer
 from compress.blocks.tables import layer_facts
-from compress.blocks.trace import is_layer
 from compress.context import PassResult
 from compress.distill.rewind import Rewind
 from compress.distill.schedule import TrainingSchedule

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from compress.blocks.trace import name_outputs
+from compress.blocks.forward import name_outputs
 from compress.context import TrainSet
 from compress.distill.attention import use_fused_attention
 from compress.distill.batch import Batch

@@ -60,7 +60,9 @@ def list_other_files(manifest: Manifest, main: str) -> list[Variant]:
 
 
 def available_others(manifest: Manifest, main: str) -> list[str]:
-    """Return the backends besides `main` that work here, and have what they run."""
+    """Return the backends besides `main` that work here, and have what they run; of decoders none is tried."""
+    if manifest.generates:
+        return []
     working = [name for name, backend in BACKENDS.items() if name != main and backend.available() is None]
     return [name for name in working if engine_trouble(manifest, name) is None]
 

@@ -60,7 +60,7 @@ from runtime.measure.benchmark import (
     open_variant,
     pair,
 )
-from runtime.measure.workload import NOT_OF_DECODERS, OF_DECODERS, settings_for
+from runtime.measure.workload import UNUSED, settings_for
 from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.progress import Progress, no_progress
 from runtime.tasks import find_task
@@ -208,7 +208,7 @@ def prepare(root: Path, backends: Sequence[str] | None, threads: int | None) -> 
     _, batch_note = settings_for(manifest, threads)
     main, backend_note = backend_of(manifest, backends[0] if backends else None)
     others = [backend_of(manifest, name)[0] for name in (backends or [])[1:]]
-    if not backends and not manifest.generates:
+    if not backends:
         others = available_others(manifest, main)
     if manifest.is_scored(main):
         why = _explain_not_run(manifest, main)
@@ -484,7 +484,7 @@ def _collect_common_fields(
         "distributions": describe_times(timed) if timed else {},
         "recorded": tuple(name for name, known in evidence.items() if known.recorded),
         "environment": timed.environment if timed else _describe_machine(),
-        "benchmark": _describe_benchmark(manifest.generates, timed) if timed else {},
+        "benchmark": _describe_benchmark(manifest, timed) if timed else {},
     }
 
 
@@ -494,9 +494,9 @@ def _describe_machine() -> dict[str, Any]:
     return {name: machine[name] for name in ("cpu", "os", "python")}
 
 
-def _describe_benchmark(generates: bool, timed: BenchmarkResult) -> dict[str, Any]:
+def _describe_benchmark(manifest: Manifest, timed: BenchmarkResult) -> dict[str, Any]:
     """Return the settings that fit such a model, the processes that timed, what others took, and a GPU's own clock."""
-    unused = (*NOT_OF_DECODERS, "throughput_batch_size") if generates else OF_DECODERS
+    unused = UNUSED[find_task(manifest.task).unit]
     settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
     record = {**settings, "processes": timed.n_processes, "taken": timed.taken, "set_apart": timed.set_apart}
     if timed.device is not None:

@@ -15,16 +15,14 @@ from runtime.bundle.format import inside, read_layers, read_remedies, read_sampl
 from runtime.bundle.manifest import Benchmark, Manifest
 from runtime.clock.machine import environment, say_busy
 from runtime.clock.peaks import measure_peaks, time_products
-from runtime.decode.kv_cache import Decoder, EncodedDecoder
-from runtime.decode.scoring import language_encoder
-from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import UsageError
 from runtime.judge.twins import ProfiledPair
 from runtime.judge.why import Explanation, explain
 from runtime.measure.benchmark import Variant, backend_of, list_variants
 from runtime.measure.profile_models import PROFILERS, ProfileOrder, profile_models
-from runtime.measure.requests import make_prompts, make_sources, run_request
+from runtime.measure.requests import make_decoder, make_requests, run_request
 from runtime.measure.workload import make_feeds, settings_for
+from runtime.tasks import find_task
 from runtime.tasks.manifest import verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
@@ -102,7 +100,7 @@ def explain_bundle(
         manifest.target,
         remedies,
     )
-    return explain(pair, "token" if manifest.generates else "call")
+    return explain(pair, find_task(manifest.task).unit)
 
 
 def _placed_by_time(root: Path) -> bool:
@@ -118,22 +116,17 @@ def _make_workload(
     root: Path, manifest: Manifest, columns: Mapping[str, Any], settings: Benchmark, variant: Variant
 ) -> tuple[Feeds | None, Callable[[Session], int] | None]:
     """Return a batch of usual size for a model's calls, or what makes a decoder's requests and counts its runs."""
-    seed, size = manifest.judgement.seed, settings.batch_size
+    seed = manifest.judgement.seed
     preprocessor = bundle_preprocessor(root, manifest, variant.artifact.inputs)
-    if not manifest.generates:
+    if find_task(manifest.task).unit == "call":
         view = encoding_views(manifest.task, columns)[0]
-        batches = make_feeds(preprocessor, view, size, seed, settings.sequence_length)
+        batches = make_feeds(preprocessor, view, settings.batch_size, seed, settings.sequence_length)
         return sorted(batches, key=lambda feeds: sum(v.size for v in feeds.values()))[len(batches) // 2], None
-    start = preprocessor.target.start_tokens if isinstance(preprocessor, Seq2SeqEncoder) else ()
-    if isinstance(preprocessor, Seq2SeqEncoder):
-        prompts: Any = make_sources(preprocessor, columns, size, settings.prompt_tokens, seed)[0]
-    else:
-        prompts = make_prompts(language_encoder(preprocessor), columns, size, settings.prompt_tokens, seed)[0]
+    prompts, start = make_requests(preprocessor, columns, settings, seed)
     n_tokens = min(settings.new_tokens, NEW_TOKENS)
 
     def request(session: Session) -> int:
-        decoder = EncodedDecoder(session, start) if start else Decoder(session, variant.artifact.cache)
-        run_request(decoder, prompts, n_tokens)
+        run_request(make_decoder(session, start, variant.artifact.cache), prompts[0], n_tokens)
         return n_tokens
 
     return None, request

@@ -104,7 +104,7 @@ def _check_metric(
 
 
 def _check_measured(name: str, task: str, benchmark: Benchmark) -> None:
-    kind = find_task(task).generates, TEXT in find_task(task).columns
+    kind = find_task(task).unit == "token", TEXT in find_task(task).columns
     if not MEASURED[name].suits(*kind):
         fits = ", ".join(other for other, metric in MEASURED.items() if metric.suits(*kind))
         raise UsageError(f"metric '{name}' does not fit task {task}; what fits: {fits}")

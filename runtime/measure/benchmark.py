@@ -30,17 +30,17 @@ from runtime.bundle.format import Artifact, Benchmark, Judgement, KvCacheSpec, M
 from runtime.bundle.records import to_json
 from runtime.clock.fresh import Answer, run_fresh, write_batches
 from runtime.clock.machine import environment
-from runtime.decode.scoring import language_encoder
 from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import Seq2SeqEncoder, source_length
 from runtime.errors import BundleError, RuntimeFailure, UsageError
 from runtime.measure.process import FEEDS, Order, Seconds, TimedModel
-from runtime.measure.requests import RequestTimes, make_prompts, make_sources
+from runtime.measure.requests import RequestTimes, make_requests
 from runtime.measure.workload import make_feeds, settings_for
 from runtime.metrics import MEASURED, SIZES
 from runtime.metrics.measured import END_TO_END_PERCENTILES, LATENCY_PERCENTILES
 from runtime.progress import Progress, no_progress
 from runtime.stats import fresh_processes_needed
+from runtime.tasks import find_task
 from runtime.tasks.manifest import verify
 from runtime.tasks.predict import bundle_preprocessor, encoding_views
 
@@ -156,6 +156,11 @@ class Judged(Protocol):
     def generates(self) -> bool: ...
 
 
+def can_run(backend: str, judged: Judged) -> bool:
+    """Return whether a backend runs such a model, decoder or not."""
+    return find_backend(backend).decoders or not judged.generates
+
+
 def choose_backend(judged: Judged, asked: str | None = None) -> tuple[str, str | None]:
     """Return the backend to run on, and a note where it is not the one that the bundle was made for.
 
@@ -163,7 +168,7 @@ def choose_backend(judged: Judged, asked: str | None = None) -> tuple[str, str |
     """
     if asked is not None:
         _check_backend(asked)
-        if judged.generates and not BACKENDS[asked].decoders:
+        if not can_run(asked, judged):
             some = ", ".join(backend.name for backend in BACKENDS.values() if backend.decoders)
             raise UsageError(f"backend '{asked}' does not run decoders; use one of {some}")
         return asked, None
@@ -214,7 +219,7 @@ def explain_unavailable(judged: Judged) -> str | None:
     """Return why a bundle is not run here on what it is made for; None where it is."""
     if judged.target not in BACKENDS:
         return "there is no backend of that name here"
-    if judged.generates and not BACKENDS[judged.target].decoders:
+    if not can_run(judged.target, judged):
         return "that backend does not run decoders"
     return BACKENDS[judged.target].available()
 
@@ -273,13 +278,13 @@ def measure(
     """
     settings, _ = settings_for(manifest, threads)
     variants = list_variants(manifest, backend)
-    start: Sequence[int] = ()
+    unit, start = find_task(manifest.task).unit, tuple[int, ...]()
     with tempfile.TemporaryDirectory(prefix="measure.") as folder:
-        if manifest.generates:  # what is read is the same on every backend; the graph of the model names all of it
+        if unit == "token":  # what is read is the same on every backend; the graph of the model names all of it
             graph = next(artifact for artifact in manifest.artifacts if artifact.kind == "onnx")
             encoder = bundle_preprocessor(root, manifest, graph.inputs)
-            start = encoder.target.start_tokens if isinstance(encoder, Seq2SeqEncoder) else ()
-            batches = {"single 0": _make_requests(encoder, columns, settings, manifest.judgement.seed)}
+            prompts, start = make_requests(encoder, columns, settings, manifest.judgement.seed)
+            batches = {"single 0": [p if isinstance(p, dict) else {"prompts": np.stack(p)} for p in prompts]}
         else:
             preprocessors = [bundle_preprocessor(root, manifest, variant.artifact.inputs) for variant in variants]
             encoder, batches = preprocessors[0], _make_batches(preprocessors, manifest, columns, settings)
@@ -296,18 +301,11 @@ def measure(
             seconds=Seconds(0.0, 0.0, 0.0, 0.0),
             index=0,
             seed=manifest.judgement.seed,
-            generates=manifest.generates,
-            start_tokens=tuple(start),
+            unit=unit,
+            start_tokens=start,
         )
         answers = _run_processes(order, manifest.judgement, str(root), progress)
     return _collect(answers, order, settings, variants, manifest, encoder)
-
-
-def _make_requests(encoder: Preprocessor, columns: Columns, settings: Benchmark, seed: int) -> list[Feeds]:
-    if isinstance(encoder, Seq2SeqEncoder):
-        return make_sources(encoder, columns, settings.batch_size, settings.prompt_tokens, seed)
-    prompts = make_prompts(language_encoder(encoder), columns, settings.batch_size, settings.prompt_tokens, seed)
-    return [{"prompts": np.stack(batch)} for batch in prompts]
 
 
 def _make_batches(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from runtime.measure.requests import (
     Prompts,
     RequestTimes,
     find_goodput,
+    make_decoder,
     run_request,
     time_requests,
 )
@@ -74,7 +75,7 @@ class Order:
     """What a process is to measure. `models`: the judged ones first, `n_judged`, the rest beside the first of them.
 
     `folder`: holds FEEDS; `root`: the bundle. `answers`: also time whole answers. `start_tokens`: of an
-    encoder-decoder; `generates`: requests are timed. `shapes`: rounds and calls that an earlier process made, by part.
+    encoder-decoder; `unit`: what is timed. `shapes`: rounds and calls that an earlier process made, by part.
     """
 
     models: tuple[TimedModel, ...]
@@ -85,7 +86,7 @@ class Order:
     seconds: Seconds
     index: int
     seed: int
-    generates: bool = False
+    unit: Literal["call", "token"] = "call"
     answers: bool = True
     start_tokens: tuple[int, ...] = ()
     shapes: dict[str, tuple[int, int]] | None = None
@@ -95,7 +96,8 @@ def measure_process(task: Mapping[str, Any]) -> Answer:
     """Do an `Order`, given as JSON values. Raises what the backends raise, but for models beside the judged ones."""
     order = from_json(Order, task, "order")
     with ExitStack() as stack:
-        return (_Requests if order.generates else _Calls)(order, stack).measure()
+        process: _Process = {"call": _Calls, "token": _Requests}[order.unit](order, stack)
+        return process.measure()
 
 
 class _Process(ABC):
@@ -341,8 +343,7 @@ class _Requests(_Process):
         return list(batches) if self.order.start_tokens else [list(batch["prompts"]) for batch in batches]
 
     def _make_decoder(self, number: int, session: Session) -> Decoder | EncodedDecoder:
-        start, cache = self.order.start_tokens, self.order.models[number].cache
-        return EncodedDecoder(session, start) if start else Decoder(session, cache)
+        return make_decoder(session, self.order.start_tokens, self.order.models[number].cache)
 
 
 def _resize(batch: Prompts, size: int) -> Prompts:

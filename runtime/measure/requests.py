@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from runtime.backends import Feeds
+from runtime.backends import Feeds, Session
 from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.format import Benchmark
+from runtime.bundle.manifest import KvCacheSpec
 from runtime.clock.turns import no_garbage_collection, take_off_others
 from runtime.decode.answers import repeat_tokens
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
-from runtime.encode.language import LanguageEncoder
+from runtime.decode.scoring import language_encoder
+from runtime.encode.preprocess import Preprocessor
 from runtime.encode.seq2seq import Seq2SeqEncoder
 from runtime.errors import UsageError
 
@@ -60,21 +62,30 @@ class RequestTimes:
         return result
 
 
-def make_prompts(
-    encoder: LanguageEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int
-) -> list[list[Array]]:
-    """Cut PROMPTS batches of prompts of exactly `n_tokens` at random places out of the samples' tokens in a row."""
-    tokens = np.concatenate(encoder.sequences(encoder.samples(columns)))
+def make_requests(
+    encoder: Preprocessor, columns: Columns, settings: Benchmark, seed: int
+) -> tuple[list[Prompts], tuple[int, ...]]:
+    """Return at most PROMPTS batches of prompts, and the tokens that begin their answers: none of a decoder's.
+
+    A decoder's prompts are cut at random places out of the samples' tokens in a row, an encoder-decoder's are samples;
+    each is `prompt_tokens` long.
+    """
+    random, size, n_tokens = np.random.default_rng(seed), settings.batch_size, settings.prompt_tokens
+    if isinstance(encoder, Seq2SeqEncoder):
+        n = count(columns)
+        drawn = random.integers(0, n, (min(PROMPTS, n), size))
+        feeds = [repeat_tokens(encoder.source_feeds(columns, rows), n_tokens) for rows in drawn]
+        return [*feeds], tuple(encoder.target.start_tokens)
+    language = language_encoder(encoder)
+    tokens = np.concatenate(language.sequences(language.samples(columns)))
     tokens = np.resize(tokens, max(len(tokens), n_tokens))  # repeated where there are too few
-    starts = np.random.default_rng(seed).integers(0, len(tokens) - n_tokens + 1, (PROMPTS, batch_size))
-    return [[tokens[start : start + n_tokens] for start in batch] for batch in starts]
+    starts = random.integers(0, len(tokens) - n_tokens + 1, (PROMPTS, size))
+    return [[tokens[start : start + n_tokens] for start in batch] for batch in starts], ()
 
 
-def make_sources(encoder: Seq2SeqEncoder, columns: Columns, batch_size: int, n_tokens: int, seed: int) -> list[Feeds]:
-    """Return at most PROMPTS batches of what an encoder reads, drawn from the samples, each text `n_tokens` long."""
-    n = count(columns)
-    drawn = np.random.default_rng(seed).integers(0, n, (min(PROMPTS, n), batch_size))
-    return [repeat_tokens(encoder.source_feeds(columns, rows), n_tokens) for rows in drawn]
+def make_decoder(session: Session, start_tokens: Sequence[int], cache: KvCacheSpec | None) -> Decoder | EncodedDecoder:
+    """Return what makes requests of an open model; `start_tokens`: as `make_requests` gives them."""
+    return EncodedDecoder(session, start_tokens) if start_tokens else Decoder(session, cache)
 
 
 def time_requests(

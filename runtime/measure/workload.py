@@ -17,11 +17,19 @@ from runtime.bundle.manifest import Benchmark, Manifest, fixed_batch
 from runtime.encode.preprocess import Preprocessor, PreprocessSpec, Seq2SeqPreprocess, spec_from_dict
 from runtime.encode.seq2seq import source_length
 from runtime.errors import UsageError
+from runtime.tasks import find_task
 
-OF_DECODERS = ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms")
-"""Settings of a benchmark that fit what generates text alone."""
-NOT_OF_DECODERS = {"sequence_length": "prompt_tokens", "latency_limit_ms": "ttft_limit_ms and tpot_limit_ms"}
-"""Settings that do not fit it, and what to use; throughput_batch_size is passed over."""
+UNUSED: Mapping[str, Mapping[str, str]] = {
+    "call": dict.fromkeys(
+        ("prompt_tokens", "new_tokens", "ttft_limit_ms", "tpot_limit_ms"), "it fits what generates text"
+    ),
+    "token": {
+        "sequence_length": "use prompt_tokens",
+        "latency_limit_ms": "use ttft_limit_ms and tpot_limit_ms",
+        "throughput_batch_size": "",
+    },
+}
+"""What is timed, `Task.unit` -> settings of a benchmark that do not fit it, and the way out; "": it is passed over."""
 MAX_FEEDS = 32
 """Different batches that a timing goes through in turn."""
 MAX_FEED_BYTES = 128 << 20
@@ -47,12 +55,10 @@ def settings_for(manifest: Manifest, threads: int | None) -> tuple[Benchmark, st
 
 
 def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
-    usual, of_decoders = Benchmark(), manifest.generates
-    misfits = NOT_OF_DECODERS if of_decoders else OF_DECODERS
-    given = [name for name in misfits if getattr(settings, name) != getattr(usual, name)]
-    if given:
-        way_out = f"use {NOT_OF_DECODERS[given[0]]}" if of_decoders else "it fits what generates text"
-        raise UsageError(f"benchmark.{given[0]} does not fit the task {manifest.task}; {way_out}")
+    usual = Benchmark()
+    for name, way_out in UNUSED[find_task(manifest.task).unit].items():
+        if way_out and getattr(settings, name) != getattr(usual, name):
+            raise UsageError(f"benchmark.{name} does not fit the task {manifest.task}; {way_out}")
     if settings.sequence_length is not None and manifest.preprocess["kind"] != "text":
         raise UsageError(
             f"benchmark.sequence_length fits texts; this bundle's samples are {manifest.preprocess['kind']}s"

@@ -157,8 +157,6 @@ class ServedModel:
     def _describe_outputs(self) -> list[tuple[str, str, list[int]]]:
         """Describe what `infer` answers; of a decoder what `generate` does."""
         manifest, outputs = self.bundle.manifest, self.bundle.session.outputs
-        if manifest.generates:
-            return [("text_output", "BYTES", [1])]
         task = find_task(manifest.task)
         added = task.postprocess_specs(manifest.postprocess, outputs[0].shape[0])
         return [_describe_tensor(spec, spec.shape) for spec in task.answer_specs((*outputs, *added))]

@@ -1,6 +1,6 @@
 """What a task answers for: the samples it reads, what a model's outputs mean, and what is answered.
 
-`Task` is the base of all; what several tasks share follows it: those that read texts, and those that choose one class.
+`Task` is the base of all; what several tasks share follows it: those that read texts, write some, or choose one class.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class Task:
     """The fields of `Postprocess` that it takes; `read_outputs` finds them in its `BatchFacts`."""
 
     @property
+    def unit(self) -> Literal["call", "token"]:
+        """Return what is timed of a model: a call, which answers a batch, or each token of an answer."""
+        return "token" if self.generates else "call"
+
+    @property
     def decoder_only(self) -> bool:
         """Return whether the model writes text by its prompt alone."""
         return self.generates and not self.encodes
@@ -89,6 +94,11 @@ class Task:
     def reads_texts(self) -> bool:
         """Return whether the model's inputs are tokens."""
         return self.preprocess in ("text", "language")
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Return whether a sample may be the model's inputs themselves, made elsewhere."""
+        return not self.facts and not self.generates
 
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:
         """Return the column sets that are encoded one by one, without labels. UsageError."""
@@ -220,6 +230,17 @@ class ReadsTexts(Task):
         if texts and all(isinstance(text, (tuple, list)) and len(text) == 2 for text in texts):
             return {TEXT: [first for first, _ in texts], TEXT_PAIR: [second for _, second in texts]}
         return {TEXT: texts}
+
+
+class WritesText(Task):
+    """A task of models that write text, token by token: it is scored as it comes."""
+
+    generates = True
+    latency = "tpot"
+
+    def answer_specs(self, outputs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+        """Return the spec of the text that is written."""
+        return (TensorSpec("text_output", "object", (1,)),)
 
 
 class Classification(Task):

@@ -7,10 +7,10 @@ from typing import Any
 
 from runtime.bundle.columns import Columns
 from runtime.metrics.texts import unpack_texts
-from runtime.tasks.base import TEXT, Task, Tensors
+from runtime.tasks.base import TEXT, Tensors, WritesText
 
 
-class WritesAnswers(Task):
+class WritesAnswers(WritesText):
     """A task of encoder-decoders: read a sample, and write a text.
 
     Outputs are what `runtime.decode.answers.score_answers` gives: sums over each reference's tokens, and the answers.
@@ -19,8 +19,6 @@ class WritesAnswers(Task):
     preprocess = "seq2seq"
     outputs = "texts"
     always = ("nll", "n_tokens", "answer")
-    generates = True
-    latency = "tpot"
     encodes = True
 
     def split_views(self, columns: Columns) -> list[dict[str, Any]]:

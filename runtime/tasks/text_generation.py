@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from runtime.tasks.base import Task
+from runtime.tasks.base import WritesText
 
 
-class TextGeneration(Task):
+class TextGeneration(WritesText):
     """Continue a text. Its outputs are scored as they come (`runtime.decode.scoring.score`)."""
 
     name = "text-generation"
@@ -14,5 +14,3 @@ class TextGeneration(Task):
     preprocess = "language"
     outputs = "tokens"
     always = ("nll", "n_tokens")
-    generates = True
-    latency = "tpot"

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from compress.cli import app
 from compress.models.huggingface import TextModel
-from compress.planning.inputs import load_set, read_inputs
+from compress.planning.inputs import read_inputs
+from compress.planning.sets import load_set
 from compress.recipe.load import load_recipe
 from compress.work import tune as work_of_tune
 from runtime.bundle.format import read_samples

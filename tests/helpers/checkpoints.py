@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
+from compress.blocks.layers import layer_type, weight_shape
 from compress.blocks.materialise import copy_without_weights, memory_store
 from compress.blocks.store import Packed, WeightStore, pack_tensors
 from compress.blocks.streamed import StreamedModel
-from compress.blocks.trace import layer_type, weight_shape
 from compress.facts import Structure
 from compress.formats.schemes import PRESETS, Scheme
 from compress.models.facts import architecture, is_layer, plain

@@ -21,8 +21,8 @@ from compress.formats.targets import Target
 from compress.passes import Pass
 from compress.passes.base import DataSize, Stage
 from compress.passes.distill import Distill
-from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
+from compress.planning.sets import load_set
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
 from compress.store.cache import ResultCache

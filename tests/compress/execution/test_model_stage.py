@@ -82,7 +82,7 @@ def test_values_alone_are_put_into_the_graph_that_is_there(
         exports.append(arguments)
         return export_float(*arguments)
 
-    monkeypatch.setattr("compress.execution.cached.export_float", export)
+    monkeypatch.setattr("compress.export.model.export_float", export)
     report = compress.apply(
         recipe_with((Silence(parameter=parameter),)), tmp_path / "out", tmp_path / "cache", quiet=True
     )

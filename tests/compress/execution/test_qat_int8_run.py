@@ -16,8 +16,8 @@ from compress.passes import Int8, Pass
 from compress.passes.distill import Distill
 from compress.passes.qat import Qat
 from compress.passes.training import HiddenTerm
-from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
+from compress.planning.sets import load_set
 from compress.recipe.schema import Recipe
 from compress.specs import DataSpec
 from compress.store.cache import ResultCache

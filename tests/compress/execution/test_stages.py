@@ -16,11 +16,12 @@ from compress.execution.cached import _refuse_broken, _save_arrays, run_graph_pa
 from compress.execution.run import layer_rows
 from compress.facts import LayerDecision, Note
 from compress.graph.layers import find_layers
-from compress.planning.inputs import example_feeds, fixed_batch
+from compress.planning.sets import example_feeds
 from compress.rounding.quantized_weight import round_to_nearest
 from compress.rounding.state import GraphState, Range
 from compress.store.cache import ResultCache
 from compress.work import WORK, apply_pass
+from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec
 
 

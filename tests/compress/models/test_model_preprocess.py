@@ -96,6 +96,7 @@ def test_preprocessing_that_is_not_told_or_does_not_fit(bert: Path, vit: Path, t
         (images, TextPreprocess(), "kind: text does not fit the task image-classification"),
         (text_spec(bert), ImagePreprocess(), "kind: image does not fit the task text-classification"),
         (text_spec(bert, "feature-extraction"), TensorPreprocess(), "needs kind: text"),
+        (text_spec(bert, "text-generation"), TensorPreprocess(), "kind: tensor does not fit.*; use kind: language"),
         (text_spec(bert), TextPreprocess(max_length=65), "max_length 65 is more than the model's 64 positions"),
         (text_spec(no_tokenizer), None, "has no tokenizer.json; write one with AutoTokenizer"),
     ]

@@ -19,7 +19,7 @@ from compress.facts import LayerFacts
 from compress.formats.schemes import PRESETS, Scheme
 from compress.formats.targets import TARGETS
 from compress.models import shards
-from compress.models.shards import named_facts, open_named_model, read_named_model
+from compress.models.shards import facts_by_names, open_named_model, read_named_model
 from compress.models.source import Source, locate
 from compress.passes.rtn import Rtn
 from compress.rounding.weights import round_weight
@@ -53,7 +53,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Source:
 
 
 def layers_of(source: Source) -> dict[str, LayerFacts]:
-    return {layer.name: layer for layer in named_facts(source, read_named_model(source)).layers}
+    return {layer.name: layer for layer in facts_by_names(source, read_named_model(source)).layers}
 
 
 def test_a_decoder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import helper
 
-from compress.blocks.trace import name_outputs
+from compress.blocks.forward import name_outputs
 from compress.errors import SourceError
 from compress.graph.run import open_session
 from compress.models.facts import model_facts, rebuilt_facts

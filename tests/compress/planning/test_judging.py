@@ -12,9 +12,10 @@ from compress.errors import CompressError, PlanError
 from compress.execution.own_metrics import compute_values
 from compress.execution.run import apply_recipe
 from compress.planning.cache_keys import cache_keys
-from compress.planning.inputs import load_set, read_inputs
+from compress.planning.inputs import read_inputs
 from compress.planning.make_plan import make_plan
 from compress.planning.own_metrics import own_metric_problems
+from compress.planning.sets import load_set
 from compress.recipe.load import load_recipe, recipe_to_yaml
 from compress.recipe.portable import make_portable
 from compress.recipe.schema import Recipe

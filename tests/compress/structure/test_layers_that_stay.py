@@ -10,7 +10,7 @@ import streaming
 import torch
 from torch import Tensor, nn
 
-from compress.blocks.trace import has_own_forward
+from compress.blocks.layers import has_own_forward
 from compress.facts import LayerFacts, ModelFacts
 from compress.formats.targets import TARGETS
 from compress.models.facts import _describe_layers

@@ -32,8 +32,8 @@ from compress.formats.targets import TARGETS
 from compress.models.load import TorchModel
 from compress.passes.distill import Distill
 from compress.passes.distill_student import Student
-from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
+from compress.planning.sets import load_set
 from compress.recipe.exports import CheckpointExport
 from compress.recipe.load import Recipe
 from compress.recipe.network import needs_hub

@@ -36,8 +36,8 @@ from compress.models.load import TorchModel, load_model
 from compress.models.source import locate
 from compress.passes import PruneLayers
 from compress.passes.depth import evenly_spaced, without_blocks
-from compress.planning.inputs import load_set
 from compress.planning.make_plan import make_plan
+from compress.planning.sets import load_set
 from compress.pruning.depth import BlockOutputs, Skipping, least_error, shorten
 from compress.recipe.load import Recipe
 from compress.store.cache import ResultCache

@@ -1,21 +1,11 @@
-"""Which modules are layers, and their sizes; one forward pass, and the names of what it gives."""
+"""Which modules of a torch model are layers: their types, the shapes of their weights, their operators in ONNX."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-
-from compress.errors import SourceError
+from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
 Work = dict[str, tuple[int, str]]
 """Layer -> its multiply-accumulates in a run, and the ONNX operator that it is."""
 
@@ -59,39 +49,6 @@ def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     if isinstance(layer, TRANSPOSED):  # torch has [in, out / groups, *kernel]
         return (shape[1] * layer.groups, shape[0] // layer.groups, *shape[2:])
     return shape
-
-
-@contextlib.contextmanager
-def remove_hooks_on_exit(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove the hooks when the context ends, whatever happened inside."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def run(module: nn.Module, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run the real forward pass without gradients and return the outputs by name."""
-    with torch.inference_mode():
-        return name_outputs(module(**feeds))
-
-
-def name_outputs(out: Any) -> dict[str, Tensor]:
-    """Name a forward's outputs: "output" for one tensor, "output_k" for several; a dict keeps its names.
-
-    SourceError for anything else.
-    """
-    if isinstance(out, Tensor):
-        return {"output": out}
-    named = {f"output_{k}": item for k, item in enumerate(out)} if isinstance(out, (tuple, list)) else out
-    if not isinstance(named, Mapping) or not all(isinstance(item, Tensor) for item in named.values()):
-        kinds = ", ".join(type(item).__name__ for item in named.values()) if isinstance(named, Mapping) else ""
-        raise SourceError(
-            f"model: forward gives {type(out).__name__}{f' of {kinds}' if kinds else ''}; a tensor, or tensors in a "
-            "tuple or dict, can be exported"
-        )
-    return {str(name): item for name, item in named.items()}
 
 
 LAYER_OPS = {
