@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from compress.errors import ExportError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float
+from compress.graph.run import Feeds
 from compress.models.load import OnnxModel, TorchModel
 from runtime.tasks import find_task
 
 
-def export_model(loaded: TorchModel | OnnxModel, example: dict[str, np.ndarray], opset: int) -> ir.Model:
+def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int) -> ir.Model:
     """Export a model as its task has it, as a float32 graph; `example`: a batch of its inputs. Raises ExportError."""
     task = find_task(loaded.task)
     if task.unit == "call":
         return export_float(loaded, example, opset)
-    encodes = task.encodes
     if isinstance(loaded, OnnxModel):
-        what = "an encoder-decoder" if encodes else "a language model"
+        what = "a language model" if task.decoder_only else "an encoder-decoder"
         raise ExportError(f"{what} is exported from torch, and an onnx: source is none")
     module = getattr(loaded.module, "wrapped", loaded.module)
-    return export_encoder_decoder(module, example, opset) if encodes else export_decoder(module, opset)
+    return export_decoder(module, opset) if task.decoder_only else export_encoder_decoder(module, example, opset)

@@ -27,7 +27,7 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.bundle.tensors import TensorSpec, has_batch
 from runtime.decode.scoring import language_encoder
 from runtime.encode.language import LOSS_MASK, POSITIONS
-from runtime.encode.preprocess import Seq2SeqPreprocess, make_preprocessor, split_samples
+from runtime.encode.preprocess import make_preprocessor, split_samples
 from runtime.encode.seq2seq import DECODER_IDS
 from runtime.tasks.predict import encoding_views
 
@@ -65,10 +65,7 @@ def count_tokens(inputs: Inputs, name: str) -> tuple[int, int]:
     samples = load_set(inputs, name, None)
     feeds = Batches(samples, inputs, inputs.facts.inputs)
     counted = feeds[:: -(-len(feeds) // MOST_COUNTED)]
-    if isinstance(inputs.preprocess, Seq2SeqPreprocess):
-        lengths = [batch[DECODER_IDS].size + batch.get("input_ids", np.empty(0)).size for batch in counted]
-    else:
-        lengths = [len(each["input_ids"][0]) for each in counted]
+    lengths = [sum(batch[name].size for name in ("input_ids", DECODER_IDS) if name in batch) for batch in counted]
     return sum(lengths) * len(feeds) // max(len(counted), 1), max(lengths, default=0)
 
 
