@@ -209,12 +209,16 @@ def _find_split_leaves(conversions: Iterable[Any]) -> dict[str, str]:
 
 
 def _find_expert_leaves(conversions: Iterable[Any]) -> dict[str, str]:
-    """Return gate_proj -> w1, ... where files hold each expert's layers one by one."""
+    """Return gate_proj -> w1, ... where files hold each expert's layers one by one, and all of a mixture by themselves.
+
+    Those of several mixtures in one list are told apart by their number alone, which says nothing of one mixture's.
+    """
     from transformers.core_model_loading import WeightConverter
 
     leaves = {}
     for change in conversions:
-        stacked = change._original_target_patterns[0].rpartition(".")[2] if isinstance(change, WeightConverter) else ""
+        single = isinstance(change, WeightConverter) and len(change._original_target_patterns) == 1
+        stacked = change._original_target_patterns[0].rpartition(".")[2] if single else ""
         for projection, source in zip(PROJECTIONS.get(stacked, ()), change._original_source_patterns, strict=False):
             if "experts.*." in source:
                 leaves[projection] = source.partition("experts.*.")[2].removesuffix(".weight")
