@@ -209,6 +209,9 @@ def try_family(kind: str, folder: Path, quick: bool) -> None:
         else:
             write_tokenizer(folder / "model", VOCABULARY)
         write_texts(folder, sees)
+        if not all(read_texts(folder)):  # the family's class of tokenizers reads no words
+            write_letters(folder / "model")
+            write_texts(folder, letters=True)
     except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
         keep(graph="not built", checkpoint="not built", why=shorten(repr(error)))
         return
@@ -288,7 +291,7 @@ def try_seeing(folder: Path, recipe: Path) -> str:
     how = {"dtype": torch.float32, "attn_implementation": "eager"}
     source, model = (auto.from_pretrained(path, **how).eval() for path in (folder / "model", written))
     had, has = (list_tensors(path) for path in (folder / "model", written))
-    anew = {name_as_read(name, source) for name in has - had}
+    anew = (has - had) | {name_as_read(name, source) for name in has - had}
     lost = [name for name in sorted(had - has) if name_as_read(name, source) not in anew]
     lost += [path.name for path in (folder / "model").iterdir() if not (written / path.name).is_file()]
     if lost:

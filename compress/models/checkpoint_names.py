@@ -166,7 +166,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _find_initialised(model: nn.Module) -> list[str]:
-    """Return the layers whose weights the model's own code looks at, in its parts, as transformers loads a checkpoint.
+    """Return the layers whose weights the model's own code looks at as transformers loads a checkpoint.
 
     A layer in few bits has no such weight yet, and loading ends with an AttributeError.
     """
@@ -179,6 +179,8 @@ def _find_initialised(model: nn.Module) -> list[str]:
     class NotingLinear(nn.Linear):
         @property
         def weight(self) -> Any:  # type: ignore[override]
+            if "weight" not in self._parameters:
+                raise AttributeError("weight")
             seen.append(names[self])
             return self._parameters["weight"]
 
@@ -191,6 +193,14 @@ def _find_initialised(model: nn.Module) -> list[str]:
             if part not in names:
                 with suppress(Exception):  # whatever its code raises; transformers would raise it, too
                     owner._init_weights(part)
+                continue
+            del part._parameters["weight"]
+            try:
+                owner._init_weights(part)
+            except AttributeError:
+                seen.append(names[part])
+            except Exception:  # noqa: BLE001  (as above)
+                pass
     return list(dict.fromkeys(seen))
 
 

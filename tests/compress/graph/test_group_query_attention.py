@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 import pytest
-from decoder_graphs import CONFIGS, LENGTH, Decoder, exported, kinds, relative, stepwise, tokens
+from decoder_graphs import CONFIGS, LENGTH, Decoder, build, exported, kinds, relative, stepwise, tokens
 
 from compress.errors import ExportError
+from compress.export.decoder import export_decoder
 from compress.export.onnx import finish, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.attention import to_group_query_attention
@@ -86,6 +87,17 @@ def test_the_attributes_are_what_the_nodes_did() -> None:
     assert cache_of(rewritten("llama")) == cache_of_shared(exported("llama"))
     gpt2 = next(node for node in rewritten("gpt2").graph if node.op_type == ATTENTION)
     assert "do_rotary" not in gpt2.attributes and len(gpt2.inputs) == 7
+
+
+def test_a_window_is_seen_whose_model_does_not_say_its_length() -> None:
+    import transformers
+
+    name, layers, fields = CONFIGS["gemma3"]
+    config = getattr(transformers, name)(**{**fields, "sliding_window": 20}, num_hidden_layers=layers)
+    model = export_decoder(build(config))
+    del model.metadata_props[MAX_LENGTH]
+    nodes = [node for node in to_group_query_attention(model)[0].graph if node.op_type == ATTENTION]
+    assert nodes[0].attributes["local_window_size"].as_int() == 20 and "local_window_size" not in nodes[1].attributes
 
 
 def cache_of_shared(model: ir.Model) -> object:
