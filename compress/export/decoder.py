@@ -160,7 +160,8 @@ def export_decoder(
         fold_constants_ir(model)
     _name_tied_tables(model)
     _count_positions(model)
-    length = getattr(module.config, "max_position_embeddings", None) or getattr(module.config, "n_positions", None)
+    config = getattr(module.config, "get_text_config", lambda: module.config)()  # of a model that sees: its text part's
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if length:
         model.metadata_props[MAX_LENGTH] = str(length)
     tidy(model)

@@ -21,6 +21,8 @@ from compress.graph.specs import POSITIONS, cache_pairs, past_name, present_name
 SCALAR_FACTORS = ("Mul", "Div")
 LONGEST_TABLE = 2**25
 """Numbers of a rotary table up to which it is written into the file (128 MiB)."""
+UNKNOWN_LENGTH = 2**17
+"""Tokens among which a window is looked for where a model does not say how many it was made for."""
 VISIBLE = -1e4
 """What a mask adds where a token may not look lies below this."""
 
@@ -228,7 +230,7 @@ def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
 
     Raises NotMatched for a mask that is not causal, or lets padding through.
     """
-    far, near = max(length, 16), (5, 4)
+    far, near = max(length, 16) if length else UNKNOWN_LENGTH, (5, 4)
     row = _evaluate_mask(model, mask, far - 1, 1)[0]
     window = int(row.sum())
     small = _evaluate_mask(model, mask, *near)

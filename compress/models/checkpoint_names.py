@@ -166,7 +166,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _find_initialised(model: nn.Module) -> list[str]:
-    """Return the layers whose weights the model's own code looks at, in its parts, as transformers loads a checkpoint.
+    """Return the layers whose weights the model's own code looks at as transformers loads a checkpoint.
 
     A layer in few bits has no such weight yet, and loading ends with an AttributeError.
     """
@@ -179,6 +179,8 @@ def _find_initialised(model: nn.Module) -> list[str]:
     class NotingLinear(nn.Linear):
         @property
         def weight(self) -> Any:  # type: ignore[override]
+            if "weight" not in self._parameters:
+                raise AttributeError("weight")
             seen.append(names[self])
             return self._parameters["weight"]
 
@@ -191,6 +193,14 @@ def _find_initialised(model: nn.Module) -> list[str]:
             if part not in names:
                 with suppress(Exception):  # whatever its code raises; transformers would raise it, too
                     owner._init_weights(part)
+                continue
+            del part._parameters["weight"]
+            try:
+                owner._init_weights(part)
+            except AttributeError:
+                seen.append(names[part])
+            except Exception:  # noqa: BLE001  (as above)
+                pass
     return list(dict.fromkeys(seen))
 
 
@@ -209,12 +219,16 @@ def _find_split_leaves(conversions: Iterable[Any]) -> dict[str, str]:
 
 
 def _find_expert_leaves(conversions: Iterable[Any]) -> dict[str, str]:
-    """Return gate_proj -> w1, ... where files hold each expert's layers one by one."""
+    """Return gate_proj -> w1, ... where files hold each expert's layers one by one, and all of a mixture by themselves.
+
+    Those of several mixtures in one list are told apart by their number alone, which says nothing of one mixture's.
+    """
     from transformers.core_model_loading import WeightConverter
 
     leaves = {}
     for change in conversions:
-        stacked = change._original_target_patterns[0].rpartition(".")[2] if isinstance(change, WeightConverter) else ""
+        single = isinstance(change, WeightConverter) and len(change._original_target_patterns) == 1
+        stacked = change._original_target_patterns[0].rpartition(".")[2] if single else ""
         for projection, source in zip(PROJECTIONS.get(stacked, ()), change._original_source_patterns, strict=False):
             if "experts.*." in source:
                 leaves[projection] = source.partition("experts.*.")[2].removesuffix(".weight")

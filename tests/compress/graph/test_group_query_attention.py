@@ -7,13 +7,15 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 import pytest
-from decoder_graphs import CONFIGS, LENGTH, Decoder, exported, kinds, relative, tokens
+from decoder_graphs import CONFIGS, LENGTH, Decoder, build, exported, kinds, relative, stepwise, tokens
 
 from compress.errors import ExportError
+from compress.export.decoder import export_decoder
 from compress.export.onnx import finish, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.attention import to_group_query_attention
 from compress.graph.attention_parts import evaluate, find_attention
+from compress.graph.edit import append, reroute, uses_of
 from compress.graph.fast_forms import divide_by_root, merge_products
 from compress.graph.layers import constant, find_layers
 from compress.graph.run import clone, open_session
@@ -87,6 +89,17 @@ def test_the_attributes_are_what_the_nodes_did() -> None:
     assert "do_rotary" not in gpt2.attributes and len(gpt2.inputs) == 7
 
 
+def test_a_window_is_seen_whose_model_does_not_say_its_length() -> None:
+    import transformers
+
+    name, layers, fields = CONFIGS["gemma3"]
+    config = getattr(transformers, name)(**{**fields, "sliding_window": 20}, num_hidden_layers=layers)
+    model = export_decoder(build(config))
+    del model.metadata_props[MAX_LENGTH]
+    nodes = [node for node in to_group_query_attention(model)[0].graph if node.op_type == ATTENTION]
+    assert nodes[0].attributes["local_window_size"].as_int() == 20 and "local_window_size" not in nodes[1].attributes
+
+
 def cache_of_shared(model: ir.Model) -> object:
     from dataclasses import replace
 
@@ -133,14 +146,30 @@ def _prefill(model: ir.Model, length: int = 12) -> np.ndarray:
     return decoder(tokens(1, length), np.ones((1, length), np.int64))
 
 
-def test_what_is_no_attention_keeps_its_form_and_is_named() -> None:
+def test_a_layer_that_is_no_attention_keeps_its_form_beside_one_with_a_buffer() -> None:
+    """Texts are padded on the left; what the second layer keeps goes on growing."""
     model = exported("llama")
-    softmax = [node for node in model.graph if node.op_type == "Softmax"][1]
-    softmax.op_type = "LogSoftmax"
+    first, second = (node for node in model.graph if node.op_type == "Softmax")
+    _put_behind(model, second)
+    mixed, notes = to_group_query_attention(model)
+    assert len(notes) == 1 and notes[0].startswith("attention of layer 1 keeps its plain form: Identity ")
+    cache = cache_of(mixed)
+    assert cache is not None and not cache.shared_buffer
+    assert cache.buffers() == ("past_key_values.0.key", "past_key_values.0.value")
+    ids = tokens(3, 14)
+    mask = np.array([np.arange(14) >= 14 - length for length in LENGTHS]).astype(np.int64)
+    plain, ours = (stepwise(Decoder(each, LENGTH), ids, mask, 10)[:, 9:] for each in (model, mixed))
+    assert relative(plain, ours) < 1e-5
+    _put_behind(model, first)
     same, notes = to_group_query_attention(model)
     assert same is model and len(notes) == 2
-    assert notes[0].startswith("attention of layer 1 keeps its plain form: LogSoftmax ")
-    assert "one buffer needs every layer" in notes[1]
+
+
+def _put_behind(model: ir.Model, node: ir.Node) -> None:
+    """Put a node that does nothing behind another."""
+    uses = uses_of(node.outputs[0])
+    reroute(uses, append(model, "Identity", [node.outputs[0]], f"{node.name}/same"))
+    model.graph.sort()
 
 
 def test_a_mask_that_is_not_causal_keeps_its_form() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,18 @@ def test_a_manifest_says_it_and_an_older_one_is_read() -> None:
     assert from_json(KvCacheSpec, older, "cache") == KvCacheSpec(2, 2, 4)
     with pytest.raises(Mismatch, match="n_heads is 0, below 1"):
         from_json(KvCacheSpec, {**older, "n_heads": 0}, "cache")
+
+
+def test_some_states_may_have_a_buffer() -> None:
+    inputs, keys = [SUM, KEY, VALUE], [KEY.name, VALUE.name]
+    cache = find_cache(inputs, shared=keys)
+    assert cache is not None and cache.buffers() == tuple(keys) and not cache.shared_buffer
+    assert from_json(KvCacheSpec, to_json(cache), "cache") == cache
+    whole = find_cache(inputs[1:], shared=keys)
+    assert whole is not None and whole.buffers() == tuple(keys) and whole.shared_buffer
+    alike = [replace(KEY, name=f"past_key_values.{i}.{kind}") for i in (0, 1) for kind in ("key", "value")]
+    some = find_cache(alike, shared=[each.name for each in alike[:2]])
+    assert some is not None and some.n_heads == 0 and len(some.states) == 4 and len(some.buffers()) == 2
 
 
 def test_an_engine_is_not_given_what_begins_as_zeros() -> None:
