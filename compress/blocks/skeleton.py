@@ -43,7 +43,7 @@ class Form:
         """Return what the k-th block gives, in a run in which it does not run."""
         if self.element is None:
             return hidden
-        return tuple(hidden if k == self.element else Beside(block, k) for k in range(self.length))
+        return tuple(hidden if k == self.element else HandedOn(block, k) for k in range(self.length))
 
     def exchange_hidden(self, out: Any, hidden: Tensor) -> Any:
         """Return what a block gave, with another hidden state."""
@@ -53,7 +53,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Beside:
+class HandedOn:
     """Stands for what the k-th block gives beside its hidden state, in a run in which it did not run."""
 
     block: int
@@ -65,7 +65,7 @@ class Template:
     """The arguments of one call of one block, without its hidden state, which goes into `slot`.
 
     `added`: what is added to the hidden state on its way from the block before; None: nothing. Where the block reads
-    more of the one before, at these elements `beside` of what it gives, the arguments hold `Beside`.
+    more of the one before, at these elements `beside` of what it gives, the arguments hold `HandedOn`.
     """
 
     args: tuple[Any, ...]
@@ -80,7 +80,7 @@ class Template:
         args, kwargs = self.args, dict(self.kwargs)
         if self.beside:
             given = {k: map_tensors(value, HeldTensor.get, HeldTensor) for k, value in beside.items()}
-            args, kwargs = map_tensors((args, kwargs), lambda mark: given[mark.element], Beside)
+            args, kwargs = map_tensors((args, kwargs), lambda mark: given[mark.element], HandedOn)
         if isinstance(self.slot, int):
             return (*args[: self.slot], hidden, *args[self.slot + 1 :]), kwargs
         return args, {**kwargs, self.slot: hidden}
@@ -284,8 +284,8 @@ def _list_beside(
     number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[int, ...]:
     """Return at which elements the k-th block reads what the one before gives. PassError for an earlier one's."""
-    found: list[Beside] = []
-    map_tensors((args, dict(kwargs)), found.append, Beside)
+    found: list[HandedOn] = []
+    map_tensors((args, dict(kwargs)), found.append, HandedOn)
     if far := [mark for mark in found if mark.block != number - 1]:
         between = (
             f"{names[number]}: reads more of {names[far[0].block]} than its hidden state, and is not the next block"
