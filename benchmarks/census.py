@@ -326,7 +326,8 @@ def name_as_read(name: str, model: Any) -> str:
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     changes = get_model_conversion_mapping(model)
-    renamings, converters = ([c for c in changes if isinstance(c, kind)] for kind in (WeightRenaming, WeightConverter))
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
     read: str = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(model.state_dict()))[0]
     return read
 

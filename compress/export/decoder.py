@@ -48,7 +48,16 @@ SHORT, LONG = (3, 7), (640, 1280)
 """Tokens of calls of which the second takes more operators where code walks over a text, by tokens or by chunks."""
 WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten.index_select)
-FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError, NotImplementedError)
+FAILURES = (
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    NotImplementedError,
+    AssertionError,
+)
 """What a model's own code raises on a cache, or on lengths, that it does not take."""
 
 
