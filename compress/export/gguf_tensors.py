@@ -132,11 +132,12 @@ def list_tensors(
         part = parts.get(name.rpartition(".")[0])
         layer = part is not None and name.endswith(".weight") and is_layer(part)
         shape = weight_shape(part) if layer and part is not None else tuple(tensor.shape)
-        if not written:
+        found = _split_stack(name, shape, names, tensors)
+        if not found and not written:
             found = _split_halves(name, shape, names, tensors)
             if not found:
                 homeless.append(name)
-        else:
+        elif not found:
             entry = TensorEntry(name, written, shape, layer and len(shape) == 2)
             if layer and part is not None and is_hf_conv1d(part):
                 entry = replace(entry, turned=True)
@@ -196,7 +197,13 @@ def _name_map(architecture: str, n_blocks: int) -> tuple[Any, tuple[str, ...], f
     import gguf
 
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, n_blocks)
+    # gguf 0.19 writes what one architecture has for its own into the table of all of them
+    table = gguf.TensorNameMap.block_mappings_cfg
+    gguf.TensorNameMap.block_mappings_cfg = dict(table)
+    try:
+        names = gguf.get_tensor_name_map(arch, n_blocks)
+    finally:
+        gguf.TensorNameMap.block_mappings_cfg = table
     roots = sorted({f"{key.split('.')[0]}." for key in names.mapping if "." in key and not key.startswith("blk.")})
     return names, ("", *roots), frozenset(kind.name for kind in gguf.MODEL_TENSORS[arch])
 
@@ -256,8 +263,6 @@ def _arrange(
     stem = entry.stem
     if stem == "attn_kv_b" and "ATTN_K_B" in names.kinds and entry.matrix:
         return _split_latent(entry, heads, config)
-    if stem == "ffn_gate_up_exps":
-        return []
     rows = None
     if stem == "attn_qkv" and form.groups:
         rows = _ungroup(heads)
@@ -325,6 +330,35 @@ def _split_latent(entry: TensorEntry, heads: _Heads, config: Mapping[str, Any]) 
             shape=(heads.query, value_size, rank),
         ),
     ]
+
+
+def _split_stack(name: str, shape: tuple[int, ...], names: _Names, tensors: Mapping[str, Any]) -> list[TensorEntry]:
+    """Return gate and up, or down, of all experts in one parameter: [experts, out, in], or [experts, in, out]."""
+    parent, _, leaf = name.rpartition(".")
+    block = re.search(r"\.(\d+)\.", name)
+    down, both = tensors.get(f"{parent}.down_proj"), tensors.get(f"{parent}.gate_up_proj")
+    if block is None or len(shape) != 3 or down is None or both is None or "FFN_DOWN_EXP" not in names.kinds:
+        return []
+    turned = both.shape[2] == 2 * down.shape[1]
+    straight = (shape[0], shape[2], shape[1]) if turned else shape
+    written = f"blk.{block[1]}.ffn_%s_exps.weight"
+    if leaf == "down_proj":
+        return [TensorEntry(name, written % "down", straight, True, change=lambda values: _turn(values, turned))]
+    middle, halves = straight[1] // 2, {"gate": 0, "up": straight[1] // 2}
+    return [
+        TensorEntry(
+            name,
+            written % part,
+            (straight[0], middle, straight[2]),
+            True,
+            change=lambda values, first=first: _turn(values, turned)[:, first : first + middle],
+        )
+        for part, first in halves.items()
+    ]
+
+
+def _turn(stack: np.ndarray, turned: bool) -> np.ndarray:
+    return stack.swapaxes(1, 2) if turned else stack
 
 
 def _split_halves(name: str, shape: tuple[int, ...], names: _Names, tensors: Mapping[str, Any]) -> list[TensorEntry]:

@@ -14,6 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ CLOSE = 5e-3
 """Of logits over their deviation. Measured: 1e-6 to 2e-5 where all is right, 3e-3 where llama.cpp looks GELU up in a
 table of half floats, 0.05 and more where a form is wrong."""
 SECONDS = 60
+"""After them a file that llama.cpp does not answer on is none for it."""
 _WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 _DIVIDED = re.compile(
     r"hidden_size|d_model|n_embd|(num|n)_?(attention_|key_value_|kv_|linear_(key|value)_|mamba_)?heads?(_kv)?|n_heads?"
@@ -153,8 +155,9 @@ class _Search:
 
     def __init__(self, trial: _Trial, reader: _Reader, folder: Path) -> None:
         self.trial, self.reader, self.folder = trial, reader, folder
-        self.best, self.nearest, self.said = float("inf"), "", ""
-        self.homeless: list[tuple[int, str, str]] = []
+        self.best, self.nearest = float("inf"), ""
+        self.said: dict[str, str] = {}
+        self.homeless: list[tuple[int, str, list[str]]] = []
 
     def find(self, kind: str, class_name: str) -> Form | None:
         """Return the first form that is right."""
@@ -162,7 +165,8 @@ class _Search:
             base = Form(architecture, offsets=self.trial.offsets)
             entries, homeless = list_tensors(self.trial.module, self.trial.config, base, tied_names(self.trial.module))
             if homeless:
-                self.homeless.append((len(homeless), architecture, homeless[0]))
+                self.homeless.append((len(homeless), architecture, homeless))
+                if __import__("os").environ.get("GG"): print("   ", architecture, "HOMELESS", homeless[:6])
                 continue
             for outer in self._list_choices(entries, _SHAPING):
                 for inner in self._list_choices(entries, _ARRANGING):
@@ -170,7 +174,7 @@ class _Search:
                     answer = self._try(form)
                     if __import__("os").environ.get("GG"): print("   ", architecture, outer, inner, str(answer)[:150])
                     if isinstance(answer, str):
-                        self.said = self.said or f"{architecture}: {answer}"
+                        self.said[architecture] = answer
                         break  # what is not loaded is not for the order of its rows
                     if answer < self.best:
                         self.best, self.nearest = answer, architecture
@@ -183,9 +187,10 @@ class _Search:
         if np.isfinite(self.best):
             return f"{self.reader.name} computes otherwise as {self.nearest}, by {self.best:.2g} of its logits' deviation"
         if self.said:
-            return f"{self.reader.name} takes it for none: {self.said}"
-        _, architecture, name = min(self.homeless, default=(0, "", ""))
-        return f"{name} has no place in {architecture}, the nearest of gguf {version('gguf')}'s architectures"
+            architecture, said = next(iter(self.said.items()))
+            return f"{self.reader.name} does not take it as {architecture}: {said}"
+        _, architecture, names = min(self.homeless)
+        return f"{names[0]} has no place in {architecture}, the nearest of gguf {version('gguf')}'s architectures"
 
     def _try(self, form: Form) -> float | str:
         """Return the difference of a reader's logits over the deviation of torch's, or why there are none."""
@@ -326,12 +331,16 @@ class _LlamaCpp:
         logits = self.folder / "logits.npy"
         job = {"file": str(file), "tokens": self.tokens, "logits": str(logits)}
         sent, given = _pipes(self.process)
+        limit = threading.Timer(SECONDS, self.process.kill)
+        limit.start()
         try:
             sent.write(json.dumps(job) + "\n")
             sent.flush()
             answer = given.readline()
         except BrokenPipeError:
             answer = ""
+        finally:
+            limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
             return f"it ends its process (exit code {self.process.returncode})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,9 @@ ERROR, F32 = 4, 0
 
 def main() -> None:
     """Answer jobs until there are no more."""
+    # llama.cpp writes some of its own on the standard output
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     import llama_cpp
 
     said: list[str] = []
@@ -35,7 +39,7 @@ def main() -> None:
         said.clear()
         answer = _score(job["file"], job["tokens"], job["logits"])
         told = next((text for text in said if "error" in text), said[0] if said else "")
-        print(json.dumps(f"{answer}: {told}" if answer and told else answer), flush=True)
+        print(json.dumps(f"{answer}: {told}" if answer and told else answer), file=answers, flush=True)
 
 
 def _score(file: str, tokens: Sequence[int], logits: str) -> str:
