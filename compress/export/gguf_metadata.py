@@ -260,6 +260,8 @@ def _add_rope(config: Mapping[str, Any], made: Metadata) -> None:
     if (alpha := rope.get("alpha")) and rope.get("rope_type") == "dynamic":
         theta, rope["rope_type"] = theta * alpha ** (size / (size - 2)), "default"
     made.values["rope.freq_base"] = float(theta or 10000.0)
+    if positions := config.get("position_embedding_type"):
+        made.values["rope.scaling.finetuned"] = positions == "rope"
     if beta := rope.get("llama_4_scaling_beta"):
         made.values["attention.temperature_scale"] = float(beta)
         made.values["attention.temperature_length"] = int(rope.get("original_max_position_embeddings", 0))

@@ -212,7 +212,7 @@ def _split_leaf(name: str) -> Iterator[tuple[str, str | None]]:
     """Yield ways to take a name as a stem that the map has and what follows it; None: what its kind has."""
     for suffix in (".weight", ".bias"):
         if name.endswith(suffix):
-            yield name.removesuffix(suffix), suffix
+            yield from ((name, ""), (name.removesuffix(suffix), suffix))
     if name.endswith("_bias"):
         stem = name.removesuffix("_bias")
         yield from ((stem, ".bias"), (f"{stem}_proj", ".bias"))
@@ -386,7 +386,7 @@ def pair_rows(n_heads: int, size: int, turned: int) -> np.ndarray:
 
 
 def _pair(stem: str, n_rows: int, heads: _Heads) -> np.ndarray | None:
-    if n_rows % heads.size:
+    if n_rows % heads.size or heads.turned % 2:
         return None
     if stem != "attn_qkv":
         return pair_rows(n_rows // heads.size, heads.size, heads.turned)

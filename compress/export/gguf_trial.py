@@ -232,10 +232,10 @@ _SHAPING: dict[str, Callable[..., Sequence[Any]]] = {
         if len({e.block for e in entries if e.stem in ("attn_output", "attn_k")}) < count_blocks(config)
         else (True,)
     ),
+    "gating": _choose_gating,
 }
 """Field of a form -> what it may be, for what decides whether a file is loaded."""
 _ARRANGING: dict[str, Callable[..., Sequence[Any]]] = {
-    "gating": _choose_gating,
     "tiled": lambda entries, config: (
         (False, True)
         if (config.get("linear_num_value_heads") or 0) > (config.get("linear_num_key_heads") or 0)
