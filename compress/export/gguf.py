@@ -24,7 +24,7 @@ from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import Metadata
 from compress.export.gguf_tensors import TensorEntry
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from compress.export.gguf_trial import Finding, add_key, describe_form, find_form, read_config
+from compress.export.gguf_trial import Finding, add_key, describe_form, find_form, read_model
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.pruned import config_lacks
@@ -82,7 +82,7 @@ def describe_gguf(
     if own is None or folder is None:
         kind = type(getattr(module, "wrapped", module)).__name__
         return replace(nothing, problems=(f"{kind} is none of transformers' models, which GGUF files are written of",))
-    config = read_config(own) | dict(sizes)
+    config = read_model(module) | dict(sizes)
     try:
         vocabulary = read_vocabulary(folder, config["vocab_size"], config)
     except ValueError as error:

@@ -24,7 +24,11 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("n_group", int, "expert_group_count"),
     ("topk_group", int, "expert_group_used_count"),
     ("(num_)?experts_per_tok(en)?|moe_(top)?_?k|top_k_experts|num_selected_experts", int, "expert_used_count"),
-    ("routed_scaling_factor|route_scale|router_scaling_factor|moe_router_scaling_factor", float, "expert_weights_scale"),
+    (
+        "routed_scaling_factor|route_scale|router_scaling_factor|moe_router_scaling_factor",
+        float,
+        "expert_weights_scale",
+    ),
     ("norm_topk_prob|route_norm|moe_renormalize", bool, "expert_weights_norm"),
     ("q_lora_rank", int, "attention.q_lora_rank"),
     ("kv_lora_rank", int, "attention.kv_lora_rank"),
@@ -71,13 +75,8 @@ class Metadata:
     notes: list[str]
 
 
-def describe_config(
-    config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: Form, epsilon: float | None = None
-) -> Metadata:
-    """Translate a config.json, with the defaults of its class, and the tensors' sizes into GGUF's keys.
-
-    `epsilon`: of the model's norms, where its configuration has none.
-    """
+def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: Form) -> Metadata:
+    """Translate a configuration, with the defaults of its class, and the tensors' sizes into GGUF's keys."""
     made = Metadata({}, {}, [], [])
     config = _flatten(config)
     made.values["block_count"] = count_blocks(config)
@@ -86,7 +85,9 @@ def describe_config(
         value = next((v for n, v in config.items() if re.fullmatch(names, n) and _is_number(v)), None)
         if value is not None:
             made.values[key] = kind(value)
-    _add_epsilons(config, epsilon, made)
+    named = (v for k, v in config.items() if re.search(r"norm.*eps", k) and isinstance(v, float))
+    epsilon = config.get("norm_epsilon") or next(named, 1e-5)
+    made.values["attention.layer_norm_rms_epsilon"] = made.values["attention.layer_norm_epsilon"] = float(epsilon)
     sizes = _Sizes(tensors, made.values["block_count"])
     made.values["vocab_size"] = sizes.find("token_embd", 0) or config.get("vocab_size", 0)
     _add_layers(config, sizes, form, made)
@@ -112,7 +113,9 @@ class _Sizes:
 
     def __init__(self, tensors: Sequence[TensorEntry], n_blocks: int) -> None:
         self.n_blocks = n_blocks
-        self.shapes = {(entry.stem, entry.block): entry.shape for entry in tensors if not entry.written.endswith("bias")}
+        self.shapes = {
+            (entry.stem, entry.block): entry.shape for entry in tensors if not entry.written.endswith("bias")
+        }
 
     def find(self, stem: str, axis: int, block: int | None = None) -> int:
         """Return the size of a tensor along an axis; 0 where there is none. Without a block: of the first that has."""
@@ -130,12 +133,6 @@ class _Sizes:
         return [self.find(stem, axis, block) if (stem, block) in self.shapes else 0 for block in range(self.n_blocks)]
 
 
-def _add_epsilons(config: Mapping[str, Any], epsilon: float | None, made: Metadata) -> None:
-    named = (v for k, v in config.items() if re.search(r"norm.*eps|^eps(ilon)?$", k) and isinstance(v, float))
-    value = epsilon if epsilon is not None else next(named, 1e-5)
-    made.values["attention.layer_norm_rms_epsilon"] = made.values["attention.layer_norm_epsilon"] = float(value)
-
-
 def _one_or_all(values: list[int]) -> int | list[int]:
     """Return the number that all are, or the list."""
     return values[0] if len(set(values)) == 1 else values
@@ -149,7 +146,9 @@ def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Meta
     if dense and (not all(wide) or len(set(dense)) > 1):
         made.values["feed_forward_length"] = _one_or_all(sizes.along("ffn_down", 1))
     else:
-        made.values["feed_forward_length"] = dense[0] if dense else named if isinstance(named, int) else max(wide, default=0)
+        made.values["feed_forward_length"] = (
+            dense[0] if dense else named if isinstance(named, int) else max(wide, default=0)
+        )
     heads = config.get("num_attention_heads") or 0
     made.values["attention.head_count"] = heads
     attending = sizes.blocks_with("attn_q", "attn_qkv", "attn_q_b", "attn_k", "attn_kv_a_mqa")
@@ -238,7 +237,9 @@ def _add_recurrence(config: Mapping[str, Any], sizes: _Sizes, made: Metadata) ->
     if FULL in kinds:
         made.values.setdefault("full_attention_interval", kinds.index(FULL) + 1)
     if sizes.find("ssm_conv1d_q", -1):
-        made.values["kda.head_dim"] = sizes.find("ssm_f_b", 0) // max(1, sizes.find("ssm_a", -1) * sizes.find("ssm_a", 0))
+        made.values["kda.head_dim"] = sizes.find("ssm_f_b", 0) // max(
+            1, sizes.find("ssm_a", -1) * sizes.find("ssm_a", 0)
+        )
 
 
 def _add_rope(config: Mapping[str, Any], made: Metadata) -> None:
@@ -255,7 +256,7 @@ def _add_rope(config: Mapping[str, Any], made: Metadata) -> None:
         made.values["rope.freq_base_swa"] = float(local["rope_theta"])
         if local.get("rope_type", "default") != "default":
             made.problems.append(f"rope of sliding layers is scaled ({local['rope_type']}), which has no key")
-    if sections := rope.get("mrope_section"):
+    if sections := rope.get("mrope_section") or config.get("mrope_section"):
         made.values["rope.dimension_sections"] = [*sections, 0, 0, 0, 0][:4]
     if (alpha := rope.get("alpha")) and rope.get("rope_type") == "dynamic":
         theta, rope["rope_type"] = theta * alpha ** (size / (size - 2)), "default"

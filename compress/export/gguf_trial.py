@@ -79,19 +79,26 @@ def find_form(module: nn.Module) -> Finding:
     return _FOUND[key]
 
 
-def read_config(config: Any) -> dict[str, Any]:
-    """Return a configuration's values, also under the names that transformers has for all of its own."""
+def read_model(module: nn.Module) -> dict[str, Any]:
+    """Return a model's configuration, also under the names that transformers has for all, and what its code adds.
+
+    `norm_epsilon` is what most norms add to a variance; a number of layers and sections of rope stand there where the
+    configuration has none.
+    """
+    config = transformers_config(module)
     values: dict[str, Any] = config.to_dict()
-    names = getattr(config, "attribute_map", {})
-    return {name: values[own] for name, own in names.items() if own in values} | values
-
-
-def find_epsilon(module: nn.Module) -> float | None:
-    """Return what most of a model's norms add to a variance; None where none says it."""
-    names = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-    norms = [part for name, part in module.named_modules() if re.search(r"norm|ln_", name.rpartition(".")[2])]
-    found = [float(value) for part in norms for name in names if isinstance(value := getattr(part, name, None), float)]
-    return Counter(found).most_common(1)[0][0] if found else None
+    values = {name: values[own] for name, own in getattr(config, "attribute_map", {}).items() if own in values} | values
+    blocks = [int(found[1]) for name in module.state_dict() if (found := re.search(r"\.(\d+)\.", name))]
+    values.setdefault("num_hidden_layers", max(blocks, default=-1) + 1)
+    epsilons = Counter(
+        float(value)
+        for name, part in module.named_modules()
+        for key in ("variance_epsilon", "eps", "epsilon", "norm_eps")
+        if re.search(r"norm|ln_", name.rpartition(".")[2]) and isinstance(value := getattr(part, key, None), float)
+    )
+    values |= {"norm_epsilon": value for value, _ in epsilons.most_common(1)}
+    sections = (list(part.mrope_section) for part in module.modules() if hasattr(part, "mrope_section"))
+    return {"mrope_section": section for section in sections} | values
 
 
 def describe_form(
@@ -100,7 +107,7 @@ def describe_form(
     """Return the tensors and keys of a model in the form that was found for it."""
     assert finding.form is not None
     entries, homeless = list_tensors(module, config, finding.form, tied)
-    made = describe_config(config, entries, finding.form, find_epsilon(module))
+    made = describe_config(config, entries, finding.form)
     made.problems.extend(f"{name} has no place in llama.cpp's {finding.form.architecture}" for name in homeless)
     if not finding.window and (window := next((config[name] for name in WINDOWS if config.get(name)), 0)):
         end_with_window(made, window, finding.form.architecture)
@@ -126,7 +133,6 @@ class _Trial:
     logits: np.ndarray
     values: Mapping[str, np.ndarray]
     offsets: Mapping[str, float]
-    epsilon: float | None
 
 
 def _find_form(model: Any, config: Any) -> Finding:
@@ -138,7 +144,10 @@ def _find_form(model: Any, config: Any) -> Finding:
     if trials[0].config == trials[1].config:
         del trials[1]
     why = ""
-    with tempfile.TemporaryDirectory(prefix="compress-gguf-") as folder, _open_reader(Path(folder), trials[0]) as reader:
+    with (
+        tempfile.TemporaryDirectory(prefix="compress-gguf-") as folder,
+        _open_reader(Path(folder), trials[0]) as reader,
+    ):
         for i, trial in enumerate(trials):
             search = _Search(trial, reader, Path(folder))
             form = search.find(kind, type(model).__name__)
@@ -166,13 +175,11 @@ class _Search:
             entries, homeless = list_tensors(self.trial.module, self.trial.config, base, tied_names(self.trial.module))
             if homeless:
                 self.homeless.append((len(homeless), architecture, homeless))
-                if __import__("os").environ.get("GG"): print("   ", architecture, "HOMELESS", homeless[:6])
                 continue
             for outer in self._list_choices(entries, _SHAPING):
                 for inner in self._list_choices(entries, _ARRANGING):
                     form = replace(base, **outer, **inner)
                     answer = self._try(form)
-                    if __import__("os").environ.get("GG"): print("   ", architecture, outer, inner, str(answer)[:150])
                     if isinstance(answer, str):
                         self.said[architecture] = answer
                         break  # what is not loaded is not for the order of its rows
@@ -185,7 +192,9 @@ class _Search:
     def explain(self, kind: str) -> str:
         """Return why no form is right."""
         if np.isfinite(self.best):
-            return f"{self.reader.name} computes otherwise as {self.nearest}, by {self.best:.2g} of its logits' deviation"
+            return (
+                f"{self.reader.name} computes otherwise as {self.nearest}, by {self.best:.2g} of its logits' deviation"
+            )
         if self.said:
             architecture, said = next(iter(self.said.items()))
             return f"{self.reader.name} does not take it as {architecture}: {said}"
@@ -196,7 +205,7 @@ class _Search:
         """Return the difference of a reader's logits over the deviation of torch's, or why there are none."""
         trial = self.trial
         entries, _ = list_tensors(trial.module, trial.config, form, tied_names(trial.module))
-        made = describe_config(trial.config, entries, form, trial.epsilon)
+        made = describe_config(trial.config, entries, form)
         if made.problems:
             return made.problems[0]
         file = self.folder / "trial.gguf"
@@ -218,8 +227,8 @@ def _has(entries: Sequence[TensorEntry], *stems: str) -> bool:
 
 
 def _choose_gating(entries: Sequence[TensorEntry], config: Mapping[str, Any]) -> Sequence[int]:
-    """Return GGUF's numbers of ways to make scores probabilities, the likeliest first; 0: not told."""
-    return (0, 1, 2, 3) if _has(entries, "ffn_gate_inp") else (0,)
+    """Return GGUF's numbers of ways to make a router's scores probabilities: softmax, sigmoid; 0: not told."""
+    return (0, 1, 2) if _has(entries, "ffn_gate_inp") else (0,)
 
 
 _SHAPING: dict[str, Callable[..., Sequence[Any]]] = {
@@ -255,7 +264,11 @@ def order_architectures(kind: str, class_name: str) -> list[str]:
     def normalize(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
-    own = [normalize(kind), normalize(kind.removesuffix("_text")), normalize(re.sub(r"For[A-Z].*|LM.*", "", class_name))]
+    own = [
+        normalize(kind),
+        normalize(kind.removesuffix("_text")),
+        normalize(re.sub(r"For[A-Z].*|LM.*", "", class_name)),
+    ]
     names = list(gguf.MODEL_ARCH_NAMES.values())
     return sorted(names, key=lambda name: normalize(name) not in own)
 
@@ -394,16 +407,15 @@ def _make_trial(model: Any, config: Any, windowed: bool) -> _Trial:
     try:
         small = _build_small(type(model), config, windowed)
         _fill_with_noise(small)
-        settings = read_config(small.config)
+        settings = read_model(small)
         generator = np.random.default_rng(0)
         tokens = generator.integers(min(8, small.config.vocab_size - 1), small.config.vocab_size, N_TOKENS).tolist()
         logits = _compute_logits(small, tokens)
     finally:
         torch.random.set_rng_state(state)
-    epsilon = find_epsilon(small)
     unstack_experts(small)
     values = {plain(name): tensor.detach().float().numpy() for name, tensor in small.state_dict().items()}
-    return _Trial(small, settings, tokens, logits, values, _find_offsets(small), epsilon)
+    return _Trial(small, settings, tokens, logits, values, _find_offsets(small))
 
 
 def _build_small(kind: Any, config: Any, windowed: bool) -> nn.Module:
