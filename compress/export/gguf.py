@@ -126,7 +126,7 @@ def _choose_types(
         layers = [name.removesuffix(".weight") for name in names]
         # llama.cpp computes a router in float32
         kind = FLOAT_TYPES[export.dtype] if entry.matrix and entry.stem != "ffn_gate_inp" else "F32"
-        kinds = {layer: kind for layer in layers}
+        kinds = dict.fromkeys(layers, kind)
         for layer in layers:
             if layer in schemes and entry.name.endswith(".weight"):
                 kinds[layer], problem = find_block_type(schemes[layer], entry.inputs)

@@ -143,12 +143,11 @@ def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Meta
     wide = [a or b for a, b in zip(sizes.along("ffn_down", 1), sizes.along("ffn_down_exps", 2), strict=True)]
     dense = [width for width in sizes.along("ffn_down", 1) if width]
     named = config.get("intermediate_size")
-    if dense and (not all(wide) or len(set(dense)) > 1):
-        made.values["feed_forward_length"] = _one_or_all(sizes.along("ffn_down", 1))
+    if any(wide) and (not all(wide) or len(set(dense)) > 1):
+        made.values["feed_forward_length"] = wide
     else:
-        made.values["feed_forward_length"] = (
-            dense[0] if dense else named if isinstance(named, int) else max(wide, default=0)
-        )
+        first = named if isinstance(named, int) else max(wide, default=0)
+        made.values["feed_forward_length"] = dense[0] if dense else first
     heads = config.get("num_attention_heads") or 0
     made.values["attention.head_count"] = heads
     attending = sizes.blocks_with("attn_q", "attn_qkv", "attn_q_b", "attn_k", "attn_kv_a_mqa")
@@ -159,11 +158,14 @@ def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Meta
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         keys = 1
     size = config.get("head_dim") or config["hidden_size"] // heads
+    rows = {rows for rows in sizes.along("attn_k", 0) if rows}
+    if isinstance(keys, int) and len(rows) == 1 and max(rows) % keys == 0:
+        size = max(rows) // keys
     made.values["attention.key_length"] = made.values["attention.value_length"] = size
     if config.get("kv_lora_rank") and sizes.blocks_with("attn_kv_a_mqa"):
         _add_latent(config, bool(sizes.blocks_with("attn_k_b")), made)
         keys = 1 if sizes.blocks_with("attn_k_b") else keys
-    elif isinstance(keys, int) and (rows := [n // size for n in sizes.along("attn_k", 0) if n]) and set(rows) != {keys}:
+    elif len(rows) > 1:
         _add_unlike(config, sizes, made)
         keys = made.values["attention.head_count_kv"]
     elif isinstance(keys, int) and (value := sizes.find("attn_v", 0)) and value != sizes.find("attn_k", 0):
@@ -194,7 +196,7 @@ def _add_unlike(config: Mapping[str, Any], sizes: _Sizes, made: Metadata) -> Non
     # a layer without keys of its own takes another's
     usual = {kind: next((n for n, own in zip(keys, kinds, strict=False) if own == kind and n), 0) for kind in kinds}
     made.values["attention.head_count_kv"] = _one_or_all(
-        [n or usual[kind] for n, kind in zip(keys, kinds, strict=False)]
+        [n or (usual[kind] if rows else 0) for n, kind, rows in zip(keys, kinds, queries, strict=False)]
     )
 
 
@@ -345,7 +347,7 @@ def end_with_window(made: Metadata, window: int, architecture: str) -> None:
     if window < made.values["context_length"]:
         made.values["context_length"] = window
         made.notes.append(
-            f"llama.cpp's {architecture} has no such sliding window: the file's context ends with it, at {window} tokens"
+            f"llama.cpp's {architecture} has no such window: the file's context ends with it, at {window} tokens"
         )
     for key in [key for key in made.values if key.startswith("attention.sliding_window")]:
         del made.values[key]

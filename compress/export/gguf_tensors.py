@@ -1,7 +1,8 @@
 """Which tensors a GGUF file has of a model, and what becomes of each on its way there.
 
-`gguf`'s TensorNameMap names them for an architecture. What a name cannot say (which rows rope turns together, how merged
-queries, keys and values lie) is a `Form`, which `gguf_trial` finds by trying; what a tensor's meaning says is done here.
+`gguf`'s TensorNameMap names them for an architecture. What a name cannot say (which rows rope turns together, how
+merged queries, keys and values lie) is a `Form`, which `gguf_trial` finds by trying; what a tensor's meaning says is
+done here.
 """
 
 from __future__ import annotations
@@ -344,17 +345,14 @@ def _split_stack(name: str, shape: tuple[int, ...], names: _Names, tensors: Mapp
     written = f"blk.{block[1]}.ffn_%s_exps.weight"
     if leaf == "down_proj":
         return [TensorEntry(name, written % "down", straight, True, change=lambda values: _turn(values, turned))]
-    middle, halves = straight[1] // 2, {"gate": 0, "up": straight[1] // 2}
-    return [
-        TensorEntry(
-            name,
-            written % part,
-            (straight[0], middle, straight[2]),
-            True,
-            change=lambda values, first=first: _turn(values, turned)[:, first : first + middle],
-        )
-        for part, first in halves.items()
-    ]
+    middle = straight[1] // 2
+
+    def take(part: str, first: int) -> TensorEntry:
+        size = (straight[0], middle, straight[2])
+        change = lambda values: _turn(values, turned)[:, first : first + middle]  # noqa: E731
+        return TensorEntry(name, written % part, size, True, change=change)
+
+    return [take("gate", 0), take("up", middle)]
 
 
 def _turn(stack: np.ndarray, turned: bool) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 The small model has the model's class and configuration, with narrower layers and random weights. It is written in the
 forms that its tensors allow, for each architecture that has a place for them, until a reader's logits are torch's; then
-the model itself is written in that form. The reader is llama.cpp where llama-cpp-python is installed, else transformers,
-which reads some architectures, and those as llama.cpp's own converter writes them. What no form makes right is refused.
+the model itself is written in that form. The reader is llama.cpp where llama-cpp-python is installed, else
+transformers, which reads some architectures, and those as llama.cpp's own converter writes them. What no form makes
+right is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import plain, tied_names
 from compress.blocks.sizes import UNFIT_NUMBERS, transformers_config
 from compress.blocks.trace import is_layer
-from compress.errors import ExportError
 from compress.export.gguf_metadata import Metadata, describe_config, end_with_window
 from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, list_tensors, mask_numbers
-from runtime.processes.isolated import python_command, python_environment
+from compress.models.huggingface import quiet
+from runtime.processes.isolated import last_line, python_command, python_environment
 
 N_TOKENS, VOCABULARY, WINDOW, EXPERTS = 40, 256, 16, 16
 WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -96,9 +97,12 @@ def read_model(module: nn.Module) -> dict[str, Any]:
         for key in ("variance_epsilon", "eps", "epsilon", "norm_eps")
         if re.search(r"norm|ln_", name.rpartition(".")[2]) and isinstance(value := getattr(part, key, None), float)
     )
-    values |= {"norm_epsilon": value for value, _ in epsilons.most_common(1)}
-    sections = (list(part.mrope_section) for part in module.modules() if hasattr(part, "mrope_section"))
-    return {"mrope_section": section for section in sections} | values
+    if epsilons:
+        values["norm_epsilon"] = epsilons.most_common(1)[0][0]
+    for part in module.modules():
+        if isinstance(section := getattr(part, "mrope_section", None), list | tuple):
+            values.setdefault("mrope_section", list(section))
+    return values
 
 
 def describe_form(
@@ -153,7 +157,7 @@ def _find_form(model: Any, config: Any) -> Finding:
             form = search.find(kind, type(model).__name__)
             if form is not None:
                 return Finding(form, "", i == 0, reader.name)
-            why = why or search.explain(kind)
+            why = why or search.explain()
     if find_spec("llama_cpp") is None:
         why += "; pip install llama-cpp-python, by which more are tried"
     return Finding(None, f"models of type {kind} are not written as GGUF: {why}; {_WAY_OUT}")
@@ -169,8 +173,11 @@ class _Search:
         self.homeless: list[tuple[int, str, list[str]]] = []
 
     def find(self, kind: str, class_name: str) -> Form | None:
-        """Return the first form that is right."""
-        for architecture in order_architectures(kind, class_name):
+        """Return the first form that is right; where the model's own architecture computes, of that one alone."""
+        own, others = order_architectures(kind, class_name)
+        for architecture in (*own, *others):
+            if architecture not in own and self.nearest in own:
+                break
             base = Form(architecture, offsets=self.trial.offsets)
             entries, homeless = list_tensors(self.trial.module, self.trial.config, base, tied_names(self.trial.module))
             if homeless:
@@ -181,7 +188,7 @@ class _Search:
                     form = replace(base, **outer, **inner)
                     answer = self._try(form)
                     if isinstance(answer, str):
-                        self.said[architecture] = answer
+                        self.said.setdefault(architecture, answer)
                         break  # what is not loaded is not for the order of its rows
                     if answer < self.best:
                         self.best, self.nearest = answer, architecture
@@ -189,7 +196,7 @@ class _Search:
                         return form
         return None
 
-    def explain(self, kind: str) -> str:
+    def explain(self) -> str:
         """Return why no form is right."""
         if np.isfinite(self.best):
             return (
@@ -257,20 +264,16 @@ _ARRANGING: dict[str, Callable[..., Sequence[Any]]] = {
 }
 
 
-def order_architectures(kind: str, class_name: str) -> list[str]:
-    """Return GGUF's architectures, those first whose name is the model type's or the class's, then the older ones."""
+def order_architectures(kind: str, class_name: str) -> tuple[list[str], list[str]]:
+    """Return GGUF's architectures: those whose name is the model type's or the class's, and the others."""
     import gguf
 
     def normalize(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())
 
-    own = [
-        normalize(kind),
-        normalize(kind.removesuffix("_text")),
-        normalize(re.sub(r"For[A-Z].*|LM.*", "", class_name)),
-    ]
-    names = list(gguf.MODEL_ARCH_NAMES.values())
-    return sorted(names, key=lambda name: normalize(name) not in own)
+    words = (kind, kind.removesuffix("_text"), re.sub(r"For[A-Z].*|LM.*", "", class_name))
+    own, names = {normalize(word) for word in words}, list(gguf.MODEL_ARCH_NAMES.values())
+    return [name for name in names if normalize(name) in own], [name for name in names if normalize(name) not in own]
 
 
 def _write_small(
@@ -337,7 +340,7 @@ class _LlamaCpp:
                 python_command("from compress.export.llamacpp_logits import main; main()"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=(self.folder / "stderr").open("w"),
                 encoding="utf-8",
                 env=python_environment(),
             )
@@ -356,8 +359,12 @@ class _LlamaCpp:
             limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
-            return f"it ends its process (exit code {self.process.returncode})"
+            said = last_line(next(iter(re.findall(r"[^\n]*ASSERT[^\n]*", self._read_errors())), ""))
+            return f"it ends its process (exit code {self.process.returncode}) {said}".rstrip()
         return str(json.loads(answer)) or np.load(logits)
+
+    def _read_errors(self) -> str:
+        return (self.folder / "stderr").read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """End the process."""
@@ -380,11 +387,12 @@ class _Transformers:
     def compute(self, file: Path) -> np.ndarray | str:
         from transformers import AutoModelForCausalLM
 
-        more = {"rope_parameters": self.trial.config["rope_parameters"]} if self._is_scaled() else {}
+        settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None}
+        if self._is_scaled():
+            settings["rope_parameters"] = self.trial.config["rope_parameters"]
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager", **more
-            )
+            with quiet():
+                model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **settings)
         except Exception as error:  # noqa: BLE001  (whatever a reader raises of a file that it does not know)
             return " ".join(str(error).split())[:200]
         return _compute_logits(model.eval(), self.trial.tokens)
@@ -409,7 +417,7 @@ def _make_trial(model: Any, config: Any, windowed: bool) -> _Trial:
         _fill_with_noise(small)
         settings = read_model(small)
         generator = np.random.default_rng(0)
-        tokens = generator.integers(min(8, small.config.vocab_size - 1), small.config.vocab_size, N_TOKENS).tolist()
+        tokens = generator.integers(settings["vocab_size"] // 8, settings["vocab_size"], N_TOKENS).tolist()
         logits = _compute_logits(small, tokens)
     finally:
         torch.random.set_rng_state(state)

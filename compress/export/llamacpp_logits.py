@@ -27,12 +27,12 @@ def main() -> None:
 
     said: list[str] = []
 
-    @llama_cpp.llama_log_callback
     def hear(level: int, text: bytes, _: ctypes.c_void_p) -> None:
         if level == ERROR:
             said.append(text.decode("utf-8", "replace").strip())
 
-    llama_cpp.llama_log_set(hear, ctypes.c_void_p(0))
+    callback = llama_cpp.llama_log_callback(hear)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     for line in sys.stdin:
         job = json.loads(line)
