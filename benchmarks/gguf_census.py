@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import transformers
 from census import VARIANTS, VOCABULARY, build_once, list_families, make_config, shorten
-from common import HERE, ROOT, Call, Measured, Peer, Row, at_least, at_most, peer_python, run_job, run_script, say
+from common import HERE, ROOT, Call, Measured, Peer, Row, at_least, at_most, link_packages, run_job, run_script, say
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
@@ -57,7 +57,7 @@ RELEASED: tuple[dict[str, Any], ...] = (
 
 
 def measure(call: Call) -> Measured:
-    use_llamacpp()
+    sys.path.append(str(link_packages("llamacpp", call.out / "llamacpp", "llama_cpp", "diskcache")))
     rows = []
     known = [family for family in list_families() if "+" not in family]
     for family in call.choose(known, quick=4):
@@ -65,7 +65,10 @@ def measure(call: Call) -> Measured:
         if call.only or not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             started = time.monotonic()
-            row = try_family(call, family)
+            try:
+                row = try_family(call, family)
+            except Exception as error:  # noqa: BLE001  (a row of its own, and the others go on)
+                row = {"family": family, "found": "wrong", "why": shorten(f"{type(error).__name__}: {error}")}
             path.write_text(json.dumps(row | {"seconds": round(time.monotonic() - started)}), encoding="utf-8")
         rows.append(json.loads(path.read_text(encoding="utf-8")))
         say(json.dumps(rows[-1]))
@@ -78,12 +81,6 @@ def measure(call: Call) -> Measured:
         ),
         at_most("families that the plan takes and llama.cpp computes otherwise", found.count("wrong"), 0),
     ], rows
-
-
-def use_llamacpp() -> None:
-    """Let this process and its children find the peer's llama-cpp-python, behind all that they have of their own."""
-    python = peer_python(RUN.venv or "")
-    sys.path.append(str(next(python.parent.parent.glob("lib/python*/site-packages"))))
 
 
 def try_family(call: Call, family: str) -> Row:
@@ -101,7 +98,9 @@ def try_family(call: Call, family: str) -> Row:
                     break  # other settings have the same tensors
                 continue
             row: Row = {"family": family, "as": found.architecture, "with": str(more or "")}
-            return row | write_and_compare(call, Path(name), module, model)
+            tokens = np.random.default_rng(1).integers(5, VOCABULARY, TOKENS)
+            tokens = tokens[: found.metadata.values["context_length"]]  # it ends with a window that llama.cpp has not
+            return row | write_and_compare(call, Path(name), module, model, tokens)
     return {"family": family, "found": "refused" if refusal else "not built", "why": shorten(refusal)}
 
 
@@ -125,11 +124,10 @@ def write_bytes_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def write_and_compare(call: Call, work: Path, module: nn.Module, model: nn.Module) -> Row:
+def write_and_compare(call: Call, work: Path, module: nn.Module, model: nn.Module, tokens: np.ndarray) -> Row:
     """Return what llama.cpp computes of a module's file beside what torch does."""
     path = work / FILE
     write_gguf(path, open_streamed_module(module, Structure(()), {}, work), EXPORT, "tiny")
-    tokens = np.random.default_rng(1).integers(5, VOCABULARY, TOKENS)
     np.savez(work / "tokens.npz", first=tokens)
     job = {"models": {"tiny": str(path)}, "tokens": str(work / "tokens.npz"), "logits": str(work / "logits.npz")}
     answer = run_job(RUN, job, call.out, "census")["models"]["tiny"]

@@ -247,7 +247,7 @@ def _add_recurrence(config: Mapping[str, Any], sizes: _Sizes, made: Metadata) ->
 def _add_rope(config: Mapping[str, Any], made: Metadata) -> None:
     """Translate rope's base, its scaling and its partial rotation; nothing for a model without rotary positions."""
     both = config.get("rope_parameters") or {}
-    rope = dict(both.get(FULL, both))
+    rope = dict(both.get(FULL, both) or {})
     theta = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
     if "attention.key_length" not in made.values or not (theta or config.get("rotary_dim")):
         return

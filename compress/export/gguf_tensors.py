@@ -252,7 +252,7 @@ def count_turned(config: Mapping[str, Any], size: int) -> int:
     if config.get("rotary_dim"):
         return int(config["rotary_dim"])
     both = config.get("rope_parameters") or {}
-    rope = both.get("full_attention", both)
+    rope = both.get("full_attention", both) or {}
     part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct") or 1.0
     return int(size * part)
 

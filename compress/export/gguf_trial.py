@@ -137,6 +137,7 @@ class _Trial:
     logits: np.ndarray
     values: Mapping[str, np.ndarray]
     offsets: Mapping[str, float]
+    tied: Collection[str]
 
 
 def _find_form(model: Any, config: Any) -> Finding:
@@ -178,22 +179,33 @@ class _Search:
         for architecture in (*own, *others):
             if architecture not in own and self.nearest in own:
                 break
-            base = Form(architecture, offsets=self.trial.offsets)
-            entries, homeless = list_tensors(self.trial.module, self.trial.config, base, tied_names(self.trial.module))
-            if homeless:
-                self.homeless.append((len(homeless), architecture, homeless))
+            try:
+                form = self._find_in(architecture)
+            except UNFIT_NUMBERS as error:  # its configuration says otherwise what is looked for
+                self.said.setdefault(architecture, f"{type(error).__name__}: {error}")
                 continue
-            for outer in self._list_choices(entries, _SHAPING):
-                for inner in self._list_choices(entries, _ARRANGING):
-                    form = replace(base, **outer, **inner)
-                    answer = self._try(form)
-                    if isinstance(answer, str):
-                        self.said.setdefault(architecture, answer)
-                        break  # what is not loaded is not for the order of its rows
-                    if answer < self.best:
-                        self.best, self.nearest = answer, architecture
-                    if answer <= CLOSE:
-                        return form
+            if form is not None:
+                return form
+        return None
+
+    def _find_in(self, architecture: str) -> Form | None:
+        """Return the first form of an architecture that is right."""
+        trial, base = self.trial, Form(architecture, offsets=self.trial.offsets)
+        entries, homeless = list_tensors(trial.module, trial.config, base, trial.tied)
+        if homeless:
+            self.homeless.append((len(homeless), architecture, homeless))
+            return None
+        for outer in self._list_choices(entries, _SHAPING):
+            for inner in self._list_choices(entries, _ARRANGING):
+                form = replace(base, **outer, **inner)
+                answer = self._try(form)
+                if isinstance(answer, str):
+                    self.said.setdefault(architecture, answer)
+                    break  # what is not loaded is not for the order of its rows
+                if answer < self.best:
+                    self.best, self.nearest = answer, architecture
+                if answer <= CLOSE:
+                    return form
         return None
 
     def explain(self) -> str:
@@ -211,7 +223,7 @@ class _Search:
     def _try(self, form: Form) -> float | str:
         """Return the difference of a reader's logits over the deviation of torch's, or why there are none."""
         trial = self.trial
-        entries, _ = list_tensors(trial.module, trial.config, form, tied_names(trial.module))
+        entries, _ = list_tensors(trial.module, trial.config, form, trial.tied)
         made = describe_config(trial.config, entries, form)
         if made.problems:
             return made.problems[0]
@@ -379,7 +391,8 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 
 
 class _Transformers:
-    """transformers' reader of GGUF files. Scaled rope is not among what it reads: the model's own is taken."""
+    """transformers' reader of GGUF files. Scaled rope, and some sizes, are not among what it reads: the model's own are
+    taken."""
 
     def __init__(self, trial: _Trial) -> None:
         self.name, self.trial = f"transformers {version('transformers')}", trial
@@ -387,7 +400,8 @@ class _Transformers:
     def compute(self, file: Path) -> np.ndarray | str:
         from transformers import AutoModelForCausalLM
 
-        settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None}
+        sizes = {name: size for name, size in self.trial.config.items() if re.search("intermediate_size$", name)}
+        settings = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None, **sizes}
         if self._is_scaled():
             settings["rope_parameters"] = self.trial.config["rope_parameters"]
         try:
@@ -423,7 +437,7 @@ def _make_trial(model: Any, config: Any, windowed: bool) -> _Trial:
         torch.random.set_rng_state(state)
     unstack_experts(small)
     values = {plain(name): tensor.detach().float().numpy() for name, tensor in small.state_dict().items()}
-    return _Trial(small, settings, tokens, logits, values, _find_offsets(small))
+    return _Trial(small, settings, tokens, logits, values, _find_offsets(small), tied_names(small))
 
 
 def _build_small(kind: Any, config: Any, windowed: bool) -> nn.Module:
