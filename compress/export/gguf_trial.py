@@ -38,9 +38,9 @@ from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, list_t
 from compress.models.huggingface import quiet
 from runtime.processes.isolated import last_line, python_command, python_environment
 
-N_TOKENS, VOCABULARY, WINDOW, EXPERTS = 40, 256, 16, 16
+N_TOKENS, VOCABULARY, WINDOW, EXPERTS, SHALLOW, WIDE = 40, 256, 16, 16, 8, 256
 WINDOWS = ("sliding_window", "attention_chunk_size")
-LARGEST = 60_000_000
+LARGEST = 160_000_000
 """Parameters of the small model."""
 CLOSE = 5e-3
 """Of logits over their deviation. Measured: 1e-6 to 2e-5 where all is right, 3e-3 where llama.cpp looks GELU up in a
@@ -141,24 +141,33 @@ class _Trial:
 
 
 def _find_form(model: Any, config: Any) -> Finding:
+    """Try forms on a shallow model, and the one that is right on one as deep as the model.
+
+    llama.cpp computes some depths otherwise: where no form is right of a shallow model, those of its name are tried on
+    the deep one. All that without a window at last.
+    """
     kind = getattr(config, "model_type", type(model).__name__)
-    try:
-        trials = [_make_trial(model, config, windowed) for windowed in (True, False)]
-    except UNFIT_NUMBERS as error:
-        return Finding(None, f"no small model of type {kind} can be made to try GGUF with ({error}); {_WAY_OUT}")
-    if trials[0].config == trials[1].config:
-        del trials[1]
     why = ""
-    with (
-        tempfile.TemporaryDirectory(prefix="compress-gguf-") as folder,
-        _open_reader(Path(folder), trials[0]) as reader,
-    ):
-        for i, trial in enumerate(trials):
-            search = _Search(trial, reader, Path(folder))
-            form = search.find(kind, type(model).__name__)
-            if form is not None:
-                return Finding(form, "", i == 0, reader.name)
-            why = why or search.explain()
+    with tempfile.TemporaryDirectory(prefix="compress-gguf-") as folder:
+        for windowed in (True, False):
+            try:
+                trials = [_make_trial(model, config, windowed, most) for most in (SHALLOW, None)]
+            except UNFIT_NUMBERS as error:
+                return Finding(
+                    None, f"no small model of type {kind} can be made to try GGUF with ({error}); {_WAY_OUT}"
+                )
+            shallow, deep = trials
+            with _open_reader(Path(folder), shallow) as reader:
+                search, last = (_Search(trial, reader, Path(folder)) for trial in trials)
+                form = search.find(kind, type(model).__name__)
+                if deep.config["num_hidden_layers"] > shallow.config["num_hidden_layers"]:
+                    right = form is not None and last.is_right(form)
+                    form = form if right else last.find(kind, type(model).__name__, own_alone=True)
+                if form is not None:
+                    return Finding(form, "", windowed, reader.name)
+                why = why or search.explain()
+            if not any(config.to_dict().get(name) for name in WINDOWS):
+                break
     if find_spec("llama_cpp") is None:
         why += "; pip install llama-cpp-python, by which more are tried"
     return Finding(None, f"models of type {kind} are not written as GGUF: {why}; {_WAY_OUT}")
@@ -173,10 +182,15 @@ class _Search:
         self.said: dict[str, str] = {}
         self.homeless: list[tuple[int, str, list[str]]] = []
 
-    def find(self, kind: str, class_name: str) -> Form | None:
+    def is_right(self, form: Form) -> bool:
+        """Return whether a form is right."""
+        answer = self._try(form)
+        return not isinstance(answer, str) and answer <= CLOSE
+
+    def find(self, kind: str, class_name: str, own_alone: bool = False) -> Form | None:
         """Return the first form that is right; where the model's own architecture computes, of that one alone."""
         own, others = order_architectures(kind, class_name)
-        for architecture in (*own, *others):
+        for architecture in own if own_alone else (*own, *others):
             if architecture not in own and self.nearest in own:
                 break
             try:
@@ -422,12 +436,12 @@ def _compute_logits(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
     return logits.float().numpy()
 
 
-def _make_trial(model: Any, config: Any, windowed: bool) -> _Trial:
+def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _Trial:
     """Return a small model of the class. UNFIT_NUMBERS where its code refuses all that are tried."""
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
-        small = _build_small(type(model), config, windowed)
+        small = _build_small(type(model), config, windowed, most)
         _fill_with_noise(small)
         settings = read_model(small)
         generator = np.random.default_rng(0)
@@ -440,16 +454,16 @@ def _make_trial(model: Any, config: Any, windowed: bool) -> _Trial:
     return _Trial(small, settings, tokens, logits, values, _find_offsets(small), tied_names(small))
 
 
-def _build_small(kind: Any, config: Any, windowed: bool) -> nn.Module:
-    """Build the narrowest model that the class takes: widths and numbers of heads divided alike.
-
-    It has as many layers as the model, for llama.cpp computes some depths otherwise, unless it is too large so.
-    """
+def _build_small(kind: Any, config: Any, windowed: bool, most: int | None) -> nn.Module:
+    """Build the narrowest model that the class takes, of `most` layers: widths and numbers of heads divided alike."""
     first: Exception | None = None
-    for most, divisor in product((None, 8, 4), (64, 32, 16, 8, 4, 2, 1)):
+    depths = [most] if most is not None else [None, SHALLOW]
+    for depth, divisor in product(depths, (64, 32, 16, 8, 4, 2, 1)):
         smaller = _shrink(config, divisor, windowed)
-        if smaller is None or (most is not None and not _cut_layers(smaller, most)):
+        if smaller is None:
             continue
+        if depth is not None:
+            _cut_layers(smaller, depth)
         try:
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in kind(copy.deepcopy(smaller)).parameters())
@@ -472,7 +486,9 @@ def _shrink(config: Any, divisor: int, windowed: bool) -> Any:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if _DIVIDED.fullmatch(name) and value > 2:
+        if "intermediate" in name and value > WIDE and value % 64 == 0:
+            setattr(smaller, name, 64 * max(1, WIDE // 64 // (4 if "moe" in name else 1)))
+        elif _DIVIDED.fullmatch(name) and value > 2:
             if value % divisor or ("head" in name and value // divisor < 2):
                 return None
             setattr(smaller, name, value // divisor)
@@ -491,14 +507,16 @@ def _shrink(config: Any, divisor: int, windowed: bool) -> Any:
     return smaller
 
 
-def _cut_layers(config: Any, most: int) -> bool:
-    """Keep the first layers of a configuration, in place, with what is said of each; return whether there are fewer."""
+def _cut_layers(config: Any, most: int) -> None:
+    """Keep the first layers of a configuration, in place, with what is said of each."""
     n = config.num_hidden_layers
+    if n <= most:
+        return
     for name, value in config.to_dict().items():
         if isinstance(value, list) and len(value) == n:
             setattr(config, name, value[:most])
-    config.num_hidden_layers = min(n, most)
-    return bool(n > most)
+    with contextlib.suppress(AttributeError):  # some count what is said of each
+        config.num_hidden_layers = most
 
 
 def _fill_with_noise(model: nn.Module) -> None:
