@@ -49,7 +49,7 @@ SECONDS = 60
 """After them a file that llama.cpp does not answer on is none for it."""
 _WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 _DIVIDED = re.compile(
-    r"hidden_size|d_model|n_embd|(num|n)_?(attention_|key_value_|kv_|linear_(key|value)_|mamba_)?heads?(_kv)?|n_heads?"
+    r"hidden_size|d_model|n_embd|(mamba_)?(num|n)_?(attention_|key_value_|kv_|linear_(key|value)_|mamba_)?heads?(_kv)?|n_heads?"
     r"|.*(intermediate|ffn_hidden)_size.*|ffn_dim|d_ff|n_inner|mamba_d_ssm|.*_num_(key|value)_heads"
 )
 
@@ -475,7 +475,7 @@ def _build_small(kind: Any, config: Any, windowed: bool, most: int | None) -> nn
                 raise ValueError("its logits are not finite")
             return model
         except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
-            first = error
+            first = first or error
     raise ValueError(str(first))
 
 
