@@ -2,7 +2,7 @@
 
 Each family is built of transformers' own configuration with small sizes and random weights, as `census.py` builds it,
 in a few forms that its released models have, until the plan takes one. That is written in float32, with a tokenizer,
-and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT of their deviation, or the
+and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their deviation, or the
 family is wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
 """
 
@@ -39,7 +39,9 @@ KEPT, PAGE = HERE / ".census", ROOT / "docs/reference/gguf.md"
 MARK = "<!-- made by benchmarks/gguf_census.py -->\n"
 RUN = Peer("llama.cpp", "llamacpp_gguf.py", venv="llamacpp")
 EXPORT = GgufExport(dtype="float32")
-RIGHT = 5e-3
+RIGHT = 1e-2
+"""Measured: 1e-6 to 1e-5; to 2e-3 where llama.cpp looks GELU up; 5e-3 of a Mamba whose weights make rounding grow, which
+differs by 5e-7 with others."""
 NO_PLACE = "has no place in"
 TOKENS, WANTED = 48, 55
 RELEASED: tuple[dict[str, Any], ...] = (
