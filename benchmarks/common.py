@@ -313,6 +313,16 @@ def run_job(peer: Peer, job: Mapping[str, Any], folder: Path, name: str) -> dict
     return answer
 
 
+def link_packages(venv: str, folder: Path, *names: str) -> Path:
+    """Return a folder with links to a few packages of a peer's environment alone, as an entry for PYTHONPATH."""
+    packages = next(peer_python(venv).parent.parent.glob("lib/python*/site-packages"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (found for name in names for found in packages.glob(f"{name}*")):
+        (folder / path.name).unlink(missing_ok=True)
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
 def peer_python(venv: str) -> Path:
     """The interpreter of benchmarks/.venvs/<venv>, made of peers/<venv>.txt unless it is there with these pins.
 

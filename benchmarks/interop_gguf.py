@@ -1,6 +1,7 @@
 """Claims about GGUF files, made by recipes like recipes/int4-llm-llamacpp.yaml: llama.cpp computes what torch computes.
 
-Structure: random models of each architecture that is written, in float32: no logit of 48 tokens differs by more than
+Structure: random models of some architectures (`gguf_census.py` has all), hybrids and mixtures among them, in float32,
+each by a recipe whose plan finds its form: no logit of 48 tokens differs by more than
 1e-4 of the logits' standard deviation from transformers' (3e-3 where GELU is computed, which llama.cpp looks up in a
 table of half floats), and texts become the same tokens. Numbers: tinystories656k in
 Q4_0, Q4_1 and Q8_0: nats per token in llama.cpp, which rounds inputs to eight bits, within 0.005 of the report's, and
@@ -13,13 +14,14 @@ tokens, all three scored in llama.cpp on every second story.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import Call, Claim, Measured, Peer, Row, apply_recipe, at_most, run_job, run_script
+from common import Call, Claim, Measured, Peer, Row, apply_recipe, at_most, link_packages, run_job, run_script
 from language import CALIBRATED, EVALUATED, encode_stories, load_causal, nats_per_token, read_stories
 from torch import Tensor, nn
 
@@ -108,6 +110,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "jamba, a hybrid with experts": (
+        "jamba",
+        {
+            "num_experts": 4,
+            "mamba_dt_rank": 8,
+            "attn_layer_period": 3,
+            "expert_layer_period": 2,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2, a hybrid": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "deepseek v3, latent keys and experts": (
+        "deepseek_v3",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 64,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "glm4, experts": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "head_dim": 32,
+            "n_shared_experts": 1,
+        },
+    ),
 }
 """Name -> transformers' model type, and what its configuration has beside SHAPE."""
 TOKENS = 48
@@ -137,6 +177,8 @@ K_FORMATS = {"Q4_K": 12, "Q3_K": 11, "Q2_K": 10}
 
 def measure(call: Call) -> Measured:
     structure, rows = measure_structure(call)
+    if call.only:
+        return structure, rows
     numbers, more = measure_numbers(call)
     k_formats, most = measure_k_formats(call)
     return [*structure, *numbers, *k_formats], [*rows, *more, *most]
@@ -147,7 +189,7 @@ def measure_structure(call: Call) -> Measured:
     files, wanted, texts = {}, {}, {}
     generator = np.random.default_rng(0)
     tokens = generator.integers(5, 500, TOKENS)
-    for name in list(FAMILIES)[: 4 if call.quick else None]:
+    for name in call.choose(FAMILIES, 4):
         folder = write_random(call, name)
         bundle = write_bundle(call, f"family-{name}", folder, "", "float32", (4, 4))
         files[name] = bundle / "model/model.gguf"
@@ -238,7 +280,12 @@ def write_bundle(call: Call, name: str, folder: Path, passes: str, dtype: str, c
         dtype=dtype,
     )
     recipe.write_text(text, encoding="utf-8")
-    apply_recipe(recipe, (), call.out / slug, call.out / "cache")
+    found = link_packages("llamacpp", call.out / "llamacpp", "llama_cpp", "diskcache")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(found)))),
+    }
+    apply_recipe(recipe, (), call.out / slug, call.out / "cache", environment)
     return call.out / slug
 
 

@@ -41,6 +41,7 @@ SCRIPTS = (
     "comparison_noise",
     "forecasts",
     "census",
+    "gguf_census",
 )
 
 
