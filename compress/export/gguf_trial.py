@@ -385,7 +385,8 @@ class _LlamaCpp:
             limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
-            said = last_line(next(iter(re.findall(r"[^\n]*ASSERT[^\n]*", self._read_errors())), ""))
+            errors = self._read_errors()
+            said = next((line for line in errors.splitlines() if "ASSERT" in line), last_line(errors))
             return f"it ends its process (exit code {self.process.returncode}) {said}".rstrip()
         return str(json.loads(answer)) or np.load(logits)
 
