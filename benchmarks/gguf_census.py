@@ -1,8 +1,8 @@
 """Every language model of the installed transformers, tiny, as a GGUF file: what the plan takes, llama.cpp computes.
 
 Each family is built of transformers' own configuration with small sizes and random weights, as `census.py` builds it,
-in a few forms that its released models have, until the plan takes one. That is written in float32, with a tokenizer,
-and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their
+in a few forms that its released models have, until the plan takes one. That is written as by
+recipes/int4-llm-llamacpp.yaml, but without its pass and in float32, with a tokenizer, and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their
 deviation, or the family is wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
 """
 
