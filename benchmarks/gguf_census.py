@@ -2,8 +2,9 @@
 
 Each family is built of transformers' own configuration with small sizes and random weights, as `census.py` builds it,
 in a few forms that its released models have, until the plan takes one. That is written as by
-recipes/int4-llm-llamacpp.yaml, but without its pass and in float32, with a tokenizer, and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their
-deviation, or the family is wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
+recipes/int4-llm-llamacpp.yaml, but without its pass and in float32, with a tokenizer, and llama.cpp's logits of 48
+tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their deviation, or the family is
+wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
 """
 
 from __future__ import annotations
