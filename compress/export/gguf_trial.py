@@ -231,6 +231,8 @@ class _Search:
         if self.said:
             architecture, said = next(iter(self.said.items()))
             return f"{self.reader.name} does not take it as {architecture}: {said}"
+        if not self.homeless:
+            return f"{self.reader.name} computes no finite logits"
         _, architecture, names = min(self.homeless)
         return f"{names[0]} has no place in {architecture}, the nearest of gguf {version('gguf')}'s architectures"
 
