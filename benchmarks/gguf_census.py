@@ -1,9 +1,10 @@
 """Every language model of the installed transformers, tiny, as a GGUF file: what the plan takes, llama.cpp computes.
 
 Each family is built of transformers' own configuration with small sizes and random weights, as `census.py` builds it,
-in a few forms that its released models have, until the plan takes one. That is written in float32, with a tokenizer,
-and llama.cpp's logits of 48 tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their deviation, or the
-family is wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
+in a few forms that its released models have, until the plan takes one. That is written as by
+recipes/int4-llm-llamacpp.yaml, but without its pass and in float32, with a tokenizer, and llama.cpp's logits of 48
+tokens are compared with torch's: they differ by less than RIGHT (a hundredth) of their deviation, or the family is
+wrong. `--only` tries a family anew; a whole run writes docs/reference/gguf.md.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MARK = "<!-- made by benchmarks/gguf_census.py -->\n"
 RUN = Peer("llama.cpp", "llamacpp_gguf.py", venv="llamacpp")
 EXPORT = GgufExport(dtype="float32")
 RIGHT = 1e-2
-"""Measured: 1e-6 to 1e-5; to 2e-3 where llama.cpp looks GELU up; 5e-3 of a Mamba whose weights make rounding grow, which
-differs by 5e-7 with others."""
+"""Measured: 1e-6 to 1e-5; to 2e-3 where llama.cpp looks GELU up; 5e-3 of a Mamba whose weights make rounding grow,
+which differs by 5e-7 with others."""
 NO_PLACE = "has no place in"
 TOKENS, WANTED = 48, 55
 RELEASED: tuple[dict[str, Any], ...] = (
@@ -150,7 +151,8 @@ def write_page(rows: list[Row]) -> None:
     lines += ["| family | in GGUF | | difference | built with, or why not |", "|---|---|---|--:|---|"]
     for row in rows:
         apart = f"{row['difference']:.0e}" if "difference" in row else ""
-        told = row.get("why") or row.get("with", "")
+        told = row.get("why", "").partition(" are not written as GGUF")[2].lstrip(":, ").partition("; use target")[0]
+        told = told or row.get("why") or row.get("with", "")
         lines.append(f"| {row['family']} | {row.get('as', '')} | {row['found']} | {apart} | {told.replace('|', '/')} |")
     text = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     PAGE.write_text(f"{text}{MARK}" + "\n".join(lines) + "\n", encoding="utf-8")

@@ -116,6 +116,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 4,
             "mamba_dt_rank": 8,
             "attn_layer_period": 3,
+            "attn_layer_offset": 1,
             "expert_layer_period": 2,
             "use_mamba_kernels": False,
         },

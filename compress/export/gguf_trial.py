@@ -231,6 +231,8 @@ class _Search:
         if self.said:
             architecture, said = next(iter(self.said.items()))
             return f"{self.reader.name} does not take it as {architecture}: {said}"
+        if not self.homeless:
+            return f"{self.reader.name} computes no finite logits"
         _, architecture, names = min(self.homeless)
         return f"{names[0]} has no place in {architecture}, the nearest of gguf {version('gguf')}'s architectures"
 
@@ -385,7 +387,8 @@ class _LlamaCpp:
             limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
-            said = last_line(next(iter(re.findall(r"[^\n]*ASSERT[^\n]*", self._read_errors())), ""))
+            errors = self._read_errors()
+            said = next((line for line in errors.splitlines() if "ASSERT" in line), last_line(errors))
             return f"it ends its process (exit code {self.process.returncode}) {said}".rstrip()
         return str(json.loads(answer)) or np.load(logits)
 
