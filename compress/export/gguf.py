@@ -84,8 +84,7 @@ def describe_gguf(
         return replace(nothing, problems=(f"{kind} is none of transformers' models, which GGUF files are written of",))
     config = read_model(module) | dict(sizes)
     if not config.get("vocab_size"):
-        kind_name = config.get("model_type")
-        text = f"models of type {kind_name} are not written as GGUF, for they hold more than a language model"
+        text = f"models of type {config.get('model_type')} hold more than a language model, and are not written as GGUF"
         return replace(nothing, problems=(f"{text}; use target: transformers",))
     try:
         vocabulary = read_vocabulary(folder, config["vocab_size"], config)

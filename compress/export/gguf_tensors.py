@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from compress.blocks.materialise import plain
 from compress.blocks.layers import is_hf_conv1d, is_layer, weight_shape
+from compress.blocks.materialise import plain
 from compress.models.checkpoint_names import FileNames, file_names
 
 OUTPUT = "output.weight"
