@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -431,7 +432,8 @@ def _run_bundle(
     """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
     backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
     told = run.run_log.progress
-    heap.return_all()  # what the passes have freed: two models are loaded now
+    gc.collect()  # two models are loaded now: what the passes have left behind goes first
+    heap.return_all()
     return keep_both(
         run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
     )
