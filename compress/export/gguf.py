@@ -21,10 +21,10 @@ from compress.blocks.sizes import transformers_config
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
-from compress.export.gguf_metadata import Metadata
+from compress.export.gguf_metadata import Metadata, add_key
 from compress.export.gguf_tensors import TensorEntry
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from compress.export.gguf_trial import Finding, add_key, describe_form, find_form, read_model
+from compress.export.gguf_trial import Finding, describe_form, find_form, read_model
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.pruned import config_lacks

@@ -351,3 +351,17 @@ def end_with_window(made: Metadata, window: int, architecture: str) -> None:
         )
     for key in [key for key in made.values if key.startswith("attention.sliding_window")]:
         del made.values[key]
+
+
+def add_key(writer: Any, key: str, value: Any) -> None:
+    """Add a key to what a GGUFWriter will write, under the type that its value has."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
