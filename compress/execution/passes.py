@@ -23,7 +23,7 @@ from compress.errors import SourceError
 from compress.execution.blocks import hold_shared_work, open_streamed, run_block_pass
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.in_files import float_model_in_files
-from compress.execution.quality import graph_runner, score_finder, shortfall_finder
+from compress.execution.quality import find_nats_allowed, graph_runner, score_finder, shortfall_finder
 from compress.execution.weight_trials import make_weight_trials
 from compress.export.onnx import export_float, float_graph, save_graph, with_integers, with_rounded_layers
 from compress.export.parity import check_parity
@@ -359,7 +359,8 @@ def _run_block_passes(
         run.run_log.log(note)
     fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
     trials, writes_text = _make_trials(run, loaded, exported), plan.recipe.model.decoder_only
-    context = BlockContext(**fields, trials=trials, writes_text=writes_text)
+    allowed = find_nats_allowed(plan.recipe.validate_)
+    context = BlockContext(**fields, trials=trials, writes_text=writes_text, nats_allowed=allowed)
     names = pass_names(plan.recipe.passes)
     for index, config, key in passes:
         with run.run_log.time_stage(names[index]):

@@ -26,6 +26,7 @@ from compress.planning.own_metrics import find_own_metrics
 from compress.store.durable import temporary_folder
 from runtime.backends import find_backend, open_model
 from runtime.backends.base import STATES, write_states
+from runtime.bundle.format import Judgement
 from runtime.bundle.tensors import TensorSpec
 from runtime.decode.scoring import TokenNumbers, measure_tokens, split_sides, sum_tokens
 from runtime.encode.preprocess import make_preprocessor
@@ -35,6 +36,7 @@ from runtime.judge.gates import GateResult, judge
 from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
 from runtime.metrics import NonFiniteOutputs, Outputs, check_finite
+from runtime.metrics.language import NLL
 from runtime.tasks.base import BatchFacts
 from runtime.tasks.predict import run_samples
 
@@ -150,6 +152,12 @@ def shortfall_finder(
         return {f"{gate.metric} {gate.rule}": f"{gate.metric} {gate.rule}: {gate.why}" for gate in worse}
 
     return find
+
+
+def find_nats_allowed(judgement: Judgement) -> float | None:
+    """Return the nats that a token may lose by the gates, the strictest; None where no gate says."""
+    gates = (gate for gate in judgement.gates if gate.metric == NLL.name)
+    return min((gate.max_drop for gate in gates if gate.max_drop is not None), default=None)
 
 
 def score_finder(

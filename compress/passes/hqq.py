@@ -13,7 +13,8 @@ from compress.passes.weight_only import WeightPass, with_problems
 
 
 class Hqq(WeightPass):
-    """Half-quadratic quantization (Badri & Shaji, 2023): scales and zero points fitted to the weights alone."""
+    """Half-quadratic quantization (Badri & Shaji, 2023): scales and zero points fitted to the weights alone; data is
+    read where bits of tables are to be chosen."""
 
     stage: ClassVar[Stage] = "blocks"
 
@@ -22,8 +23,12 @@ class Hqq(WeightPass):
     """Of the half-quadratic solver."""
 
     @property
+    def needs_calibration(self) -> bool:  # type: ignore[override]
+        return bool(self.open_tables)
+
+    @property
     def needs_forward(self) -> bool:
-        return False
+        return self.needs_calibration
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"

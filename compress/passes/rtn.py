@@ -11,7 +11,7 @@ from compress.passes.weight_only import WeightPass, with_problems
 
 class Rtn(WeightPass):
     """Round-to-nearest quantization of the matrix products; needs no data but for stored input scales (FP8), for
-    `importance`, and for bits under an average."""
+    `importance`, and for bits that are chosen."""
 
     takes_k_formats: ClassVar[bool] = True
     takes_mixed_bits: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class Rtn(WeightPass):
     @property
     def needs_calibration(self) -> bool:  # type: ignore[override]
         """Return whether a scheme stores input scales, inputs are weighed, or bits are chosen."""
-        return self.streams_data or self.budget is not None
+        return self.streams_data or self.budget is not None or bool(self.open_tables)
 
     @property
     def needs_forward(self) -> bool:

@@ -11,6 +11,9 @@ from compress.passes.mixed_bits import Bits
 from compress.specs import LayerPattern, Record
 from runtime.words import did_you_mean
 
+AUTO = "auto"
+"""Of a table: the fewest bits that cost next to nothing, by what is measured."""
+
 
 def _check_preset(name: str) -> str:
     """Return the scheme's name in capitals. Raises ValueError if it is unknown."""
@@ -20,10 +23,12 @@ def _check_preset(name: str) -> str:
 
 
 def read_table_scheme(name: str) -> str:
-    """Return the scheme of a table in capitals, W4 as W4A16. Raises ValueError where inputs are rounded, too."""
+    """Return a table's scheme in capitals, W4 as W4A16, or AUTO. Raises ValueError where inputs are rounded, too."""
+    if name == AUTO:
+        return name
     full = name.upper() if name.upper() in PRESETS else f"{name.upper()}A16"
     if full not in _TABLE_SCHEMES:
-        known = ", ".join(("W8", "W4", *_TABLE_SCHEMES))
+        known = ", ".join((AUTO, "W8", "W4", *_TABLE_SCHEMES))
         raise ValueError(
             f"there is no scheme {name!r} for weights alone{did_you_mean(name, _TABLE_SCHEMES)}; there are {known}"
         )
@@ -35,7 +40,7 @@ SchemeName = Annotated[str, AfterValidator(_check_preset), WithJsonSchema({"type
 TableScheme = Annotated[
     str,
     AfterValidator(read_table_scheme),
-    WithJsonSchema({"type": "string", "enum": ["W8", "W4", *_TABLE_SCHEMES]}),
+    WithJsonSchema({"type": "string", "enum": [AUTO, "W8", "W4", *_TABLE_SCHEMES]}),
 ]
 GroupSize = Annotated[int, Field(ge=-1)]
 

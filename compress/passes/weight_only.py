@@ -46,6 +46,7 @@ from compress.passes.mixed_bits import (
     plan_mixed_bits,
 )
 from compress.passes.weight_numbers import (
+    AUTO,
     GroupSize,
     TableScheme,
     WeightNumbers,
@@ -99,7 +100,8 @@ class WeightPass(WeightNumbers, Pass):
     """Layers that stay float. `lm_head` given as a key takes the output layer all the same."""
     embeddings: TableScheme | None = None
     """Tables of embeddings: W8, W4, or another scheme's name for weights alone, in the pass's groups; rounded to the
-    nearest. Not given: float. Small ones (positions, token types) stay float."""
+    nearest. auto: 4 bits where the model loses next to nothing by them, else 8 (6 beside llama.cpp's K formats). Not
+    given: float. Small ones (positions, token types) stay float."""
     lm_head: TableScheme | None = None
     """The output layer, whatever its name, likewise, by the pass's own method on its own inputs. Where it shares its
     weight with the embeddings there is one table, and either key is for both."""
@@ -142,7 +144,26 @@ class WeightPass(WeightNumbers, Pass):
     def table_scheme(self, layer: LayerFacts) -> str | None:
         """Return the scheme that `embeddings` or `lm_head` asks for a layer; None: it is no table, or neither does."""
         keys = {"table": self.embeddings, "head": self.lm_head, "tied": self.lm_head or self.embeddings}
-        return keys.get(layer.role)
+        asked = keys.get(layer.role)
+        return self.table_choices[-1] if asked == AUTO else asked
+
+    @property
+    def open_tables(self) -> tuple[str, ...]:
+        """Return the keys of tables whose bits are still to be chosen."""
+        return tuple(key for key in dict.fromkeys(TABLE_KEYS.values()) if getattr(self, key) == AUTO)
+
+    @property
+    def table_choices(self) -> tuple[str, str]:
+        """Return the schemes of which `auto` takes one, the fewer bits first; as long as none is taken the last holds.
+
+        Fewer than these no kernel looks up.
+        """
+        return ("Q4_K", "Q6_K") if self.base().weights.scales == "six-bit" else ("W4A16", "W8A16")
+
+    @property
+    def uses_gates(self) -> bool:  # type: ignore[override]
+        """Return whether bits of tables are still to be chosen: by a part of what the gates allow to lose."""
+        return bool(self.open_tables)
 
     @property
     def takes_tables(self) -> bool:
@@ -267,6 +288,12 @@ class WeightPass(WeightNumbers, Pass):
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
+        if self.open_tables:
+            fewer, more_bits = self.table_choices
+            text = (
+                f"{' and '.join(self.open_tables)}: {fewer} or {more_bits}, by what they cost; sizes are of the latter"
+            )
+            notes.append(Note("info", f"{self.kind}: {text}"))
         reached = [decision for decision in kept if decision.reason != IDLE]
         notes += tell_float_share(self.kind, facts, reached, self.unfit, ("int8", Int8().unfit))
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
@@ -289,6 +316,9 @@ class WeightPass(WeightNumbers, Pass):
             if (text := explain_misfit(self.kind, layer, settings[layer.name], target, self.ways))
         ]
         problems += [*self._graph_problems(facts, settings), *self._table_problems(facts, settings)]
+        if self.open_tables and target.reads == "checkpoint":
+            way = f"what {target.name} takes of tables depends on their bits; give a scheme, or leave it out"
+            problems.append(f"{self.kind}: {self.open_tables[0]}: auto: {way}")
         notes += [Note("warning", text) for layer in taken if (text := self.fit_remark(layer, target))]
         decisions = [self.decision(layer, target) for layer in taken]
         decodes = find_task(facts.task).generates
@@ -313,6 +343,8 @@ class WeightPass(WeightNumbers, Pass):
         if plan.problems or self.takes_tables or share < MUCH or target.reads == "checkpoint":
             return plan
         offers = choose_table_schemes((TABLE_KEYS[layer.role] for layer in tables), target)
+        if self.needs_calibration and {*map(read_table_scheme, offers.values())} == {self.table_choices[-1]}:
+            offers = dict.fromkeys(offers, AUTO)
         schemes = {key: read_table_scheme(name) for key, name in offers.items()}
         smaller = self.model_copy(update=schemes)._plan_layers(facts, target)
         if smaller.problems:
@@ -382,7 +414,9 @@ class WeightPass(WeightNumbers, Pass):
 
     def schemes(self) -> list[Scheme]:
         """Return all schemes that the recipe asks for."""
-        tables = [self._make_table_scheme(name) for name in (self.embeddings, self.lm_head) if name is not None]
+        asked = [name for name in (self.embeddings, self.lm_head) if name is not None]
+        names = [each for name in asked for each in (self.table_choices if name == AUTO else (name,))]
+        tables = list(map(self._make_table_scheme, names))
         bases = [self.base()]
         if isinstance(self.bits, BitBudget):
             bases = [bases[0].with_bits(bits) for bits in self.bits.choices]

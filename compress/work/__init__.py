@@ -16,6 +16,7 @@ from compress.context import PassContext, PassResult
 from compress.facts import ModelFacts
 from compress.models.load import TorchModel
 from compress.passes import KINDS, Pass
+from compress.passes.weight_only import WeightPass
 from compress.rounding.state import GraphState
 from compress.work.contexts import ModelContext
 from runtime.plugins import PASS_GROUP, find_plugin
@@ -45,6 +46,8 @@ WORK: dict[str, str] = {
     "tune": "compress.work.tune:apply_tune",
 }
 """Kind of pass -> its function, imported when it is first asked for: most need torch."""
+TABLES = "compress.work.settle_tables:settle_tables"
+"""What chooses the bits of tables that a pass of any kind leaves open."""
 BEGINNINGS: dict[str, str] = {"distill": "compress.work.distill:begin_distill"}
 """Kind of pass over the whole torch model -> what makes the model that it works on, where that is not the given one."""
 
@@ -74,8 +77,11 @@ def find_work(kind: str) -> Callable[..., Any]:
 
 def apply_pass(config: Pass, model: Form, context: PassContext) -> PassResult[Form]:
     """Do what a pass says to a model in the form of its stage; the model may be changed in place. Raises PassError."""
+    settled = None
+    if isinstance(config, WeightPass) and isinstance(model, StreamedModel) and config.open_tables:
+        config, settled = _import_function(TABLES)(config, model, context)
     result: PassResult[Form] = find_work(config.kind)(config, model, context)
-    return result
+    return result if settled is None else settled.add_to(result)
 
 
 def begin_pass(config: Pass, model: TorchModel, context: ModelContext) -> TorchModel:

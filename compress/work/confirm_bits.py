@@ -81,7 +81,7 @@ def compare_rounded(
     compute: Literal["float32", "bfloat16"],
 ) -> BitsComparison:
     """Return what is lost of a model that two passes rounded, on the first of the calibration data."""
-    few = replace(context, batches=_take_first(context.batches), work=None, log=no_log)
+    few = replace(context, batches=take_first(context.batches, COMPARED_TOKENS), work=None, log=no_log)
     one, other = (measure_loss(round_model(config, model, few).model, few, compute) for config in configs)
     apart = one.tokens - other.tokens
     parts = [torch.tensor(float(len(apart)))] + [x.sum() for x in (one.tokens, other.tokens, apart, apart.square())]
@@ -128,11 +128,11 @@ def _sum_losses(block: BlockWork, logits: bool, ids: str) -> tuple[Tensor, list[
     return sums, tokens
 
 
-def _take_first(batches: Sequence[Feeds]) -> list[Feeds]:
-    """Return the first batches, as many as have `COMPARED_TOKENS` tokens; what is no text counts a row a sample."""
+def take_first(batches: Sequence[Feeds], wanted: int) -> list[Feeds]:
+    """Return the first batches, as many as have the wanted tokens; what is no text counts a row a sample."""
     first, n_tokens = list[Feeds](), 0
     for feeds in batches:
-        if n_tokens >= COMPARED_TOKENS:
+        if n_tokens >= wanted:
             break
         first.append(feeds)
         values = next(iter(feeds.values()))

@@ -65,11 +65,13 @@ class WeightTrials:
 class BlockContext(PassContext):
     """What a pass over blocks is given. `trials`: how it tries what schemes come to.
 
-    `writes_text`: the model predicts each next token of the texts that it reads.
+    `writes_text`: the model predicts each next token of the texts that it reads. `nats_allowed`: that a token may lose
+    by the recipe's gates; None: no gate is on nats.
     """
 
     trials: WeightTrials = WeightTrials()
     writes_text: bool = False
+    nats_allowed: float | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from compress.rounding.grid import round_to_grid
 from compress.rounding.quantized_weight import ROWS
 from compress.rounding.state import GraphState
 from compress.work import apply_pass
+from compress.work.contexts import BlockContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 EMBED, HEAD = "model.embed_tokens", "lm_head"
@@ -94,6 +95,55 @@ def test_tables_of_their_own_are_rounded_each(config: WeightPass, tmp_path: Path
     floats = model.store.read_float(f"{EMBED}.weight")
     nearest = round_to_grid(floats, WeightScheme(4, 16))
     assert np.array_equal(model.store.quantized(EMBED).dequantize(), nearest.dequantize())  # type: ignore[union-attr]
+
+
+OPEN = {"scheme": "W8A16", "group_size": 16, "embeddings": "auto", "lm_head": "auto"}
+
+
+def block_context(batches: Any, work: Path | None = None, **more: Any) -> BlockContext:
+    return BlockContext(**vars(context(batches, work)), **more)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("allowed", "bits"), [(1e9, 4), (0.0, 8)])
+def test_open_tables_get_the_fewest_bits_that_cost_next_to_nothing(
+    allowed: float, bits: int, tied: bool, tmp_path: Path
+) -> None:
+    for config in (Gptq(**OPEN), Rtn(**OPEN), Hqq(**OPEN)):
+        model = streamed(llama(tied=tied), tmp_path / config.kind)
+        result = apply_pass(config, model, block_context(texts(), nats_allowed=allowed))
+        assert {result.model.schemes[name].weights.bits for name in (EMBED, HEAD)} == {bits}
+        assert result.settled == dict.fromkeys(("embeddings", "lm_head"), f"W{bits}A16")
+        assert one_table(result.model) == tied
+        said = next(note.text for note in result.notes if "next to nothing" in note.text)
+        assert f"embeddings: W{bits}A16, lm_head: W{bits}A16" in said and "costs" in said
+
+
+def test_of_two_open_tables_each_has_its_own_bits(tmp_path: Path) -> None:
+    """A table of embeddings that four bits hold whole, and an output layer that loses by them."""
+    net = llama(tied=False)
+    with torch.no_grad():
+        exact = round_to_grid(net.model.embed_tokens.weight, WeightScheme(4, 16)).dequantize()
+        net.model.embed_tokens.weight.copy_(torch.from_numpy(exact))
+        net.lm_head.weight.mul_(10)
+    work, model = tmp_path / "work", streamed(net, tmp_path / "model")
+    result = apply_pass(Rtn(**OPEN), model, block_context(texts(), work, nats_allowed=1e-3))
+    assert result.settled == {"embeddings": "W4A16", "lm_head": "W8A16"}
+    for path in work.glob("block-*"):
+        path.unlink()
+    again = apply_pass(Rtn(**OPEN), model, block_context((), work, nats_allowed=1e-3))
+    assert again.settled == result.settled  # what was measured is not measured again
+
+
+def test_the_plan_counts_open_tables_in_their_most_bits() -> None:
+    config = Rtn(**OPEN)
+    assert config.needs_calibration and config.uses_gates and not Rtn(**W4).uses_gates
+    plan = config.check(facts(tied=False), CPU)
+    assert not plan.problems and plan.schemes[EMBED].weights.bits == 8
+    assert any("embeddings and lm_head: W4A16 or W8A16, by what they cost" in note.text for note in plan.notes)
+    assert "embeddings: auto" in config.check(facts(tied=False), ANY).problems[0]
+    fitted = Gptq(scheme="Q4_K", embeddings="auto", indivisible="fit")
+    assert fitted.table_choices == ("Q4_K", "Q6_K")
 
 
 def test_gptq_rounds_the_head_by_what_it_reads(tmp_path: Path) -> None:
@@ -190,7 +240,7 @@ def test_what_cannot_be_is_refused_in_the_plan() -> None:
     graph = replace(facts(), source="onnx")
     assert "need a torch model" in Rtn(embeddings="W4").check(graph, CPU).problems[-1]
     with pytest.raises(
-        ValidationError, match="no scheme 'W8A8' for weights alone; did you mean 'W8A16'\\?; there are W8, W4, "
+        ValidationError, match="no scheme 'W8A8' for weights alone; did you mean 'W8A16'\\?; there are auto, W8, W4, "
     ):
         Rtn(embeddings="W8A8")
 
