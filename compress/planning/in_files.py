@@ -12,8 +12,8 @@ from runtime.words import size_text
 WHOLE_BYTES = 512 * 2**20
 """Weights of a language model, in float32, up to which it is loaded, exported and run as a whole."""
 FLOAT_COPIES = 1.5
-"""Of the float weights, where they are run: a file that is mapped and packed for the kernels, and the candidate's. Beside
-BASE_BYTES both of Qwen2.5-Coder took 1.36 while they were opened, of 0.5B and of 1.5B alike (ONNX Runtime 1.31)."""
+"""Of the float weights, where they are run: a file that is mapped and packed for the kernels, and the candidate's.
+Qwen2.5-Coder took 1.36 beside BASE_BYTES while both were opened, of 0.5B and of 1.5B alike (ONNX Runtime 1.31)."""
 BASE_BYTES = 700 * 2**20
 """What the libraries take."""
 
