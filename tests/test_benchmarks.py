@@ -40,6 +40,7 @@ SCRIPTS = (
     "gate_confidence",
     "comparison_noise",
     "forecasts",
+    "real_quality",
     "census",
     "gguf_census",
 )

@@ -48,11 +48,11 @@ def test_the_float_graph_is_run_where_it_fits_what_is_allowed_and_what_is_there(
     host.memory_bytes = 20 * GIB
     assert runs_float(recipe("blocks"), facts(5 * GIB))
     assert not runs_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
-    assert not runs_float(recipe("blocks", memory_gib=100), facts(8 * GIB))
+    assert not runs_float(recipe("blocks", memory_gib=100), facts(14 * GIB))
     assert runs_float(recipe("blocks", memory_gib=0.1), facts(WHOLE_BYTES))  # as ever
     assert note_missing_float(recipe("blocks"), facts(5 * GIB)) is None
     note = note_missing_float(recipe("blocks", memory_gib=6), facts(5 * GIB))
-    assert note is not None and "takes about 13.2 GiB of memory, and 6.0 GiB may be taken" in note.text
+    assert note is not None and "takes about 8.2 GiB of memory, and 6.0 GiB may be taken" in note.text
 
 
 def test_files_of_sixteen_bits_are_what_a_size_is_told_beside() -> None:
