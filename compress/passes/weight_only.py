@@ -535,7 +535,7 @@ def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:
 def choose_table_schemes(keys: Iterable[str], target: Target) -> dict[str, str]:
     """Return key -> the scheme in which tables lose nothing: 8 bits, in GGUF files the 6 of its super-blocks.
 
-    Of Qwen2.5-Coder-0.5B, rounded to the nearest in groups of 128, on 4,096 tokens of WikiText-2: embeddings cost 0.0001
-    nats in 8 bits and 0.004 in 4, the output layer 0.0005 and 0.042 (0.028 in groups of 32).
+    Of Qwen2.5-Coder-0.5B, to the nearest in groups of 128, on 4,096 tokens of WikiText-2: embeddings cost 0.0001 nats in
+    8 bits and 0.004 in 4, the output layer 0.0005 and 0.042 (0.028 in groups of 32).
     """
     return dict.fromkeys(keys, "Q6_K" if target.reads == "gguf" else "W8")
