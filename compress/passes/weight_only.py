@@ -288,12 +288,7 @@ class WeightPass(WeightNumbers, Pass):
             problems.append(f"{self.kind}: no matrix product is left to round{before}")
         settings = {layer.name: self.setting(layer, target) for layer in taken}
         notes, more = self._ask_target(taken, settings, target)
-        if self.open_tables:
-            fewer, more_bits = self.table_choices
-            text = (
-                f"{' and '.join(self.open_tables)}: {fewer} or {more_bits}, by what they cost; sizes are of the latter"
-            )
-            notes.append(Note("info", f"{self.kind}: {text}"))
+        notes += self._tell_open_tables()
         reached = [decision for decision in kept if decision.reason != IDLE]
         notes += tell_float_share(self.kind, facts, reached, self.unfit, ("int8", Int8().unfit))
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
@@ -461,6 +456,12 @@ class WeightPass(WeightNumbers, Pass):
             problems += more
         return notes, problems
 
+    def _tell_open_tables(self) -> Iterator[Note]:
+        """Yield what a plan says of tables whose bits are still to be chosen."""
+        if self.open_tables:
+            keys, (fewer, more) = " and ".join(self.open_tables), self.table_choices
+            yield Note("info", f"{self.kind}: {keys}: {fewer} or {more}, by what they cost; sizes are of {more}")
+
     def _table_problems(self, facts: ModelFacts, settings: Mapping[str, Scheme]) -> list[str]:
         """Report keys for tables that the model lacks, and layers of one table that are to differ."""
         if not self.takes_tables:
@@ -535,7 +536,7 @@ def with_problems(plan: PassPlan, texts: Sequence[str]) -> PassPlan:
 def choose_table_schemes(keys: Iterable[str], target: Target) -> dict[str, str]:
     """Return key -> the scheme in which tables lose nothing: 8 bits, in GGUF files the 6 of its super-blocks.
 
-    Of Qwen2.5-Coder-0.5B, to the nearest in groups of 128, on 4,096 tokens of WikiText-2: embeddings cost 0.0001 nats in
-    8 bits and 0.004 in 4, the output layer 0.0005 and 0.042 (0.028 in groups of 32).
+    Of Qwen2.5-Coder-0.5B, to the nearest in groups of 128, on 4,096 tokens of WikiText-2: embeddings cost 0.0001 nats
+    in 8 bits and 0.004 in 4, the output layer 0.0005 and 0.042 (0.028 in groups of 32).
     """
     return dict.fromkeys(keys, "Q6_K" if target.reads == "gguf" else "W8")
