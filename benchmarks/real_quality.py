@@ -5,9 +5,9 @@ linear layers of its blocks in symmetric integers of 4 and 3 bits, groups of 32,
 recipes/int4-llm-vllm.yaml has them; calibrated on 16 articles of WikiText-2's validation text, each cut at 512 tokens.
 Nats per token on 40 articles of its test text, and on 20 files of Python's library. Ours and the peers' weights are
 scored by the same function of this process; `gptq` has at most the nats of llm-compressor's GPTQ and AWQ on both
-together, and `tune` for half an hour after it at most AutoRound's. A row that was measured is kept in benchmarks/.trained/ and not
-measured again. Peers: llm-compressor (RTN, GPTQ, AWQ) and AutoRound, which takes a quarter of its default steps: hours
-of these two cores.
+together, and `tune` for half an hour after it at most AutoRound's. A row that was measured is kept in
+benchmarks/.trained/ and not measured again. Peers: llm-compressor (RTN, GPTQ, AWQ) and AutoRound, which takes a
+quarter of its default steps: hours of these two cores.
 """
 
 from __future__ import annotations
