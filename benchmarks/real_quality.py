@@ -3,7 +3,7 @@
 Qwen2.5-Coder-Instruct 0.5B, a Hugging Face folder of that name in the folder that the variable REAL_MODELS names. The
 linear layers of its blocks in symmetric integers of 4 and 3 bits, groups of 32, embeddings and head in float, as
 recipes/int4-llm-vllm.yaml has them; calibrated on 16 articles of WikiText-2's validation text, each cut at 512 tokens.
-Nats per token on 40 articles of its test text, and on 20 files of Python's library. Ours and the peers' weights are
+Nats per token on 20 articles of its test text, and on 10 files of Python's library. Ours and the peers' weights are
 scored by the same function of this process; `gptq` has at most the nats of llm-compressor's GPTQ and AWQ on both
 together, and `tune` for half an hour after it at most AutoRound's. A row that was measured is kept in
 benchmarks/.trained/ and not measured again. Peers: llm-compressor (RTN, GPTQ, AWQ) and AutoRound, which takes a
@@ -31,7 +31,7 @@ from training import TRAINED
 
 MODEL = "qwen2.5-coder-0.5b"
 NEEDS = ("data/wikitext2/valid.txt", "data/wikitext2/test.txt")
-WINDOW, CALIBRATED, ARTICLES, FILES, GROUP = 512, 16, 40, 20, 32
+WINDOW, CALIBRATED, ARTICLES, FILES, GROUP = 512, 16, 20, 10, 32
 SKIPPED = 4000
 """Characters at the head of a file of code: its licence and what it says of itself."""
 BITS = (4, 3)
