@@ -54,9 +54,9 @@ def settle_tables(config: Pass, model: StreamedModel, context: PassContext) -> t
         if spent <= allowed:
             chosen |= dict.fromkeys(keys.split(), fewer)
     given = ", ".join(f"{key}: {scheme}" for key, scheme in chosen.items())
-    told = " and ".join(f"{cost:.2g} of {keys.replace(' ', ' and ')}" for keys, cost in costs.items())
+    told = " and ".join(f"{cost:.2g} ({keys.replace(' ', ' and ')})" for keys, cost in costs.items())
     unit = "nats for each token" if gives_logits(model.build()) else "of the outputs' energy"
-    text = f"{given}: {fewer} costs {told} ({unit}; {allowed:.2g} in all is next to nothing)"
+    text = f"{given}: {fewer} costs {told} {unit}; {allowed:.2g} in all is next to nothing"
     context.log(f"{config.kind}: {text}")
     return config.model_copy(update=chosen), Settled(chosen, (Note("info", f"{config.kind}: {text}"),))
 

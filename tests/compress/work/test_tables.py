@@ -116,7 +116,7 @@ def test_open_tables_get_the_fewest_bits_that_cost_next_to_nothing(
         assert result.settled == dict.fromkeys(("embeddings", "lm_head"), f"W{bits}A16")
         assert one_table(result.model) == tied
         said = next(note.text for note in result.notes if "next to nothing" in note.text)
-        assert f"embeddings: W{bits}A16, lm_head: W{bits}A16" in said and "costs" in said
+        assert f"embeddings: W{bits}A16, lm_head: W{bits}A16: W4A16 costs" in said
 
 
 def test_of_two_open_tables_each_has_its_own_bits(tmp_path: Path) -> None:
