@@ -6,7 +6,8 @@ be written, or why it cannot be, to a plan already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,14 +23,16 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import Metadata, add_key
-from compress.export.gguf_tensors import TensorEntry
+from compress.export.gguf_tensors import TensorEntry, import_gguf
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from compress.export.gguf_trial import Finding, describe_form, find_form, read_model
+from compress.export.imatrix import Imatrix, write_imatrix
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.pruned import config_lacks
 from compress.recipe.exports import GgufExport
 from compress.rounding.grid import finite
+from compress.store.durable import temporary_folder
 
 FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -52,15 +55,6 @@ class Description:
     def architecture(self) -> str:
         """Return GGUF's name of what llama.cpp computes; "" where there is none."""
         return self.finding.form.architecture if self.finding.form is not None else ""
-
-
-def import_gguf() -> ModuleType:
-    """Import the `gguf` package. ExportError, which says how it is installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ExportError(f"kind: gguf needs a package that is not here ({error}); pip install gguf") from error
-    return gguf
 
 
 def describe_gguf(
@@ -99,8 +93,12 @@ def describe_gguf(
     return Description(finding, metadata, vocabulary, tuple(entries), (*metadata.problems, *problems), notes)
 
 
-def write_gguf(path: Path, model: StreamedModel, export: GgufExport, name: str) -> list[Note]:
-    """Write the file, read it back and return notes on it. One tensor is in memory at a time.
+def write_gguf(
+    path: Path, model: StreamedModel, export: GgufExport, name: str, imatrix: Imatrix | None = None
+) -> list[Note]:
+    """Write the file, read it back and return notes on it; beside it the importance matrix, where one is given.
+
+    One tensor is in memory at a time.
 
     Raises ExportError: what cannot be written, a value that its type does not hold, a file that reads otherwise.
     """
@@ -116,7 +114,25 @@ def write_gguf(path: Path, model: StreamedModel, export: GgufExport, name: str) 
     work = _Writing(gguf, model, description)
     work.write(path, name)
     work.check(path)
-    return work.notes(path)
+    notes = work.notes(path)
+    if imatrix is not None:
+        notes.append(write_imatrix(path.parent, description.architecture, description.tensors, imatrix))
+    return notes
+
+
+def count_gguf_bytes(
+    model: StreamedModel, export: GgufExport, name: str, choices: Iterable[Mapping[str, Scheme]]
+) -> list[int]:
+    """Return the bytes of the file for each way to store layers. ExportError as `write_gguf` does."""
+    gguf, module, sizes = import_gguf(), model.build(), []
+    for schemes in choices:
+        about = ({**model.schemes, **schemes}, export, model.folder, model.shapes.config, model.tied)
+        description = describe_gguf(module, *about)
+        if description.problems:
+            raise ExportError(list(description.problems))
+        with temporary_folder() as folder:
+            sizes.append(_Writing(gguf, model, description).count_bytes(folder / FILE, name))
+    return sizes
 
 
 def _choose_types(
@@ -155,6 +171,24 @@ class _Writing:
 
     def write(self, path: Path, name: str) -> None:
         """Write everything: keys first, then the tensors one by one."""
+        with self._open(path, name) as writer:
+            for entry in self.description.tensors:
+                writer.write_tensor_data(self._make_bytes(entry))
+            for values in self.description.metadata.factors.values():
+                writer.write_tensor_data(values)
+
+    def count_bytes(self, path: Path, name: str) -> int:
+        """Return the bytes that `write` would write; of them the keys are written to `path`."""
+        with self._open(path, name):
+            pass
+        sizes = [self._announce(entry)[2] for entry in self.description.tensors]
+        sizes += [values.nbytes for values in self.description.metadata.factors.values()]
+        pad, unit = self.gguf.GGUFWriter.ggml_pad, self.gguf.GGUF_DEFAULT_ALIGNMENT
+        return sum(pad(size, unit) for size in (path.stat().st_size, *sizes))
+
+    @contextmanager
+    def _open(self, path: Path, name: str) -> Iterator[Any]:
+        """Yield a writer that has written all but the tensors' values."""
         writer = self.gguf.GGUFWriter(path, self.description.architecture)
         self._add_keys(writer, self.description.architecture, name)
         for entry in self.description.tensors:
@@ -165,10 +199,7 @@ class _Writing:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for entry in self.description.tensors:
-                writer.write_tensor_data(self._make_bytes(entry))
-            for values in self.description.metadata.factors.values():
-                writer.write_tensor_data(values)
+            yield writer
         finally:
             writer.close()
 

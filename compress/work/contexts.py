@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 from torch import nn
 
@@ -65,11 +66,13 @@ class WeightTrials:
 class BlockContext(PassContext):
     """What a pass over blocks is given. `trials`: how it tries what schemes come to.
 
-    `writes_text`: the model predicts each next token of the texts that it reads.
+    `writes_text`: the model predicts each next token of the texts that it reads. `importance`: layer -> mean square of
+    each of its inputs [in], by the file that the pass names.
     """
 
     trials: WeightTrials = WeightTrials()
     writes_text: bool = False
+    importance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
