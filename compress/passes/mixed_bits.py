@@ -262,10 +262,12 @@ def count_file_bytes(
 
     `layers`: of the whole model, each with the bits that it is stored in now, and a weight of its own where it is to be
     rounded apart. `schemes`: for each choice layer -> how it is stored. `other_bytes`: float32, outside of layers.
-    `float_bytes`: of a number in the source's files, which a checkpoint keeps; a graph has float32.
+    `float_bytes`: of a number in the source's files, which a checkpoint keeps; a graph has float32, a GGUF file float16
+    in matrices and float32 in vectors.
     """
     float_bytes = FLOAT_BYTES if target.reads == "onnx" else float_bytes
     narrow = float_bytes / FLOAT_BYTES
+    kept, kept_other = (0.5, 1.0) if target.reads == "gguf" else (narrow, narrow)
     stored = {layer.weight: layer for layer in reversed(layers)}
     stored |= {layer.weight: layer for layer in reversed(layers) if layer.name in schemes[0]}
     by_weight = {layer.name: layer.weight for layer in layers}
@@ -274,7 +276,7 @@ def count_file_bytes(
     def count(layer: LayerFacts, choice: Mapping[str, Scheme]) -> int:
         if layer.name in choice:
             return count_layer_bytes(choice[layer.name], layer, target, float_bytes)
-        return round(layer.n_bytes * (narrow if layer.bits == FLOAT_BITS else 1))
+        return round(layer.n_bytes * (kept if layer.bits == FLOAT_BITS else 1))
 
     whole = sum(layer.n_weights for layer in stored.values()) * float_bytes + round(other_bytes * narrow)
     fixed = sum(count(layer, schemes[0]) for weight, layer in stored.items() if weight not in free)
@@ -282,7 +284,7 @@ def count_file_bytes(
         tuple(sum(count(stored[w], choice) for w in dict.fromkeys(by_weight[n] for n in group)) for choice in schemes)
         for group in allocation.groups
     )
-    return FileBytes(whole, fixed + round(other_bytes * narrow), by_group)
+    return FileBytes(whole, fixed + round(other_bytes * kept_other), by_group)
 
 
 def find_allocation(

@@ -35,6 +35,8 @@ def read_importance(inputs: Inputs, pass_: Pass) -> tuple[dict[str, np.ndarray],
     Raises SourceError for a file that cannot be read, ExportError without the `gguf` package.
     """
     means = read_imatrix(locate_importance(inputs.recipe, pass_))
+    if inputs.facts.classless:
+        return {}, ["its names are of GGUF, which no shards: source tells; use source: dir:"]
     module, _ = module_on_meta(inputs.source)
     if transformers_config(module) is None:
         return {}, ["its names are of GGUF, which are known of transformers' models; use importance: true"]
@@ -43,7 +45,8 @@ def read_importance(inputs: Inputs, pass_: Pass) -> tuple[dict[str, np.ndarray],
     if finding.form is None:
         return {}, [f"its names are of GGUF, and {finding.problem}; or use importance: true"]
     entries, _ = describe_form(module, read_model(module), finding, set(tied_names(module)))
-    return match_imatrix(entries, means)
+    importance, problems = match_imatrix(entries, means)
+    return importance, [f"{problem}; give the file of this model" for problem in problems]
 
 
 def check_importance(inputs: Inputs, index: int, plan: PassPlan) -> tuple[list[str], list[Note]]:
@@ -58,10 +61,10 @@ def check_importance(inputs: Inputs, index: int, plan: PassPlan) -> tuple[list[s
     importance, problems = read_importance(inputs, pass_)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return [f"{where}: {problems[0]}{more}; give that of this model"], []
+        return [f"{where}: {problems[0]}{more}"], []
     tables = {layer.name for layer in inputs.facts.layers if layer.role in ("table", "head", "tied")}
     missing = [layer for layer in plan.schemes if layer not in importance and layer not in tables]
     if missing and len(missing) == len(plan.schemes):
-        return [f"{where} has nothing of the layers that are rounded; give that of this model"], []
+        return [f"{where} has nothing of the layers that are rounded; give the file of this model"], []
     text = f"{where} has nothing of {list_some(missing)}: all of their inputs weigh alike"
     return [], [Note("warning", text)] if missing else []

@@ -100,11 +100,10 @@ def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> Pa
             for layer, scheme in layers.schemes.items():
                 values, weighting = matrix(config, block, layer), None
                 if layer in squares:
-                    weighting = _weigh_inputs(torch.from_numpy(squares[layer]).double())
+                    weighting = _weigh_inputs(torch.from_numpy(squares[layer]).double().to(values.device))
                 if config.importance and weighting is None:
-                    why = "no finite calibration data other than zeros reaches it"
-                    why = f"{config.importance_file} has nothing of it" if config.importance_file else why
-                    remark(block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
+                    what = "the importance matrix" if config.importance_file else "finite calibration data"
+                    remark(block, [f"rtn: {layer}: {what} has nothing but zeros of it: all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
                 say_error(block, layer, values, weight)

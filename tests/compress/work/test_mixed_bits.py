@@ -27,6 +27,7 @@ from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.hqq import Hqq
+from compress.passes.mixed_bits import BitBudget
 from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
 from compress.recipe.exports import CheckpointExport
@@ -364,7 +365,11 @@ def test_a_size_is_kept_with_all_that_a_checkpoint_holds(symmetric: bool) -> Non
 def test_formats_of_llama_cpp_are_chosen_under_the_bytes_of_their_file() -> None:
     model, target = streamed(uneven(layers=2)), TARGETS["llama.cpp"]
     names = ("Q3_K", "Q5_K", "iq4_nl", 8)
-    config = Gptq(bits={"size_ratio": 2.4, "choices": names}, indivisible="fit", embeddings="W8", ignore=DOWN)
+    config = Gptq(bits={"size_ratio": 9.0, "choices": names}, indivisible="fit", embeddings="W8", ignore=DOWN)
+    (problem,) = config.check(facts(model), target).problems
+    assert "with Q3_K in every group" in problem
+    nearest = float(re.search(r"ask for at most (\d+\.\d+)", problem).group(1))  # type: ignore[union-attr]
+    config = config.with_bits(BitBudget(size_ratio=0.93 * nearest, choices=names))
     plan = config.check(facts(model), target)
     assert not plan.problems and "Q3_K, IQ4_NL, Q5_K or 8 bits for each of" in plan.notes[0].text
     given = as_block_context(context(texts(8), target="llama.cpp"))
