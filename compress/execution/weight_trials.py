@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import onnx_ir as ir
 
 from compress.blocks.streamed import StreamedModel
-from compress.export.gguf import count_gguf_bytes
+from compress.export.gguf import make_byte_counter
 from compress.export.onnx import finish, float_graph, write_graph
 from compress.formats.schemes import Scheme
 from compress.graph.layers import find_layers
@@ -53,8 +54,12 @@ def make_gguf_trials(inputs: Inputs, model: StreamedModel, export: GgufExport) -
     """Return how a pass over blocks of `model` counts what schemes come to in the GGUF file that is written of it."""
     whole = sum(path.stat().st_size for path in inputs.source.weights) - sum(inputs.facts.unread.values())
 
+    @cache
+    def make_counter() -> Callable[[LayerSchemes], int]:
+        return make_byte_counter(model, export, inputs.recipe.name)
+
     def count(choices: Sequence[LayerSchemes]) -> list[int]:
-        return [whole, *count_gguf_bytes(model, export, inputs.recipe.name, choices)]
+        return [whole, *map(make_counter(), choices)]
 
     return WeightTrials(count, float_bytes=inputs.facts.float_bytes)
 

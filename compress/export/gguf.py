@@ -6,7 +6,7 @@ be written, or why it cannot be, to a plan already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -120,19 +120,26 @@ def write_gguf(
     return notes
 
 
-def count_gguf_bytes(
-    model: StreamedModel, export: GgufExport, name: str, choices: Iterable[Mapping[str, Scheme]]
-) -> list[int]:
-    """Return the bytes of the file for each way to store layers. ExportError as `write_gguf` does."""
-    gguf, module, sizes = import_gguf(), model.build(), []
-    for schemes in choices:
-        about = ({**model.schemes, **schemes}, export, model.folder, model.shapes.config, model.tied)
-        description = describe_gguf(module, *about)
-        if description.problems:
-            raise ExportError(list(description.problems))
-        with temporary_folder() as folder:
-            sizes.append(_Writing(gguf, model, description).count_bytes(folder / FILE, name))
-    return sizes
+def make_byte_counter(model: StreamedModel, export: GgufExport, name: str) -> Callable[[Mapping[str, Scheme]], int]:
+    """Return what counts the bytes of the file that `write_gguf` writes, with layers stored in these ways.
+
+    Both raise ExportError as that does.
+    """
+    about = (export, model.folder, model.shapes.config, model.tied)
+    description = describe_gguf(model.build(), model.schemes, *about)
+    if description.problems:
+        raise ExportError(list(description.problems))
+    work = _Writing(import_gguf(), model, description)
+    with temporary_folder() as folder:
+        keys = work.count_keys(folder / FILE, name)
+
+    def count(schemes: Mapping[str, Scheme]) -> int:
+        entries, problems = _choose_types(description.tensors, {**model.schemes, **schemes}, export)
+        if problems:
+            raise ExportError(problems)
+        return keys + work.count_values(entries)
+
+    return count
 
 
 def _choose_types(
@@ -177,14 +184,21 @@ class _Writing:
             for values in self.description.metadata.factors.values():
                 writer.write_tensor_data(values)
 
-    def count_bytes(self, path: Path, name: str) -> int:
-        """Return the bytes that `write` would write; of them the keys are written to `path`."""
+    def count_keys(self, path: Path, name: str) -> int:
+        """Return the bytes before the tensors' values, whatever their types are: they are written to `path`."""
         with self._open(path, name):
             pass
-        sizes = [self._announce(entry)[2] for entry in self.description.tensors]
+        return self._pad(path.stat().st_size)
+
+    def count_values(self, entries: Iterable[TensorEntry]) -> int:
+        """Return the bytes of tensors of these types, and of rope's factors."""
+        sizes = [self._announce(entry)[2] for entry in entries]
         sizes += [values.nbytes for values in self.description.metadata.factors.values()]
-        pad, unit = self.gguf.GGUFWriter.ggml_pad, self.gguf.GGUF_DEFAULT_ALIGNMENT
-        return sum(pad(size, unit) for size in (path.stat().st_size, *sizes))
+        return sum(map(self._pad, sizes))
+
+    def _pad(self, size: int) -> int:
+        padded: int = self.gguf.GGUFWriter.ggml_pad(size, self.gguf.GGUF_DEFAULT_ALIGNMENT)
+        return padded
 
     @contextmanager
     def _open(self, path: Path, name: str) -> Iterator[Any]:

@@ -51,9 +51,9 @@ class WeightTrials:
     """How a pass over blocks tries what schemes of weights come to on the target.
 
     `count_bytes`: choices of schemes -> bytes of the float file, and of that of each choice; None where neither an ONNX
-    nor a GGUF file is written. `time`: likewise milliseconds of a call (of a decoder: of a further token), timed in turn. `time_layers`:
-    layer -> schemes to milliseconds of each layer alone, of those that could be timed. Both None where the target does
-    not run here. `float_bytes`: of a number in the source's files.
+    nor a GGUF file is written. `time`: likewise milliseconds of a call (of a decoder: of a further token), timed in
+    turn. `time_layers`: layer -> schemes to milliseconds of each layer alone, of those that could be timed. Both None
+    where the target does not run here. `float_bytes`: of a number in the source's files.
     """
 
     count_bytes: Callable[[Sequence[LayerSchemes]], Sequence[int]] | None = None
