@@ -5,10 +5,11 @@ each by a recipe whose plan finds its form: no logit of 48 tokens differs by mor
 1e-4 of the logits' standard deviation from transformers' (3e-3 where GELU is computed, which llama.cpp looks up in a
 table of half floats), and texts become the same tokens. Numbers: tinystories656k in
 Q4_0, Q4_1 and Q8_0: nats per token in llama.cpp, which rounds inputs to eight bits, within 0.005 of the report's, and
-the same 24 greedy tokens as torch gives wherever its first choice leads by 0.05. K formats: the same model made 256
-wide by a random rotation (the same function; no row of 128 inputs fits one), its layers in Q4_K: nats per token of
-`rtn` with `importance`, and of `gptq`, below those of llama.cpp's own quantizer with an importance matrix from the same
-tokens, all three scored in llama.cpp on every second story.
+the same 24 greedy tokens as torch gives wherever its first choice leads by 0.05. llama.cpp's own formats: the same
+model made 256 wide by a random rotation (the same function; no row of 128 inputs fits one), its layers in Q4_K, IQ4_XS,
+Q3_K and Q2_K: nats per token of `rtn` and of `gptq` not above those of llama.cpp's own quantizer with the importance
+matrix that a recipe wrote of the same tokens, and `rtn` read; and of a mixture chosen under the bytes of its Q4_K_M,
+Q3_K_M and Q2_K files not above theirs. All are scored in llama.cpp on every second story.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from common import Call, Claim, Measured, Peer, Row, apply_recipe, at_most, link_packages, run_job, run_script
 from language import CALIBRATED, EVALUATED, encode_stories, load_causal, nats_per_token, read_stories
-from torch import Tensor, nn
+from torch import nn
 
 MODEL = "models/tinystories656k-hf"
 NEEDS = (f"{MODEL}/config.json", "data/tinystories/stories.jsonl")
@@ -172,8 +173,16 @@ STORED = {
     "Q4_1": "{kind: gptq, scheme: W4A16_ASYM, group_size: 32}",
     "Q8_0": "{kind: rtn, scheme: W8A16, group_size: 32}",
 }
-K_FORMATS = {"Q4_K": 12, "Q3_K": 11, "Q2_K": 10}
-"""Format -> GGML's number; the claim is about the first."""
+FORMATS = {"Q4_K": "Q4_K_S", "IQ4_XS": "IQ4_XS", "Q3_K": "Q3_K_S", "Q2_K": "Q2_K_S"}
+"""Format -> llama.cpp's type of a file that is made of it."""
+MIXTURES = {
+    "Q4_K_M": "embeddings: Q4_K, lm_head: Q6_K",
+    "Q3_K_M": "embeddings: Q3_K, lm_head: Q6_K",
+    "Q2_K": "embeddings: Q2_K, lm_head: Q6_K",
+}
+"""llama.cpp's mixture -> what its embeddings and output are in."""
+CHOICES = "Q2_K, Q3_K, IQ4_XS, Q4_K, Q5_K, Q6_K"
+THEIRS = "llama.cpp, imatrix"
 
 
 def measure(call: Call) -> Measured:
@@ -181,8 +190,8 @@ def measure(call: Call) -> Measured:
     if call.only:
         return structure, rows
     numbers, more = measure_numbers(call)
-    k_formats, most = measure_k_formats(call)
-    return [*structure, *numbers, *k_formats], [*rows, *more, *most]
+    formats, most = measure_formats(call)
+    return [*structure, *numbers, *formats], [*rows, *more, *most]
 
 
 def measure_structure(call: Call) -> Measured:
@@ -232,46 +241,65 @@ def measure_numbers(call: Call) -> Measured:
     return claims, rows
 
 
-def measure_k_formats(call: Call) -> Measured:
-    """Q4_K by us and by llama.cpp, of the same model and tokens."""
+def measure_formats(call: Call) -> Measured:
+    """llama.cpp's own formats and mixtures by us and by its quantizer, of one model and one importance matrix."""
     source = call.bench / MODEL
     folder = write_wide(source, call.out / "wide")
     stories = encode_stories(source, read_stories(call.bench, EVALUATED))[: 20 if call.quick else None : 2]
-    calibration = encode_stories(source, read_stories(call.bench, CALIBRATED))[: 16 if call.quick else None]
+    n_calibration = 16 if call.quick else CALIBRATED[1] - CALIBRATED[0]
     same = abs(nats_per_token(load_causal(folder), stories[:4]) - nats_per_token(load_causal(source), stories[:4]))
-    counts = (len(calibration), 4)
-    files = {"float16": write_bundle(call, "wide-float", folder, "", "float16", counts) / "model/model.gguf"}
-    importance = call.out / "importance.npz"
-    gathered: Any = gather_importance(load_causal(folder), calibration)
-    np.savez(importance, **gathered)
-    for name in list(K_FORMATS)[: 1 if call.quick else None]:
-        theirs = call.out / f"llamacpp-{name}.gguf"
-        job = {"source": str(files["float16"]), "out": str(theirs), "type": K_FORMATS[name]}
-        run_job(QUANTIZE, job | {"importance": str(importance)}, call.out, f"quantize-{name}")
-        files[f"{name} llama.cpp, imatrix"] = theirs
-        for kind, passes in (("rtn, importance", "rtn, importance: true"), ("gptq", "gptq")):
-            made = write_bundle(
-                call, f"wide-{name}-{kind}", folder, f"{{kind: {passes}, scheme: {name}}}", "float16", counts
-            )
-            files[f"{name} {kind}"] = made / "model/model.gguf"
-    answers, _ = ask(call, "k-formats", files, [np.array(story) for story in stories], [])
+    files = make_formats(call, "wide", folder, (n_calibration, 4), quick=call.quick)
+    answers, _ = ask(call, "formats", files, [np.array(story) for story in stories], [])
     rows: list[Row] = [
         {"model": "tinystories656k, 256 wide", "backend": f"llama.cpp {name}", "nats": a["nats"], "bytes": a["bytes"]}
         for name, a in answers.items()
     ]
-    nats = {name: answer["nats"] for name, answer in answers.items()}
     claims: list[Claim] = [at_most("the wide model is the same function, nats", same, 1e-4)]
-    for kind in ("rtn, importance", "gptq"):
-        gained = nats[f"Q4_K {kind}"] - nats["Q4_K llama.cpp, imatrix"]
-        claims.append(at_most(f"Q4_K {kind}: nats beside llama.cpp's with an imatrix", gained, 0.0))
+    for name, answer in answers.items():
+        kind, _, how = name.partition(" ")
+        if how.startswith(("rtn", "gptq", "mixture")):
+            theirs = answers[f"{kind} {THEIRS}"]
+            claims.append(at_most(f"{name}: nats beside llama.cpp's", answer["nats"] - theirs["nats"], 0.0))
+            claims.append(at_most(f"{name}: bytes beside llama.cpp's", answer["bytes"] - theirs["bytes"], 0.0))
     return claims, rows
 
 
-def write_bundle(call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int]) -> Path:
+def make_formats(
+    call: Call, name: str, folder: Path, counts: tuple[int, int], recipe: str = RECIPE, quick: bool = False
+) -> dict[str, Path]:
+    """Files of one model: in float, in each format and mixture by llama.cpp's quantizer and by us."""
+    bundle = write_bundle(call, f"{name}-float", folder, "", "float16, imatrix: true", counts, recipe)
+    files = {"float16": bundle / "model/model.gguf"}
+    imatrix, whole = bundle / "model/imatrix.gguf", sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+    def quantize(kind: str, file_type: str, pure: bool) -> Path:
+        out = call.out / f"{name}-llamacpp-{kind}.gguf"
+        job = {"source": str(files["float16"]), "out": str(out), "type": file_type, "pure": pure}
+        run_job(QUANTIZE, job | {"imatrix": str(imatrix)}, call.out, f"{name}-quantize-{kind}")
+        return out
+
+    def round_by(how: str, kind: str, passes: str) -> None:
+        made = write_bundle(call, f"{name}-{kind}-{how}", folder, passes, "float16", counts, recipe)
+        files[f"{kind} {how}"] = made / "model/model.gguf"
+
+    for kind in list(FORMATS)[: 1 if quick else None]:
+        files[f"{kind} {THEIRS}"] = quantize(kind, FORMATS[kind], True)
+        round_by("rtn, imatrix", kind, f'{{kind: rtn, importance: "{imatrix}", scheme: {kind}, indivisible: fit}}')
+        round_by("gptq", kind, f"{{kind: gptq, scheme: {kind}, indivisible: fit}}")
+    for kind in list(MIXTURES)[: 1 if quick else None]:
+        files[f"{kind} {THEIRS}"] = theirs = quantize(kind, kind, False)
+        bits = f"{{size_ratio: {whole / theirs.stat().st_size:.6f}, choices: [{CHOICES}]}}"
+        round_by("mixture", kind, f"{{kind: gptq, bits: {bits}, indivisible: fit, {MIXTURES[kind]}}}")
+    return files
+
+
+def write_bundle(
+    call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int], recipe_text: str = RECIPE
+) -> Path:
     slug = name.replace(", ", "-").replace(" ", "-").replace("'", "")
     recipe = call.out / f"{slug}.yaml"
     data = call.bench / "data/tinystories/stories.jsonl"
-    text = RECIPE.format(
+    text = recipe_text.format(
         model=folder,
         data=data,
         first=CALIBRATED[0],
@@ -375,34 +403,6 @@ def surely_wrong(model: nn.Module, story: Sequence[int], made: Sequence[int]) ->
     logits = model(input_ids=torch.tensor([prompt + list(made)])).logits[0, len(prompt) - 1 : -1]
     chosen = logits[torch.arange(len(made)), torch.tensor(made)]
     return int((logits.amax(1) - chosen > SURE).sum())
-
-
-@torch.no_grad()
-def gather_importance(model: nn.Module, stories: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """GGUF's tensor -> mean square of each of its inputs, as llama-imatrix gathers them."""
-    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
-    sums: dict[str, Tensor] = {}
-    rows: dict[str, int] = {}
-
-    def watch(written: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            seen = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
-            sums[written] = sums.get(written, torch.zeros(seen.shape[1], dtype=torch.float64)) + seen.square().sum(0)
-            rows[written] = rows.get(written, 0) + len(seen)
-
-        return hook
-
-    hooks = []
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if parts[-1] in names:
-            hooks.append(module.register_forward_pre_hook(watch(f"blk.{parts[2]}.{names[parts[-1]]}.weight")))
-    for story in stories:
-        model(input_ids=torch.tensor([list(story)]))
-    for hook in hooks:
-        hook.remove()
-    return {name: (total / rows[name]).float().numpy() for name, total in sums.items()}
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import nn
 from compress.blocks.device import choose_device
 from compress.blocks.materialise import plain
 from compress.blocks.sharing import from_main, share
+from compress.blocks.squares import gather_squares
 from compress.blocks.streamed import StreamedModel
 from compress.context import Feeds, PassContext, PassResult
 from compress.data.samples import Samples
@@ -24,7 +25,8 @@ from compress.execution.blocks import hold_shared_work, open_streamed, run_block
 from compress.execution.cached import PARITY_BATCHES, FloatModel, float_model, run_graph_pass, run_model_pass
 from compress.execution.in_files import float_model_in_files
 from compress.execution.quality import find_nats_allowed, graph_runner, score_finder, shortfall_finder
-from compress.execution.weight_trials import make_weight_trials
+from compress.execution.weight_trials import make_gguf_trials, make_weight_trials
+from compress.export.imatrix import Imatrix
 from compress.export.onnx import export_float, float_graph, save_graph, with_integers, with_rounded_layers
 from compress.export.parity import check_parity
 from compress.export.refill import refill
@@ -35,6 +37,7 @@ from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
+from compress.planning.importance import read_importance
 from compress.planning.in_files import stays_in_files
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan
@@ -79,7 +82,8 @@ class Passed:
 
     `state`: the graph and the decisions about it; None where no ONNX file is written. `source` and `streamed`: the
     torch model before and after the passes over blocks; None where there is neither such a pass nor a checkpoint.
-    `module`: what the passes over the whole torch module left; None where there is no such pass.
+    `module`: what the passes over the whole torch module left; None where there is no such pass. `imatrix`: of what the
+    passes left, where a GGUF file gets one.
     """
 
     results: tuple[PassResult[object], ...]
@@ -87,6 +91,7 @@ class Passed:
     source: StreamedModel | None
     streamed: StreamedModel | None
     module: TorchModel | None = None
+    imatrix: Imatrix | None = None
 
 
 AfterPass = Callable[[int, PassResult[object], Callable[[], GraphState]], None]
@@ -117,10 +122,11 @@ def run_passes(
     graphed: list[PassResult[GraphState]] = []
     if state is not None and exported is not None:
         state, graphed = _run_graph_passes(run, state, exported, baseline, after_pass)
+    imatrix = _gather_imatrix(run, streamed)
     results = _note_rebuilt(run, (*modelled, *blocked, *graphed))
     for note in (note for result in results for note in result.notes):
         run.run_log.log(note.text)
-    return Passed(results, state, source, streamed, loaded)
+    return Passed(results, state, source, streamed, loaded, imatrix)
 
 
 def block_passes_alone(run: RunContext) -> None:
@@ -132,7 +138,8 @@ def block_passes_alone(run: RunContext) -> None:
         run_passes(run, export(run, run.plan.keys.float_graph, lambda: load(run.plan)), {})
         return
     loaded, _ = _run_model_passes(run, not_kept)
-    _run_block_passes(run, loaded, None, not_kept)
+    _, streamed, _ = _run_block_passes(run, loaded, None, not_kept)
+    _gather_imatrix(run, streamed)
 
 
 def export(
@@ -358,22 +365,39 @@ def _run_block_passes(
     for note in source.notes:
         run.run_log.log(note)
     fields = _list_fields(run, plan.before.inputs, plan.inputs.facts.reads_apart)
-    trials, writes_text = _make_trials(run, loaded, exported), plan.recipe.model.decoder_only
     allowed = find_nats_allowed(plan.recipe.validate_)
-    context = BlockContext(**fields, trials=trials, writes_text=writes_text, nats_allowed=allowed)
+    context = BlockContext(**fields, writes_text=plan.recipe.model.decoder_only, nats_allowed=allowed)
     names = pass_names(plan.recipe.passes)
     for index, config, key in passes:
         with run.run_log.time_stage(names[index]):
             label = f"{plan.recipe.name}: passes.{index}"
+            importance = read_importance(plan.inputs, config)[0] if config.importance_file else {}
+            trials = _make_trials(run, loaded, exported, streamed)
+            context = replace(context, trials=trials, importance=importance)
             results.append(run_block_pass(run.cache, key, label, config, streamed, context))
         streamed = results[-1].model
         after_pass(index, results[-1], partial(_export_after_pass, run, index, exported, loaded, source, streamed))
     return source, streamed, results
 
 
-def _make_trials(run: RunContext, loaded: TorchModel | None, exported: FloatModel | None) -> WeightTrials:
-    """Return how passes over blocks try what schemes come to, in the graph of what they work on."""
+def _gather_imatrix(run: RunContext, streamed: StreamedModel | None) -> Imatrix | None:
+    """Return what the model that the passes left reads of the calibration set; None where no file asks for it."""
+    recipe, inputs = run.plan.recipe, run.plan.inputs
+    if streamed is None or not any(isinstance(each, GgufExport) and each.imatrix for each in recipe.export):
+        return None
+    context = PassContext(**_list_fields(run, run.plan.before.inputs, inputs.facts.reads_apart))
+    with run.run_log.time_stage("importance matrix"):
+        return Imatrix(gather_squares(streamed, context), run.sets["calibration"].n)
+
+
+def _make_trials(
+    run: RunContext, loaded: TorchModel | None, exported: FloatModel | None, streamed: StreamedModel
+) -> WeightTrials:
+    """Return how a pass over blocks tries what schemes come to, in the file of what it works on."""
     plan = run.plan
+    for export_config in plan.recipe.export:
+        if isinstance(export_config, GgufExport) and plan.recipe.target_of(export_config) == plan.recipe.target:
+            return make_gguf_trials(plan.inputs, streamed, export_config)
     if exported is None or stays_in_files(plan.recipe, plan.before):
         return make_weight_trials(plan.inputs, run.cache.root, None, list, run.run_log.log)
 

@@ -386,6 +386,7 @@ def _collect_contents(
         layers=[*layer_rows(pass_names(recipe.passes), passed.results), *note_rows([*run.notes, *notes])],
         graphs=_collect_graphs(plan, exported, passed, with_float),
         streamed=passed.streamed,
+        imatrix=passed.imatrix,
         class_names=exported.class_names if exported else (),
         generation=generation_of(inputs),
         cache=run.cache.root,

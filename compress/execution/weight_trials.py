@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import onnx_ir as ir
 
+from compress.blocks.streamed import StreamedModel
+from compress.export.gguf import make_byte_counter
 from compress.export.onnx import finish, float_graph, write_graph
 from compress.formats.schemes import Scheme
 from compress.graph.layers import find_layers
 from compress.planning.inputs import Inputs
 from compress.planning.latency import BUDGET_S, round_as_planned, time_decoders
 from compress.planning.timing import explain_untimed, make_clock, make_writer, variant_of
+from compress.recipe.exports import GgufExport
 from compress.rounding.latency import LayerCall, StateTimer, describe_calls, time_weights
 from compress.rounding.state import GraphState
 from compress.store.durable import temporary_folder
@@ -44,6 +48,20 @@ def make_weight_trials(
     if explain_untimed(inputs.recipe, layers=False) is not None:
         return WeightTrials(tried.count_bytes, float_bytes=inputs.facts.float_bytes)
     return WeightTrials(tried.count_bytes, tried.time, tried.time_layers, inputs.facts.float_bytes)
+
+
+def make_gguf_trials(inputs: Inputs, model: StreamedModel, export: GgufExport) -> WeightTrials:
+    """Return how a pass over blocks of `model` counts what schemes come to in the GGUF file that is written of it."""
+    whole = sum(path.stat().st_size for path in inputs.source.weights) - sum(inputs.facts.unread.values())
+
+    @cache
+    def make_counter() -> Callable[[LayerSchemes], int]:
+        return make_byte_counter(model, export, inputs.recipe.name)
+
+    def count(choices: Sequence[LayerSchemes]) -> list[int]:
+        return [whole, *map(make_counter(), choices)]
+
+    return WeightTrials(count, float_bytes=inputs.facts.float_bytes)
 
 
 class _TriedWeights:

@@ -21,6 +21,7 @@ from compress.export.executorch import write_pte
 from compress.export.first_token import write_first_token
 from compress.export.genai import write_genai_config
 from compress.export.gguf import FILE, write_gguf
+from compress.export.imatrix import Imatrix
 from compress.export.loading_back import LoadBack, check_loads_back
 from compress.export.onnx import finish, float_graph, save_graph
 from compress.export.openvino import reads_texts, write_ir, write_tokenizer
@@ -126,6 +127,8 @@ class Contents:
     """None: no ONNX file is written."""
     streamed: StreamedModel | None = None
     """What checkpoints are written from."""
+    imatrix: Imatrix | None = None
+    """What GGUF files get beside them."""
     module: TorchModel | None = None
     """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
@@ -377,7 +380,7 @@ def _write_gguf(folder: Path, name: str, export: GgufExport, contents: Contents)
     """Write the file that llama.cpp loads."""
     model, path = contents.streamed, folder / FILE
     assert model is not None
-    notes = write_gguf(path, model, export, contents.recipe.name)
+    notes = write_gguf(path, model, export, contents.recipe.name, contents.imatrix if export.imatrix else None)
     return Artifact(
         name=name,
         path=f"{folder.name}/{FILE}",

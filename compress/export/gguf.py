@@ -6,7 +6,8 @@ be written, or why it cannot be, to a plan already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,14 +23,16 @@ from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
 from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import Metadata, add_key
-from compress.export.gguf_tensors import TensorEntry
+from compress.export.gguf_tensors import TensorEntry, import_gguf
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from compress.export.gguf_trial import Finding, describe_form, find_form, read_model
+from compress.export.imatrix import Imatrix, write_imatrix
 from compress.facts import Note
 from compress.formats.schemes import Scheme
 from compress.models.pruned import config_lacks
 from compress.recipe.exports import GgufExport
 from compress.rounding.grid import finite
+from compress.store.durable import temporary_folder
 
 FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -52,15 +55,6 @@ class Description:
     def architecture(self) -> str:
         """Return GGUF's name of what llama.cpp computes; "" where there is none."""
         return self.finding.form.architecture if self.finding.form is not None else ""
-
-
-def import_gguf() -> ModuleType:
-    """Import the `gguf` package. ExportError, which says how it is installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ExportError(f"kind: gguf needs a package that is not here ({error}); pip install gguf") from error
-    return gguf
 
 
 def describe_gguf(
@@ -99,8 +93,12 @@ def describe_gguf(
     return Description(finding, metadata, vocabulary, tuple(entries), (*metadata.problems, *problems), notes)
 
 
-def write_gguf(path: Path, model: StreamedModel, export: GgufExport, name: str) -> list[Note]:
-    """Write the file, read it back and return notes on it. One tensor is in memory at a time.
+def write_gguf(
+    path: Path, model: StreamedModel, export: GgufExport, name: str, imatrix: Imatrix | None = None
+) -> list[Note]:
+    """Write the file, read it back and return notes on it; beside it the importance matrix, where one is given.
+
+    One tensor is in memory at a time.
 
     Raises ExportError: what cannot be written, a value that its type does not hold, a file that reads otherwise.
     """
@@ -116,7 +114,32 @@ def write_gguf(path: Path, model: StreamedModel, export: GgufExport, name: str) 
     work = _Writing(gguf, model, description)
     work.write(path, name)
     work.check(path)
-    return work.notes(path)
+    notes = work.notes(path)
+    if imatrix is not None:
+        notes.append(write_imatrix(path.parent, description.architecture, description.tensors, imatrix))
+    return notes
+
+
+def make_byte_counter(model: StreamedModel, export: GgufExport, name: str) -> Callable[[Mapping[str, Scheme]], int]:
+    """Return what counts the bytes of the file that `write_gguf` writes, with layers stored in these ways.
+
+    Both raise ExportError as that does.
+    """
+    about = (export, model.folder, model.shapes.config, model.tied)
+    description = describe_gguf(model.build(), model.schemes, *about)
+    if description.problems:
+        raise ExportError(list(description.problems))
+    work = _Writing(import_gguf(), model, description)
+    with temporary_folder() as folder:
+        keys = work.count_keys(folder / FILE, name)
+
+    def count(schemes: Mapping[str, Scheme]) -> int:
+        entries, problems = _choose_types(description.tensors, {**model.schemes, **schemes}, export)
+        if problems:
+            raise ExportError(problems)
+        return keys + work.count_values(entries)
+
+    return count
 
 
 def _choose_types(
@@ -155,6 +178,31 @@ class _Writing:
 
     def write(self, path: Path, name: str) -> None:
         """Write everything: keys first, then the tensors one by one."""
+        with self._open(path, name) as writer:
+            for entry in self.description.tensors:
+                writer.write_tensor_data(self._make_bytes(entry))
+            for values in self.description.metadata.factors.values():
+                writer.write_tensor_data(values)
+
+    def count_keys(self, path: Path, name: str) -> int:
+        """Return the bytes before the tensors' values, whatever their types are: they are written to `path`."""
+        with self._open(path, name):
+            pass
+        return self._pad(path.stat().st_size)
+
+    def count_values(self, entries: Iterable[TensorEntry]) -> int:
+        """Return the bytes of tensors of these types, and of rope's factors."""
+        sizes = [self._announce(entry)[2] for entry in entries]
+        sizes += [values.nbytes for values in self.description.metadata.factors.values()]
+        return sum(map(self._pad, sizes))
+
+    def _pad(self, size: int) -> int:
+        padded: int = self.gguf.GGUFWriter.ggml_pad(size, self.gguf.GGUF_DEFAULT_ALIGNMENT)
+        return padded
+
+    @contextmanager
+    def _open(self, path: Path, name: str) -> Iterator[Any]:
+        """Yield a writer that has written all but the tensors' values."""
         writer = self.gguf.GGUFWriter(path, self.description.architecture)
         self._add_keys(writer, self.description.architecture, name)
         for entry in self.description.tensors:
@@ -165,10 +213,7 @@ class _Writing:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for entry in self.description.tensors:
-                writer.write_tensor_data(self._make_bytes(entry))
-            for values in self.description.metadata.factors.values():
-                writer.write_tensor_data(values)
+            yield writer
         finally:
             writer.close()
 

@@ -1,7 +1,7 @@
 """Our integers as the blocks of a GGUF file: which of its types holds a scheme, and the bytes. No torch here.
 
-Blocks of 32 weights have one half float (Q4_0, Q5_0, Q8_0) or two (Q4_1, Q5_1); larger groups repeat theirs. K types
-hold what `quantize.k_quants` stored. Layouts are those of ggml-common.h; the tests compare with `gguf.dequantize`.
+Blocks of 32 weights have one half float (Q4_0, Q5_0, Q8_0) or two (Q4_1, Q5_1); larger groups repeat theirs. K and IQ4
+types hold what `rounding.k_quants` stored. Layouts are those of ggml-common.h; tests compare with `gguf.dequantize`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import replace
 import numpy as np
 
 from compress.errors import ExportError
-from compress.formats.schemes import SUPER_BLOCK, Scheme
+from compress.formats.schemes import BLOCK_BITS, IQ4_NUMBERS, SUPER_BLOCK, Scheme
 from compress.rounding.quantized_weight import QuantizedWeight
 
 BLOCK = 32
-"""Weights that share the half floats of the types that are no K types."""
+"""Weights that share the half floats of the types without super-blocks."""
 
 
 def find_block_type(scheme: Scheme, inputs: int) -> tuple[str, str]:
     """Return the GGUF type that holds a layer with so many inputs exactly, or "" and why none does."""
     weights = scheme.weights
+    if block := weights.block:
+        if inputs % block:
+            way = "set indivisible: fit, or ignore it" if block == SUPER_BLOCK else "ignore it"
+            return "", f"{scheme.name} has blocks of {block} inputs, which do not divide {inputs}; {way}"
+        return scheme.name, ""
     if scheme.activations is not None or weights.kind != "int":
         return "", f"{scheme.name}: GGUF holds integer weights alone; use scheme: W4A16, W8A16 or Q4_K"
-    if weights.scales == "six-bit":
-        if inputs % SUPER_BLOCK:
-            way = "set indivisible: fit, or ignore it"
-            return "", f"{scheme.name} has blocks of {SUPER_BLOCK} inputs, which do not divide {inputs}; {way}"
-        return scheme.name, ""
     if weights.scales != "float" or weights.rows != 1:
         return "", f"{scheme.name}: GGUF has no such scales; use scheme: W4A16 or Q4_K"
     size = weights.group_size if weights.group_size > 0 else inputs
@@ -42,11 +42,12 @@ def find_block_type(scheme: Scheme, inputs: int) -> tuple[str, str]:
 
 
 def as_stored(weight: QuantizedWeight, kind: str) -> QuantizedWeight:
-    """Return the weight that the file holds: scales, and what zero points stand for, as half floats; K types as it is.
+    """Return the weight that the file holds: scales, and what zero points stand for, as half floats; K and IQ4 types as
+    it is.
 
     ExportError where a scale does not fit into a half float.
     """
-    if kind.endswith("_K"):
+    if kind in BLOCK_BITS:
         return weight
     scales = _to_half(weight.scales).astype(np.float32)
     if weight.zero_points is None:
@@ -59,7 +60,10 @@ def as_stored(weight: QuantizedWeight, kind: str) -> QuantizedWeight:
 def pack_blocks(stored: QuantizedWeight, kind: str) -> np.ndarray:
     """Return the bytes uint8 [out, bytes of a row] of a weight that `as_stored` gave for the type `kind`."""
     rows, inputs = stored.values.shape
-    blocks = _pack_k(stored, kind) if kind.endswith("_K") else _pack_plain(stored, kind, inputs)
+    if kind.startswith("IQ4"):
+        blocks = _pack_iq4(stored, kind)
+    else:
+        blocks = _pack_k(stored, kind) if kind in BLOCK_BITS else _pack_plain(stored, kind, inputs)
     return np.ascontiguousarray(blocks.reshape(rows, -1))
 
 
@@ -119,6 +123,17 @@ def _pack_k(stored: QuantizedWeight, kind: str) -> np.ndarray:
         return np.concatenate([scales | (offsets << 4), _interleave(codes, 32, 2), d, m], axis=1)
     high_bits = [_interleave(codes >> 4, 32, 1)] if kind == "Q5_K" else []
     return np.concatenate([d, m, _pack_six(scales, offsets), *high_bits, _interleave(codes & 15, 32, 4)], axis=1)
+
+
+def _pack_iq4(stored: QuantizedWeight, kind: str) -> np.ndarray:
+    """Return blocks of 32 (IQ4_NL) or 256 weights (IQ4_XS) [blocks, bytes]: a half float, scales, then levels."""
+    codes = np.searchsorted(IQ4_NUMBERS, stored.values).astype(np.uint8)
+    d = _half_bytes(stored.stored["d"])
+    nibbles = _interleave(codes.reshape(len(d), -1), 16, 4)
+    if kind == "IQ4_NL":
+        return np.concatenate([d, nibbles], axis=1)
+    scales = (stored.stored["scales"].reshape(len(d), -1).astype(np.int16) + 32).astype(np.uint8)
+    return np.concatenate([d, _interleave(scales >> 4, 1, 2), _interleave(scales & 15, 1, 4), nibbles], axis=1)
 
 
 def _interleave(codes: np.ndarray, run: int, bits: int) -> np.ndarray:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,22 @@ from torch import nn
 
 from compress.blocks.layers import is_hf_conv1d, is_layer, weight_shape
 from compress.blocks.materialise import plain
+from compress.errors import ExportError
 from compress.models.checkpoint_names import FileNames, file_names
 
 OUTPUT = "output.weight"
 _EXPERT = re.compile(r".*?\.(?P<block>\d+)\..*experts\.\d+\.(?P<part>gate|up|down)_proj\.(?P<leaf>weight|bias)")
 _PAIRED = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm", "attn_qkv")
 _TILED = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_conv1d", "ssm_a", "ssm_dt")
+
+
+def import_gguf() -> ModuleType:
+    """Import the `gguf` package. ExportError, which says how it is installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ExportError(f"kind: gguf needs a package that is not here ({error}); pip install gguf") from error
+    return gguf
 
 
 @dataclass(frozen=True)

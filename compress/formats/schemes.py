@@ -14,30 +14,36 @@ SUPER_BLOCK = 256
 """Inputs that share the half floats above the scales of llama.cpp's K formats."""
 K_GROUPS = {2: (16, False), 3: (16, True), 4: (32, False), 5: (32, False), 6: (16, True)}
 """Bits of a K format -> its group size, and whether it is symmetric."""
-
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 16 levels of llama.cpp's IQ4 formats stand for."""
 
 LARGEST_FLOATS = {4: 6.0, 8: 448.0}
 """Bits -> the largest number of FP4 E2M1 and FP8 E4M3."""
-ScaleType = Literal["float", "e4m3", "e8m0", "six-bit"]
+ScaleType = Literal["float", "half", "e4m3", "e8m0", "six-bit"]
 
 
 @dataclass(frozen=True)
 class WeightScheme:
     """A weight's numbers.
 
-    `kind` "float" is FP4 E2M1 (bits 4) or FP8 E4M3 (bits 8). `group_size`: inputs that share one scale; -1: one scale
-    for each output channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a zero point each.
-    `scales`: how those are stored: as floats; as E4M3 below one float for the tensor (NVFP4); as powers of two in eight
-    bits (MX); as six-bit integers below a half float for some groups (llama.cpp's K formats). `rows`: outputs that
-    share a group's scale.
+    `kind` "float" is FP4 E2M1 (bits 4) or FP8 E4M3 (bits 8), "table" `IQ4_NUMBERS`. `group_size`: inputs that share one
+    scale; -1: one scale for each output channel; 0: one for the whole tensor. Asymmetric integers are unsigned with a
+    zero point each. `scales`: how those are stored: as floats; as half floats (IQ4_NL); as E4M3 below one float for the
+    tensor (NVFP4); as powers of two in eight bits (MX); as six-bit integers below a half float for some groups
+    (llama.cpp's K formats and IQ4_XS). `rows`: outputs that share a group's scale.
     """
 
     bits: int = 4
     group_size: int = DEFAULT_GROUP_SIZE
     symmetric: bool = True
-    kind: Literal["int", "float"] = "int"
+    kind: Literal["int", "float", "table"] = "int"
     scales: ScaleType = "float"
     rows: int = 1
+
+    @property
+    def block(self) -> int:
+        """Return the inputs in a block of one of llama.cpp's own formats, which has its half floats; 0: it is none."""
+        return {"six-bit": SUPER_BLOCK, "half": self.group_size}.get(self.scales, 0)
 
     @property
     def has_separate_rows(self) -> bool:
@@ -89,6 +95,8 @@ class Scheme:
     def name(self) -> str:
         """Return the usual name, without the group size: W4A16, W4A16_ASYM, W8A8, FP8_DYNAMIC, NVFP4, ..."""
         weights, inputs = self.weights, self.activations
+        if weights.kind == "table":
+            return "IQ4_XS" if weights.scales == "six-bit" else "IQ4_NL"
         if weights.scales == "six-bit":
             return f"Q{weights.bits}_K"
         if weights.kind == "float" and weights.scales != "float":
@@ -134,24 +142,29 @@ def _make_presets() -> dict[str, Scheme]:
         presets[f"MXFP{bits}"] = Scheme(mx, ActivationScheme("float", True, bits, 32, "e8m0"))
     for bits, (group, symmetric) in K_GROUPS.items():
         presets[f"Q{bits}_K"] = Scheme(WeightScheme(bits, group, symmetric, scales="six-bit"))
+    presets["IQ4_NL"] = Scheme(WeightScheme(4, 32, kind="table", scales="half"))
+    presets["IQ4_XS"] = Scheme(WeightScheme(4, 32, kind="table", scales="six-bit"))
     return presets
 
 
-K_FALLBACKS = {
-    2: Scheme(WeightScheme(4, 32)),
-    3: Scheme(WeightScheme(4, 32)),
-    4: Scheme(WeightScheme(5, 32)),
-    5: Scheme(WeightScheme(5, 32, symmetric=False)),
-    6: Scheme(WeightScheme(8, 32)),
+BLOCK_FALLBACKS = {
+    "Q2_K": Scheme(WeightScheme(4, 32)),
+    "Q3_K": Scheme(WeightScheme(4, 32)),
+    "Q4_K": Scheme(WeightScheme(5, 32)),
+    "Q5_K": Scheme(WeightScheme(5, 32, symmetric=False)),
+    "Q6_K": Scheme(WeightScheme(8, 32)),
+    "IQ4_XS": Scheme(WeightScheme(4, 32, kind="table", scales="half")),
 }
-"""Bits of a K format -> what layers get whose inputs 256 does not divide: as llama.cpp's quantizer has it."""
-K_BITS = {2: 2.625, 3: 3.4375, 4: 4.5, 5: 5.5, 6: 6.5625}
-"""Bits of a K format -> what each weight takes, its share of the scales included."""
+"""Format of 256 inputs -> what layers get whose inputs they do not divide: as llama.cpp's quantizer has it."""
+BLOCK_BITS = {
+    "Q2_K": 2.625, "Q3_K": 3.4375, "IQ4_XS": 4.25, "IQ4_NL": 4.5, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
+}  # fmt: skip
+"""llama.cpp's own formats -> what each weight takes, its share of the scales included; the fewest bits first."""
 PRESETS: dict[str, Scheme] = _make_presets()
 """Name -> scheme. W8A8: weights per channel, inputs dynamic for each token; FP8: one stored scale for each tensor,
 FP8_BLOCK: for each 128 x 128 weights and each 128 of a token's inputs. NVFP4 and MXFP4, MXFP8: OCP's small floats in
-groups of 16 and 32, A16: inputs stay in 16 bits; W4AFP8: integers, inputs in FP8. Q4_K and its like: llama.cpp's
-formats of 256 weights."""
+groups of 16 and 32, A16: inputs stay in 16 bits; W4AFP8: integers, inputs in FP8. Q4_K, IQ4_XS and their
+like: llama.cpp's own formats, in blocks of 256 weights, of IQ4_NL 32."""
 
 KvScheme = Literal["int8", "fp8"]
 """How a KV cache is stored: one scale for each layer's keys and one for its values, from calibration."""

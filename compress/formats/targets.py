@@ -24,7 +24,7 @@ Format = Literal[
     "int8-static", "int8-dynamic", "float16", "bfloat16", WeightFormat,
     "w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic", "kv-int8", "kv-fp8", "fp8-static",
     "fp8-block", "w4afp8", "nvfp4", "nvfp4a16", "mxfp4", "mxfp4a16", "mxfp8", "mxfp8a16",
-    "q2-k", "q3-k", "q4-k", "q5-k", "q6-k",
+    "q2-k", "q3-k", "q4-k", "q5-k", "q6-k", "iq4-nl", "iq4-xs",
 ]  # fmt: skip
 """int8-static, int8-dynamic, fp8-static: of the graph passes `int8` and `fp8`. w8a8 and what follows: schemes as
 compressed-tensors names them (w8a8: inputs dynamic for each token), and those of a KV cache. q4-k and its like: of
@@ -78,9 +78,9 @@ KERNEL_BLOCKS: dict[Literal["u8s8", "s8s8"], tuple[int, ...]] = {
 """Blocks of weights that each variant's runtimes multiply by without unpacking them first."""
 TWO_BIT_BLOCKS = (32, 64, 128)
 """Those that have a fast kernel; at 16 and 256 MatMulNBits unpacks its weights to float32 at every call."""
-K_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k")
-_NO_K_FORMATS: dict[str, FormatFact] = dict.fromkeys(
-    K_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
+BLOCK_FORMATS = ("q2-k", "q3-k", "q4-k", "q5-k", "q6-k", "iq4-nl", "iq4-xs")
+_NO_BLOCK_FORMATS: dict[str, FormatFact] = dict.fromkeys(
+    BLOCK_FORMATS, FormatFact("refused", "has no such weights; use scheme: W4A16, or target: llama.cpp")
 )
 
 
@@ -113,7 +113,7 @@ _CHECKPOINTS_ONLY = {
     "fp8-static": _NO_FP8_PRODUCTS,
     "kv-int8": _NO_KV_CACHE,
     "kv-fp8": _NO_KV_CACHE,
-    **_NO_K_FORMATS,
+    **_NO_BLOCK_FORMATS,
 }
 _ONNX_WIDTHS = {**_repeat_fact(_AS_INT4, 2, 3), **_repeat_fact(_AS_INT8, 5, 6, 7), **_CHECKPOINTS_ONLY}
 
@@ -283,7 +283,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(FormatFact("refused", _NO_VLLM_KERNEL), 2, 3, 5, 6, 7),
-            **_NO_K_FORMATS,
+            **_NO_BLOCK_FORMATS,
             "w4": FormatFact("fast", "runs in its Marlin kernels"),
             "w8": FormatFact("fast", "runs in its Marlin kernels"),
             "w4-asym": FormatFact("fast", "runs in its Marlin kernels, zero points packed"),
@@ -333,7 +333,7 @@ _OWN: dict[str, Target] = {
         "s8s8",
         {
             **_repeat_fact(_DECOMPRESSED, *range(2, 9)),
-            **_NO_K_FORMATS,
+            **_NO_BLOCK_FORMATS,
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _ROUNDED_INPUTS),
             **dict.fromkeys(("fp8-block", "w4afp8", "nvfp4", "mxfp4", "mxfp8"), _ROUNDED_INPUTS),
             **dict.fromkeys(("nvfp4a16", "mxfp4a16", "mxfp8a16"), _DECOMPRESSED),
@@ -358,7 +358,7 @@ _OWN: dict[str, Target] = {
             **_repeat_fact(_fact_of_more_bits(8), 6, 7),
             **_repeat_fact(FormatFact("fast", "read as Q8_0"), 8),
             **{f"w{bits}-asym": _NO_WIDE_OFFSETS for bits in (6, 7, 8)},
-            **dict.fromkeys(K_FORMATS, FormatFact("fast", "its own format of 256 weights")),
+            **dict.fromkeys(BLOCK_FORMATS, FormatFact("fast", "its own format")),
             **dict.fromkeys(("w8a8", "w8a8-static", "w4a8", "fp8", "fp8-dynamic"), _NO_ROUNDED_INPUTS),
             **dict.fromkeys(
                 _FLOAT_FORMATS, FormatFact("refused", "is not written with FP4, MX or FP8; use scheme: Q4_K or W4A16")

@@ -90,6 +90,11 @@ class Pass(Record):
         return True
 
     @property
+    def importance_file(self) -> str:
+        """Return the file of an importance matrix that the work reads; "" where it reads none."""
+        return ""
+
+    @property
     def chooses_by_time(self) -> bool:
         """Return whether the work depends on what is measured on this machine."""
         return False

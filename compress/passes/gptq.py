@@ -14,7 +14,7 @@ class Gptq(WeightPass):
 
     needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 2.5
-    takes_k_formats: ClassVar[bool] = True
+    takes_block_formats: ClassVar[bool] = True
     takes_mixed_bits: ClassVar[bool] = True
 
     kind: Literal["gptq"] = "gptq"

@@ -6,7 +6,7 @@ import math
 from typing import cast
 
 from compress.facts import LayerFacts
-from compress.formats.schemes import K_BITS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
+from compress.formats.schemes import BLOCK_BITS, PRESETS, Scheme, WeightScheme
 from compress.formats.targets import KERNEL_BLOCKS, TWO_BIT_BLOCKS, Format, Target
 
 PACKED_EXTRA = 16 + 2 * 110
@@ -31,8 +31,8 @@ def find_width(weights: WeightScheme, target: Target, in_decoder: bool = False, 
 def count_stored_bits(scheme: Scheme, layer: LayerFacts, width: int | None = None) -> float:
     """Return the bits that each weight takes, its share of the scales included. `width`: as `find_width` has it."""
     weights, inputs = scheme.weights, layer.shape[1]
-    if weights.scales == "six-bit":
-        return K_BITS[weights.bits]
+    if weights.block:
+        return BLOCK_BITS[scheme.name]
     size = weights.group_size
     groups = inputs / size if size > 0 else 1 if size else 1 / layer.shape[0]
     return (width or weights.bits) + (32 if weights.scales == "float" else 8) * groups / weights.rows / inputs
@@ -45,8 +45,8 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
     """
     weights, (rows, inputs) = scheme.weights, (layer.shape[0], math.prod(layer.shape[1:]))
     n, size = rows * inputs, weights.group_size
-    if weights.scales == "six-bit":
-        return math.ceil(n * K_BITS[weights.bits] / 8)
+    if weights.block:
+        return math.ceil(n * BLOCK_BITS[scheme.name] / 8)
     if weights.scales != "float" or weights.kind == "float":
         return math.ceil(n * count_stored_bits(scheme, layer) / 8)
     if target.reads == "gguf":  # half floats for each 32 weights, whatever the groups
@@ -75,8 +75,8 @@ def format_of(scheme: Scheme) -> Format:
 def describe_scheme(scheme: Scheme) -> str:
     """Format the scheme's name and its groups for the report."""
     size, rows = scheme.weights.group_size, scheme.weights.rows
-    if scheme.weights.scales == "six-bit":
-        return f"{scheme.name}, blocks of {SUPER_BLOCK}"
+    if block := scheme.weights.block:
+        return f"{scheme.name}, blocks of {block}"
     groups = f"blocks of {rows} x {size}" if rows > 1 else f"group {size}"
     return f"{scheme.name}, " + (groups if size > 0 else "per channel" if size else "one scale")
 
@@ -108,12 +108,9 @@ def explain_misfit(kind: str, layer: LayerFacts, scheme: Scheme, target: Target,
             text = f"{kind}: {layer.name} has {inputs} inputs, which the groups of {scheme.name}, {size}, do not divide"
             return f"{text}; ignore it, or give it another scheme under overrides"
         return None
-    if weights.scales == "six-bit":
-        odd = inputs % SUPER_BLOCK
-        text = (
-            f"{kind}: {layer.name} has {inputs} inputs, which the {SUPER_BLOCK} of {scheme.name} do not divide; {ways}"
-        )
-        return text if odd else None
+    if block := weights.block:
+        text = f"{kind}: {layer.name} has {inputs} inputs, which the {block} of {scheme.name} do not divide"
+        return f"{text}; {ways.removeprefix('or ')}" if inputs % block else None
     kernels = target.kernels(weights.bits)
     if size == 0 or (size > 0 and inputs % size):
         return f"{kind}: {layer.name} has {inputs} inputs, which group_size {size} does not divide; " + _suggest_sizes(

@@ -58,7 +58,7 @@ class WeightNumbers(Record):
             return self
         weights = PRESETS[self.scheme].weights
         size: int | None = getattr(self, "group_size", None)
-        if weights.scales == "six-bit" and size not in (None, weights.group_size):
+        if weights.block and size not in (None, weights.group_size):
             raise ValueError(f"scheme {self.scheme} has groups of its own; leave group_size out")
         for key, value in (("bits", weights.bits), ("symmetric", weights.symmetric)):
             given = getattr(self, key)

@@ -23,7 +23,7 @@ from compress.facts import (
     find_uncalled,
     matches,
 )
-from compress.formats.schemes import K_FALLBACKS, PRESETS, SUPER_BLOCK, Scheme, WeightScheme
+from compress.formats.schemes import BLOCK_FALLBACKS, PRESETS, Scheme, WeightScheme
 from compress.formats.targets import Format, Target
 from compress.passes.base import DataSize, Pass, PassCost, Stage
 from compress.passes.choosing import choose_layers, list_some, pattern_problems, target_word, tell_float_share
@@ -41,6 +41,7 @@ from compress.passes.mixed_bits import (
     Allocation,
     BitBudget,
     Bits,
+    Choice,
     ChosenBits,
     find_allocation,
     plan_mixed_bits,
@@ -78,8 +79,8 @@ class WeightPass(WeightNumbers, Pass):
     """Weights of matrix products in few bits; a pass says how each weight is rounded."""
 
     lowest_opset: ClassVar[int] = LOWEST_OPSET
-    takes_k_formats: ClassVar[bool] = False
-    """Whether it rounds to the numbers of llama.cpp's K formats."""
+    takes_block_formats: ClassVar[bool] = False
+    """Whether it rounds to the numbers of llama.cpp's own formats."""
     takes_mixed_bits: ClassVar[bool] = False
     """Whether it chooses the bits of each layer under a budget."""
 
@@ -158,7 +159,7 @@ class WeightPass(WeightNumbers, Pass):
 
         ONNX Runtime looks up no fewer than four.
         """
-        return ("Q4_K", "Q6_K") if self.base().weights.scales == "six-bit" else ("W4A16", "W8A16")
+        return ("Q4_K", "Q6_K") if self.base().weights.block else ("W4A16", "W8A16")
 
     @property
     def uses_gates(self) -> bool:  # type: ignore[override]
@@ -191,8 +192,8 @@ class WeightPass(WeightNumbers, Pass):
         scheme = self.find_scheme(layer)
         if self.indivisible != "fit" or scheme.weights.group_size < 1 or scheme.weights.kind == "float":
             return scheme
-        if scheme.weights.scales == "six-bit":
-            return scheme if layer.shape[1] % SUPER_BLOCK == 0 else K_FALLBACKS[scheme.weights.bits]
+        if block := scheme.weights.block:
+            return BLOCK_FALLBACKS.get(scheme.name, scheme) if layer.shape[1] % block else scheme
         size = fit_group_size(scheme.weights.group_size, layer.shape[1], target.kernels(scheme.weights.bits))
         return scheme.with_group(size)
 
@@ -201,7 +202,7 @@ class WeightPass(WeightNumbers, Pass):
         name = self.table_scheme(layer)
         scheme = self.base() if name is None else self._make_table_scheme(name)
         if name is None and isinstance(self.bits, BitBudget):
-            scheme = scheme.with_bits(self.bits.find(layer.name))
+            scheme = self._make_scheme(self.bits.find(layer.name))
         for override in self.overrides:
             if any(matches(p, layer.name, layer.type, layer.op, layer.alias) for p in override.targets):
                 scheme = self._apply_override(scheme, override)
@@ -212,20 +213,28 @@ class WeightPass(WeightNumbers, Pass):
         if self.scheme is not None:
             scheme = PRESETS[self.scheme]
             return scheme if self.group_size is None else scheme.with_group(self.group_size)
-        size = GROUP_SIZE if self.group_size is None else self.group_size
-        bits = self.bits.nominal if isinstance(self.bits, BitBudget) else self.bits
-        return Scheme(WeightScheme(bits, size, self.symmetric))
+        return self._make_scheme(self.bits.nominal if isinstance(self.bits, BitBudget) else self.bits)
+
+    def _make_scheme(self, choice: Choice) -> Scheme:
+        """Return the scheme of a choice of bits, or of one of llama.cpp's formats."""
+        if isinstance(choice, str):
+            return PRESETS[choice]
+        return Scheme(WeightScheme(choice, GROUP_SIZE if self.group_size is None else self.group_size, self.symmetric))
 
     @property
     def budget(self) -> BitBudget | None:
         """Return the budget under which bits are still to be chosen; None where they are known."""
         return self.bits if isinstance(self.bits, BitBudget) and not isinstance(self.bits, ChosenBits) else None
 
-    def with_bits(self, bits: int | BitBudget) -> Self:
-        """Return the same pass with other bits."""
+    def with_bits(self, bits: Choice | BitBudget) -> Self:
+        """Return the same pass with other bits, or with one of llama.cpp's formats."""
+        if isinstance(bits, str):
+            weights = PRESETS[bits].weights
+            numbers = {"bits": weights.bits, "symmetric": weights.symmetric, "group_size": None}
+            return self.model_copy(update={"scheme": bits, **numbers})
         return self.model_copy(update={"bits": bits})
 
-    def find_allocation(self, taken: Sequence[LayerFacts], structure: Structure) -> Allocation:
+    def find_allocation(self, taken: Sequence[LayerFacts], structure: Structure, target: Target) -> Allocation:
         """Return what is to be chosen, under a budget of bits, for the layers that the pass takes.
 
         Those that no forward calls are left out: nothing can be measured of them.
@@ -240,11 +249,12 @@ class WeightPass(WeightNumbers, Pass):
             if layer.name in tables
             or any(matches(p, layer.name, layer.type, layer.op) for o in fixing for p in o.targets)
         }
-        return find_allocation(taken, given, tables, structure)
+        return find_allocation(taken, given, tables, structure, target)
 
     def _make_table_scheme(self, name: str) -> Scheme:
         """Return a table's scheme in the pass's groups; a format whose scales are its own keeps its groups."""
-        scheme, size = PRESETS[name], self.base().weights.group_size
+        scheme, base = PRESETS[name], self.base().weights
+        size = GROUP_SIZE if base.block else base.group_size
         return scheme.with_group(size or -1) if scheme.weights.scales == "float" else scheme
 
     def _apply_override(self, scheme: Scheme, override: WeightOverride) -> Scheme:
@@ -253,6 +263,8 @@ class WeightPass(WeightNumbers, Pass):
         given = {
             key: value for key in ("bits", "group_size", "symmetric") if (value := getattr(override, key)) is not None
         }
+        if given and scheme.weights.block and override.scheme is None:  # whose numbers are its own
+            scheme = Scheme(WeightScheme(group_size=GROUP_SIZE))
         return replace(scheme, weights=replace(scheme.weights, **given)) if given else scheme
 
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
@@ -263,7 +275,7 @@ class WeightPass(WeightNumbers, Pass):
                 facts,
                 target,
                 lambda bits: self.with_bits(bits)._plan_layers(facts, target),
-                self.find_allocation,
+                lambda taken, structure: self.find_allocation(taken, structure, target),
             )
         return self._offer_tables(self._plan_layers(facts, target), facts, target)
 
@@ -302,9 +314,9 @@ class WeightPass(WeightNumbers, Pass):
             said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
             notes.append(Note("warning", f"{self.kind}: {len(floats)} layers ({list_some(floats)}) stay float: {said}"))
         problems += more
-        k_formats = sorted({s.name for s in settings.values() if s.weights.scales == "six-bit"})
-        if k_formats and not self.takes_k_formats:
-            problems.append(f"{self.kind}: does not round to {k_formats[0]}; use gptq or rtn")
+        formats = sorted({s.name for s in settings.values() if s.weights.block})
+        if formats and not self.takes_block_formats:
+            problems.append(f"{self.kind}: does not round to {formats[0]}; use gptq or rtn")
         problems += [
             text
             for layer in taken
@@ -382,7 +394,7 @@ class WeightPass(WeightNumbers, Pass):
         action = f"w{weights.bits}" if plain else scheme.name.lower()
         reason = describe_scheme(scheme)
         if (wanted := self.find_scheme(layer)).name != scheme.name:
-            reason += f": {layer.shape[1]} inputs, which the {SUPER_BLOCK} of {wanted.name} do not divide"
+            reason += f": {layer.shape[1]} inputs, which the {wanted.weights.block} of {wanted.name} do not divide"
         elif (size := wanted.weights.group_size) != weights.group_size:
             reason += f": {layer.shape[1]} inputs, which {size} does not divide"
         if isinstance(self.bits, BitBudget) and (why := self.bits.explain(layer.name)):
@@ -396,7 +408,7 @@ class WeightPass(WeightNumbers, Pass):
         asked, given = self.find_scheme(layer), self.setting(layer, target)
         wanted, size = asked.weights.group_size, given.weights.group_size
         if asked.name != given.name:
-            inputs = f"{layer.shape[1]} inputs, which the {SUPER_BLOCK} of {asked.name} do not divide"
+            inputs = f"{layer.shape[1]} inputs, which the {asked.weights.block} of {asked.name} do not divide"
             return f"{self.kind}: {layer.name} has {inputs}: {describe_scheme(given)}"
         if wanted == size:
             return None
@@ -414,7 +426,7 @@ class WeightPass(WeightNumbers, Pass):
         tables = list(map(self._make_table_scheme, names))
         bases = [self.base()]
         if isinstance(self.bits, BitBudget):
-            bases = [bases[0].with_bits(bits) for bits in self.bits.choices]
+            bases = [self._make_scheme(choice) for choice in self.bits.choices]
         return [*bases, *tables, *(self._apply_override(base, o) for base in bases for o in self.overrides)]
 
     def estimate_cost(self, facts: ModelFacts, data: DataSize) -> PassCost:

@@ -8,6 +8,7 @@ from typing import Any
 
 from compress.data.chat import are_chats
 from compress.passes import Pass
+from compress.planning.importance import locate_importance
 from compress.planning.in_files import stays_in_files
 from compress.planning.inputs import Inputs
 from compress.planning.own_metrics import digest_own_metrics
@@ -87,6 +88,8 @@ def _list_dependencies(pass_: Pass, inputs: Inputs, data: Mapping[str, list[Any]
     uses: list[Any] = [pass_.model_dump(mode="json"), recipe.target, recipe.seed]
     if pass_.needs_calibration:
         uses.append(data.get("calibration"))
+    if pass_.importance_file:
+        uses.append(sha256_of(locate_importance(recipe, pass_)))
     if pass_.needs_train:
         uses += [data.get("train"), *_describe_detections(inputs, of_head=True)]
     if pass_.chooses_by_time or pass_.time_budget == "graph":

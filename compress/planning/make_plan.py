@@ -32,6 +32,7 @@ from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import Durations
 from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
+from compress.planning.importance import check_importance
 from compress.planning.in_files import note_missing_float, note_narrow_source, stays_in_files
 from compress.planning.inputs import Inputs, read_inputs, settle_digests
 from compress.planning.judging import is_scored_by_torch, runs_once
@@ -111,6 +112,7 @@ def make_plan(
     expected = forecast(*about)
     checkpoints = [_check_checkpoint(inputs, index, schemes, done) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
+    checkpoints += [check_importance(inputs, index, planned.plan) for index, planned in enumerate(done)]
     packed = quantized_problems(recipe, before)  # no pass finds a layer then, which is no second fault
     misplaced = {text.partition(": ")[0] for text in order_problems(recipe.passes, before)}  # told of that alone
     others = [] if packed else [text for text in problems if text.partition(": ")[0] not in misplaced]

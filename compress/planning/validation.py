@@ -151,6 +151,11 @@ def data_problems(inputs: Inputs) -> list[str]:
     calibrated = [pass_.kind for pass_ in recipe.passes if pass_.needs_calibration]
     if calibrated and recipe.data.calibration is None:
         problems.append(f"data: {calibrated[0]} needs a calibration set; add data.calibration")
+    problems += [
+        f"export.{index}: imatrix is made of the calibration set; add data.calibration"
+        for index, export in enumerate(recipe.export)
+        if isinstance(export, GgufExport) and export.imatrix and recipe.data.calibration is None
+    ]
     if recipe.data.evaluation is None:
         problems.append("data: there is no evaluation set to judge the result on; add data.evaluation")
     train = inputs.data.get("train")

@@ -59,6 +59,9 @@ class GgufExport(Record):
     kind: Literal["gguf"] = "gguf"
     dtype: Literal["float32", "bfloat16", "float16"] = "float16"
     """Of matrices that stay float; vectors are float32."""
+    imatrix: bool = False
+    """Write imatrix.gguf beside it: how large the inputs of each matrix are on the calibration set, which
+    `llama-quantize --imatrix` reads, and `importance` of `rtn`."""
 
 
 Size = Annotated[int, Field(ge=0)]

@@ -1,10 +1,11 @@
-"""Rounding to llama.cpp's K formats: groups whose scales are small integers below a half float for 256 weights. Torch.
+"""Rounding to llama.cpp's K formats and IQ4: groups whose scales are small integers below a half float for 256 weights.
 
 A weight is d * s * q - m * t: q its level, s and t whole numbers of its group, d and m half floats of its super-block
-of 256 inputs (ggml-quants.c of llama.cpp; Q3_K and Q6_K have no offsets, and a scale of either sign). Which numbers are
-chosen is ours: for each group the scale and offset of least error weighted with its inputs' importance, then, in turn,
-the whole numbers nearest to them that leave the least error with the levels rounded anew, and the least-squares d and m
-for these. `gptq_round_k` keeps that grid and rounds on it as GPTQ does.
+of 256 inputs (ggml-quants.c of llama.cpp; Q3_K, Q6_K and IQ4_XS have no offsets, and a scale of either sign; IQ4_NL has
+super-blocks of one group, whose s is 1). Levels of IQ4 are those of a table. Which numbers are chosen is ours: for each
+group the scale and offset of least error weighted with its inputs' importance, then, in turn, the whole numbers nearest
+to them that leave the least error with the levels rounded anew, and the least-squares d and m for these. `gptq_round_k`
+keeps that grid and rounds on it as GPTQ does.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compress.formats.schemes import SUPER_BLOCK, WeightScheme
+from compress.formats.schemes import PRESETS, WeightScheme
 from compress.rounding.descent import descend
 from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, output_error, round_columns
 from compress.rounding.grid import CHUNK, Grid, finite
-from compress.rounding.numbers import Numbers
+from compress.rounding.numbers import IQ4, Numbers
 from compress.rounding.quantized_weight import SMALLEST_SCALE, QuantizedWeight
 
 ROUNDS = 2
@@ -31,20 +32,24 @@ STARTS = (1.0, 0.94, 1.06)
 
 @dataclass(frozen=True)
 class _Format:
-    """What one K format holds. `scales`: least and greatest whole number of a group; `offset`: greatest, 0: none."""
+    """What one format holds. `scales`: least and greatest whole number of a group; `offset`: greatest, 0: none."""
 
-    low: int
-    high: int
+    numbers: Numbers
     scales: tuple[int, int]
     offset: int = 0
 
 
 _FORMATS = {
-    2: _Format(0, 3, (0, 15), 15),
-    3: _Format(-4, 3, (-32, 31)),
-    4: _Format(0, 15, (0, 63), 63),
-    5: _Format(0, 31, (0, 63), 63),
-    6: _Format(-32, 31, (-128, 127)),
+    PRESETS[name].weights: form
+    for name, form in {
+        "Q2_K": _Format(Numbers(0, 3), (0, 15), 15),
+        "Q3_K": _Format(Numbers(-4, 3), (-32, 31)),
+        "Q4_K": _Format(Numbers(0, 15), (0, 63), 63),
+        "Q5_K": _Format(Numbers(0, 31), (0, 63), 63),
+        "Q6_K": _Format(Numbers(-32, 31), (-128, 127)),
+        "IQ4_NL": _Format(IQ4, (1, 1)),
+        "IQ4_XS": _Format(IQ4, (-32, 31)),
+    }.items()
 }
 
 
@@ -65,10 +70,10 @@ class _Blocks:
         self.x, self.weighting, self.form = x, weighting, form
 
     def quantize(self, scale: Tensor, offset: Tensor) -> Tensor:
-        """Return the nearest levels for real scales and offsets [blocks, groups]; a scale of 0 has the level 0."""
+        """Return the nearest levels for real scales and offsets [blocks, groups]; of a scale of 0 that nearest to 0."""
         inverse = torch.where(scale == 0, 0.0, 1 / scale)
         shifted = self.x + offset[..., None] if self.form.offset else self.x
-        return (shifted * inverse[..., None]).round_().clamp_(self.form.low, self.form.high)
+        return self.form.numbers.nearest_(shifted * inverse[..., None])
 
     def error(self, quantized: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
         """Return the weighted squared error of each group [blocks, groups]."""
@@ -95,7 +100,8 @@ class _Blocks:
 def round_to_k(weight: Tensor, scheme: WeightScheme, importance: Tensor | None = None) -> QuantizedWeight:
     """Round `weight` [out, in] to the nearest on the grid of least error, each input's weighted with `importance` [in].
 
-    Raises ValueError where 256 does not divide the inputs, or a value is not finite or beyond what half floats hold.
+    Raises ValueError where its block does not divide the inputs, or a value is not finite or beyond what half floats
+    hold.
     """
     grid = _fit_grid(weight, scheme, importance)
     return grid.pack(grid.shift(weight.float()), scheme)
@@ -105,7 +111,7 @@ def gptq_round_k(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: 
     """Round as `gptq_round` does, on the grid of `round_to_k`, whose scales stay. ValueError as there."""
     weight = weight.float()
     grid = _fit_grid(weight, scheme, hessian.importance)
-    shifted, levels_grid = grid.shift(weight), grid.levels_grid(scheme.bits)
+    shifted, levels_grid = grid.shift(weight), grid.levels_grid(scheme)
     nearest = levels_grid.quantize(shifted)
     quantized = round_columns(shifted, hessian, levels_grid, rules)
     if sweeps := rules.sweeps_at(scheme.bits):
@@ -120,7 +126,7 @@ def gptq_round_k(weight: Tensor, hessian: Hessian, scheme: WeightScheme, rules: 
 
 @dataclass(frozen=True, eq=False)
 class _KGrid:
-    """The grid of a weight [out, in]: `d`, `m` [out, in / 256] in float32, `scales`, `offsets` [out, groups]."""
+    """The grid of a weight [out, in]: `d`, `m` [out, blocks] in float32, `scales`, `offsets` [out, groups]."""
 
     d: Tensor
     m: Tensor
@@ -139,20 +145,22 @@ class _KGrid:
         """Return the weight plus its groups' offsets: what the levels times the scales are to be."""
         return weight + self.real()[1].repeat_interleave(weight.shape[1] // self.offsets.shape[1], 1)
 
-    def levels_grid(self, bits: int) -> Grid:
+    def levels_grid(self, scheme: WeightScheme) -> Grid:
         """Return the grid of a shifted weight; a scale of 0 is the smallest there is, so that it can divide."""
-        scale, form = self.real()[0], _FORMATS[bits]
-        return Grid(torch.where(scale == 0, SMALLEST_SCALE, scale), None, Numbers(form.low, form.high))
+        scale = self.real()[0]
+        return Grid(torch.where(scale == 0, SMALLEST_SCALE, scale), None, _FORMATS[scheme].numbers)
 
     def pack(self, shifted: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of the nearest levels of a shifted weight."""
-        return self.pack_levels(self.levels_grid(scheme.bits).quantize(shifted), scheme)
+        return self.pack_levels(self.levels_grid(scheme).quantize(shifted), scheme)
 
     def pack_levels(self, quantized: Tensor, scheme: WeightScheme) -> QuantizedWeight:
         """Return the record of levels [out, in], whose `stored` holds d, scales and, with offsets, m and offsets."""
         scale, offset = self.real()
-        form = _FORMATS[scheme.bits]
-        stored = {"d": self.d.half().numpy(), "scales": self.scales.to(torch.int8).numpy()}
+        form = _FORMATS[scheme]
+        stored = {"d": self.d.half().numpy()}
+        if form.scales[0] < form.scales[1]:
+            stored["scales"] = self.scales.to(torch.int8).numpy()
         if form.offset:
             stored |= {"m": self.m.half().numpy(), "offsets": self.offsets.to(torch.int8).numpy()}
         return QuantizedWeight(
@@ -169,11 +177,11 @@ class _KGrid:
 def _fit_grid(weight: Tensor, scheme: WeightScheme, importance: Tensor | None) -> _KGrid:
     """Fit the grid of a weight [out, in], some rows at a time."""
     rows, inputs = weight.shape
-    if inputs % SUPER_BLOCK:
-        raise ValueError(f"a K format has blocks of {SUPER_BLOCK} inputs, which do not divide {inputs}")
+    if inputs % scheme.block:
+        raise ValueError(f"the format has blocks of {scheme.block} inputs, which do not divide {inputs}")
     if not finite(weight):
         raise ValueError("the weight holds NaN or Inf")
-    n_supers, n_groups = inputs // SUPER_BLOCK, SUPER_BLOCK // scheme.group_size
+    n_supers, n_groups = inputs // scheme.block, scheme.block // scheme.group_size
     shape = (-1, n_groups, scheme.group_size)
     weighting = torch.ones(inputs) if importance is None else importance.float()
     weighting = (weighting / weighting.mean().clamp_min(1e-30)).clamp_min(1e-6).reshape(shape)
@@ -183,10 +191,10 @@ def _fit_grid(weight: Tensor, scheme: WeightScheme, importance: Tensor | None) -
         if importance is not None:
             # Errors of large weights count more, as in llama.cpp: 0.005 nats at 4 bits, 0.002 at 3 (tinystories656k).
             weights = weights * (2 * x.square().mean((1, 2), keepdim=True) + x.square()).sqrt_()
-        fits.append(_fit_blocks(_Blocks(x, weights, _FORMATS[scheme.bits])))
+        fits.append(_fit_blocks(_Blocks(x, weights, _FORMATS[scheme])))
     d, m, scales, offsets, _ = (torch.cat(parts) for parts in zip(*fits, strict=True))
     if not (finite(d) and finite(m)):
-        raise ValueError("a weight is larger than the half floats of a K format hold")
+        raise ValueError("a weight is larger than the half floats of the format hold")
     grouped = (rows, n_supers * n_groups)
     return _KGrid(
         d.reshape(rows, n_supers), m.reshape(rows, n_supers), scales.reshape(grouped), offsets.reshape(grouped)
@@ -213,11 +221,11 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
     form, x = blocks.form, blocks.x
     if form.offset:
         low, high = x.amin(-1).clamp_max(0), x.amax(-1)
-        first = (high - low).clamp_min(SMALLEST_SCALE) / form.high
+        first = (high - low).clamp_min(SMALLEST_SCALE) / form.numbers.high
         candidates = [(first * shrinkage, -low * share) for shrinkage, share in _list_ranges()]
     else:
         signed = torch.gather(x, -1, x.abs().argmax(-1, keepdim=True))[..., 0]
-        first = torch.where(signed == 0, 1.0, signed) / form.low
+        first = torch.where(signed == 0, 1.0, signed) / form.numbers.low
         candidates = [
             (first * shrinkage * sign, torch.zeros_like(first)) for shrinkage in _SHRINKAGES for sign in (1, -1)
         ]
@@ -284,9 +292,10 @@ def _choose_whole(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return of each group the whole scale and offset near the real ones of least error, its levels and that error."""
     form, nearby = blocks.form, (0.0, -1.0, 1.0)
+    steps = nearby if form.scales[0] < form.scales[1] else (0.0,)
     units = [_divide(scale, d), _divide(offset, m)]
     best: list[Tensor] = []
-    for step in nearby:
+    for step in steps:
         whole = (units[0].round() + step).clamp(*form.scales)
         for shift_step in nearby if form.offset else (0.0,):
             shift = (units[1].round() + shift_step).clamp(0, form.offset)

@@ -1,4 +1,4 @@
-"""Rounding of a weight by whatever its scheme stores: the one place that tells K formats from all others. Torch."""
+"""Rounding of a weight by whatever its scheme stores: here alone llama.cpp's formats are told from others. Torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def round_weight(
 ) -> QuantizedWeight:
     """Round `weight` [out, in] to the nearest, a tall one some rows at a time where rows have scales of their own.
 
-    `importance` [in] weighs the inputs' errors. `signed`, `shared`: as of `fit_grid`; scales of K formats are neither.
+    `importance` [in] weighs the inputs' errors. `signed`, `shared`: as of `fit_grid`; scales of llama.cpp's
+    formats are neither.
     Raises ValueError as `fit_grid` and `round_to_k` do.
     """
-    if scheme.scales == "six-bit":
+    if scheme.block:
         return by_rows(weight, lambda rows: round_to_k(rows, scheme, importance))
     if not scheme.has_separate_rows:
         return round_to_grid(weight, scheme, importance, signed, shared)
@@ -39,7 +40,7 @@ def gptq_round_weights(
 
     Raises ValueError as `round_weight` does.
     """
-    if scheme.scales == "six-bit":
+    if scheme.block:
         return [gptq_round_k(weight, hessian, scheme, rules) for weight in weights]
     if len(weights) == 1:
         return [gptq_round(weights[0], hessian, scheme, rules)]

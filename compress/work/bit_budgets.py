@@ -12,7 +12,7 @@ from compress.facts import LayerFacts
 from compress.formats.schemes import Scheme
 from compress.models.facts import count_other_bytes
 from compress.passes.layer_schemes import count_stored_bits
-from compress.passes.mixed_bits import Allocation, BitBudget, count_file_bytes
+from compress.passes.mixed_bits import Allocation, BitBudget, count_choice_bits, count_file_bytes
 from compress.passes.weight_only import WeightPass
 from compress.rounding.budgets import NEAR, NEAR_BYTES, Measured, Prices
 from compress.work.block_layers import list_layers
@@ -34,9 +34,8 @@ def price_bits(
     """
     choices = budget.ordered
     if budget.average is not None:
-        return Prices(
-            [[size * bits for bits in choices] for size in allocation.sizes], allocation.budget(budget.average)
-        )
+        bits = [count_choice_bits(choice) for choice in choices]
+        return Prices([[size * n for n in bits] for size in allocation.sizes], allocation.budget(budget.average))
     trials = context.trials if isinstance(context, BlockContext) else WeightTrials()
 
     def find_schemes(numbers: Sequence[int]) -> dict[str, Scheme]:
@@ -70,7 +69,7 @@ def _price_bytes(
     layers = _list_stored_layers(config, model, each[0])
     other = count_other_bytes(model.build(), layers)
     counted = count_file_bytes(layers, other, allocation, each, context.target, trials.float_bytes)
-    if text := counted.explain_unreachable(ratio, budget.choices):
+    if text := counted.explain_unreachable(budget, ratio):
         raise PassError(f"{config.kind}: {text}")
 
     def measure(numbers: Sequence[int]) -> Measured:

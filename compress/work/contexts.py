@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 from torch import nn
 
@@ -49,10 +50,10 @@ LayerSchemes = Mapping[str, Scheme]
 class WeightTrials:
     """How a pass over blocks tries what schemes of weights come to on the target.
 
-    `count_bytes`: choices of schemes -> bytes of the float file, and of that of each choice; None where no ONNX file is
-    written. `time`: likewise milliseconds of a call (of a decoder: of a further token), timed in turn. `time_layers`:
-    layer -> schemes to milliseconds of each layer alone, of those that could be timed. Both None where the target does
-    not run here. `float_bytes`: of a number in the source's files.
+    `count_bytes`: choices of schemes -> bytes of the float file, and of that of each choice; None where neither an ONNX
+    nor a GGUF file is written. `time`: likewise milliseconds of a call (of a decoder: of a further token), timed in
+    turn. `time_layers`: layer -> schemes to milliseconds of each layer alone, of those that could be timed. Both None
+    where the target does not run here. `float_bytes`: of a number in the source's files.
     """
 
     count_bytes: Callable[[Sequence[LayerSchemes]], Sequence[int]] | None = None
@@ -66,12 +67,14 @@ class BlockContext(PassContext):
     """What a pass over blocks is given. `trials`: how it tries what schemes come to.
 
     `writes_text`: the model predicts each next token of the texts that it reads. `nats_allowed`: that a token may lose
-    by the recipe's gates; None: no gate is on nats.
+    by the recipe's gates; None: no gate is on nats. `importance`: layer -> mean square of each of its inputs [in], by
+    the file that the pass names.
     """
 
     trials: WeightTrials = WeightTrials()
     writes_text: bool = False
     nats_allowed: float | None = None
+    importance: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from compress.context import PassContext
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerFacts, Note
 from compress.formats.schemes import Scheme
-from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget
+from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget, Choice, count_choice_bits, name_choice
 from compress.passes.weight_only import WeightPass
 from compress.rounding.allocate import OutOfReach
 from compress.rounding.budgets import BudgetMissed, Prices, choose_measured
@@ -59,7 +59,7 @@ Pass = TypeVar("Pass", bound=WeightPass)
 class Costs:
     """`by_layer`: layer -> what it costs at each of `choices` of bits, in `unit` for each row of the model's output."""
 
-    choices: tuple[int, ...]
+    choices: tuple[Choice, ...]
     unit: str
     by_layer: Mapping[str, tuple[float, ...]]
 
@@ -82,7 +82,7 @@ def settle_bits(
     if budget is None:
         return config, Settled()
     taken, _ = config.choose_layers(list_layers(model), context.target)
-    allocation = config.find_allocation(taken, model.structure)
+    allocation = config.find_allocation(taken, model.structure, context.target)
     if allocation.split or allocation.explain_unreachable(budget):
         raise PassError(f"{config.kind}: {allocation.explain_unreachable(budget) or 'bits: overrides split a group'}")
     # first, for it may show that the budget is out of reach, and costs less than what is measured next
@@ -111,17 +111,17 @@ def settle_bits(
     context.log(f"{config.kind}: {text}")
     notes = (Note("info", f"{config.kind}: {text}"),)
     measured = {name: _tell(costs, name, bits[name]) for name in layers}
-    chosen = budget.choose(bits, {name: _explain(costs, name, bits[name]) for name in layers})
+    chosen = budget.choose(bits, {name: _explain(costs, name) for name in layers})
     return config.with_bits(chosen), Settled(notes=notes, measured=measured)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The bits of each layer, and what was chosen in a sentence. `least`: bits that every group has at least."""
+    """What each layer gets, and what was chosen in a sentence. `least`: what every group has at least."""
 
-    bits: dict[str, int]
+    bits: dict[str, Choice]
     text: str
-    least: int
+    least: Choice
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,20 @@ class _Programme:
         """Return a choice with its sentence. `measured`: what it was counted or timed to come to."""
         chosen = [self.costs.choices[k] for k in numbers]
         groups, sizes = self.allocation.groups, self.allocation.sizes
-        used = sum(n * size for n, size in zip(chosen, sizes, strict=True)) + self.allocation.fixed_bits
-        counts = ", ".join(f"{chosen.count(n)} of {n} bits" for n in sorted(set(chosen)))
+        used = sum(count_choice_bits(n) * size for n, size in zip(chosen, sizes, strict=True))
+        used += self.allocation.fixed_bits
+        counts = ", ".join(f"{chosen.count(n)} of {name_choice(n)}" for n in self.costs.choices if n in chosen)
         lost = sum(row[k] for row, k in zip(self.table, numbers, strict=True))
         text = f"{measured}; " if measured else ""
         text += f"{used / self.allocation.n_weights:.3f} bits on average: groups of layers: {counts}; "
         text += f"predicted loss {lost:.4g} {self.costs.unit}"
         nominal = self.costs.choices.index(self.budget.nominal)
         if self._is_kept(nominal):
-            text += f", {sum(row[nominal] for row in self.table):.4g} with {self.budget.nominal} bits everywhere"
+            text += (
+                f", {sum(row[nominal] for row in self.table):.4g} with {name_choice(self.budget.nominal)} everywhere"
+            )
         bits = {name: n for group, n in zip(groups, chosen, strict=True) for name in group}
-        return _Choice(bits, text, min(chosen))
+        return _Choice(bits, text, self.costs.choices[min(numbers)])
 
     def _is_kept(self, number: int) -> bool:
         """Return whether the budget is kept with that choice for every group."""
@@ -198,7 +201,7 @@ def _leave_out(prices: Prices, n_choices: int) -> Prices:
 
 def _confirm(choices: Sequence[_Choice], comparison: BitsComparison, unit: str) -> _Choice:
     """Return the choice that loses less with all layers rounded."""
-    best, ways = choices[comparison.best], [f"with {choice.least} bits and more" for choice in choices]
+    best, ways = choices[comparison.best], [f"with {name_choice(choice.least)} and more" for choice in choices]
     pairs = [f"{lost:.4g} {way}" for lost, way in zip(comparison.outputs, ways, strict=True)]
     text = f"{best.text}; with all layers rounded: {', '.join(pairs)} ({unit})"
     if comparison.texts:
@@ -216,25 +219,26 @@ def _recall_comparison(context: PassContext, choices: Sequence[_Choice]) -> Bits
     return BitsComparison.from_record(record)
 
 
-def _tell(costs: Costs, layer: str, bits: int) -> dict[str, float]:
+def _tell(costs: Costs, layer: str, choice: Choice) -> dict[str, float]:
     """Return the numbers of one layer for the report."""
     row = costs.by_layer.get(layer, (0.0,) * len(costs.choices))
-    at_each = {f"sensitivity_{n}_bits": cost for n, cost in zip(costs.choices, row, strict=True)}
-    return {"bits": bits, "sensitivity": row[costs.choices.index(bits)], **at_each}
+    names = [name_choice(each).replace(" ", "_") for each in costs.choices]
+    at_each = {f"sensitivity_{name}": cost for name, cost in zip(names, row, strict=True)}
+    return {"bits": count_choice_bits(choice), "sensitivity": row[costs.choices.index(choice)], **at_each}
 
 
-def _explain(costs: Costs, layer: str, bits: int) -> str:
+def _explain(costs: Costs, layer: str) -> str:
     """Return why a layer has its bits: what it costs at each choice."""
     if layer not in costs.by_layer:
         return "no gradient reaches it"
     row = zip(costs.choices, costs.by_layer[layer], strict=True)
-    return "costs " + ", ".join(f"{cost:.2g} at {n}" for n, cost in row) + f" bits, in {costs.unit}"
+    return "costs " + ", ".join(f"{cost:.2g} at {name_choice(n)}" for n, cost in row) + f", in {costs.unit}"
 
 
 def _recall_costs(context: PassContext, budget: BitBudget) -> Costs | None:
     """Return what a killed run measured; None where nothing whole is there, or of other choices."""
     record = recall(context, FILE)
-    if record is None or tuple(record["choices"]) != tuple(sorted(budget.choices)):
+    if record is None or tuple(record["choices"]) != budget.ordered:
         return None
     by_layer = {name: tuple(row) for name, row in record["by_layer"].items()}
     return Costs(tuple(record["choices"]), record["unit"], by_layer)
@@ -250,7 +254,7 @@ def _measure(
     compute: Compute,
 ) -> Costs:
     """Send gradients back through the model and round each layer at each choice."""
-    choices = tuple(sorted(budget.choices))
+    choices = budget.ordered
     batches = first_micro_batches(model, context, MEASURED_TOKENS, SCORED_ROWS)
     if not batches:
         raise PassError(f"{config.kind}: there is no calibration data; give the recipe a calibration set")

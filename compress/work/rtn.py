@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from compress.blocks.sharing import sum_over_processes
+from compress.blocks.block import BlockWork
+from compress.blocks.squares import InputSquares
 from compress.blocks.stream import Stream
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
-from compress.facts import InputGroup
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.graph.layers import find_layers
@@ -35,6 +36,7 @@ from compress.work.block_layers import (
     round_tables,
     say_error,
 )
+from compress.work.contexts import BlockContext
 from compress.work.mixed_bits import settle_bits
 
 
@@ -60,22 +62,12 @@ def _round_graph(config: Rtn, state: GraphState, context: PassContext) -> PassRe
     return PassResult(state, (*(config.decision(facts, target) for facts in taken), *kept))
 
 
-class _Importance:
-    """The mean square of each input of a block's layers."""
-
-    def __init__(self, layers: BlockLayers) -> None:
-        self.layers, self.totals = layers, dict[str, Tensor]()
-
-    def see(self, input_group: InputGroup, rows: Tensor) -> None:
-        """Add rows [n, in] that layers of the block read."""
-        squares = rows.double().square().sum(0)
-        for layer in self.layers.of(input_group.layers):
-            self.totals[layer] = self.totals[layer] + squares if layer in self.totals else squares
-
-    def of(self, layer: str) -> Tensor | None:
-        """Return the weight of each input [in] over all processes; None where no data reached the layer."""
-        zeros = torch.zeros(self.layers.facts[layer].shape[1], dtype=torch.float64)
-        return _weigh_inputs(sum_over_processes(self.totals.get(layer, zeros)))
+def _gather_importance(block: BlockWork, layers: BlockLayers) -> dict[str, np.ndarray]:
+    """Return layer -> squares of each of its inputs [in], on the calibration data."""
+    seen = InputSquares()
+    groups = [input_group for input_group in block.input_groups if layers.of(input_group.layers)]
+    block.collect(lambda input_group, rows: seen.see(layers.of(input_group.layers), rows), groups)
+    return {layer: seen.total(layer, layers.facts[layer].shape[1]).sums for layer in layers.schemes}
 
 
 def _weigh_inputs(squares: Tensor) -> Tensor | None:
@@ -94,25 +86,24 @@ def _round_blocks(config: Rtn, model: StreamedModel, context: PassContext) -> Pa
 
 def _round_layers(config: Rtn, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     data = config.needs_calibration
+    given = context.importance if isinstance(context, BlockContext) else {}
     stream = Stream(model, context, data=data, tables=config.takes_tables, lazy=not config.needs_forward)
     for block in stream:
         layers = block_layers(config, block, context.target)
         inputs = InputRanges.of(layers.schemes)
-        seen = _Importance(layers) if config.importance else None
         try:
             if inputs.schemes:
                 block.collect(lambda input_group, rows, inputs=inputs: inputs.see(input_group.layers, rows))  # type: ignore[misc]
-            if seen is not None:
-                block.collect(
-                    seen.see, [input_group for input_group in block.input_groups if layers.of(input_group.layers)]
-                )
+            squares = _gather_importance(block, layers) if config.importance is True else given
             leave_unscaled(config, block, layers, inputs, list(layers.schemes))
             shared = find_shared(config, block, layers.schemes)
             for layer, scheme in layers.schemes.items():
-                values, weighting = matrix(config, block, layer), None if seen is None else seen.of(layer)
-                if seen is not None and weighting is None:
-                    why = "no finite calibration data other than zeros reaches it"
-                    remark(block, [f"rtn: {layer}: {why}; all of its inputs weigh alike"])
+                values, weighting = matrix(config, block, layer), None
+                if layer in squares:
+                    weighting = _weigh_inputs(torch.from_numpy(squares[layer]).double().to(values.device))
+                if config.importance and weighting is None:
+                    what = "the importance matrix" if config.importance_file else "finite calibration data"
+                    remark(block, [f"rtn: {layer}: {what} has nothing but zeros of it: all of its inputs weigh alike"])
                 weight = nearest(values, scheme, context.target, weighting, shared.get(layer))
                 put_layer(block, layers, layer, weight, inputs.scale(layer))
                 say_error(block, layer, values, weight)

@@ -88,8 +88,10 @@ def describe_scheme(scheme: Scheme) -> tuple[str, str, str]:
     integers = f"{weights.bits} bits{'' if weights.symmetric else ', zero points'}"
     floats = {4: "FP4 (E2M1)", 8: "FP8 (E4M3)"}
     bits = floats[weights.bits] if weights.kind == "float" else integers
-    if weights.scales == "six-bit":
-        return f"{weights.bits} bits, llama.cpp's format", f"{weights.group_size} inputs, below 256", "float"
+    if weights.block:
+        below = f", below {weights.block}" if weights.block > weights.group_size else ""
+        kind = "16 numbers of a table" if weights.kind == "table" else f"{weights.bits} bits"
+        return f"{kind}, llama.cpp's format", f"{weights.group_size} inputs{below}", "float"
     stored = {"e4m3": ", in E4M3 below one float", "e8m0": ", a power of two"}.get(weights.scales, "")
     groups = {-1: "each output channel", 0: "the tensor"}.get(weights.group_size, f"{weights.group_size} inputs")
     groups = f"{weights.rows} x {weights.group_size} weights" if weights.rows > 1 else groups + stored

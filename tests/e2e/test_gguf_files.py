@@ -45,6 +45,33 @@ def test_a_file_is_listed_with_its_size_and_judged(beside: bool, cache: Path, tm
         assert f"llama-cli -m DIR/{artifact.path}" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.slow
+def test_an_imatrix_is_written_and_read_and_a_mixture_keeps_to_the_bytes(cache: Path, tmp_path: Path) -> None:
+    language_folder(tmp_path / "lm", **LIKELY)
+    export = GGUF | {"export": [{"kind": "gguf", "imatrix": True}]}
+    assert run("apply", tmp_path, language_recipe(tmp_path, [], **export), cache).exit_code == 0
+    file = (tmp_path / "out/model/imatrix.gguf").rename(tmp_path / "imatrix.gguf")
+    given: dict[str, Any] = {"kind": "rtn", "scheme": "IQ4_NL", "importance": file.name}
+    recipe = language_recipe(tmp_path, [given], **GGUF)
+    del recipe["data"]["calibration"]
+    done = run("apply", tmp_path, recipe, cache)
+    assert done.exit_code == 0 and "weigh alike" not in done.output, done.output
+    done = run("plan", tmp_path, language_recipe(tmp_path, [{"kind": "rotate"}, given], **GGUF), cache)
+    assert "is of the model as it came, and rotate changes it before" in " ".join(done.output.split())
+    language_folder(tmp_path / "wide", intermediate_size=160)
+    other = recipe | {"model": {"source": "dir:wide", "task": "text-generation"}}
+    done = run("plan", tmp_path, other, cache)
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2 and "blk.0.ffn_down.weight has 128 inputs, and this model's has 160" in said, said
+    bits = {"size_ratio": 4.2, "choices": ["IQ4_NL", 5, 8]}
+    mixed = [{"kind": "rtn", "bits": bits, "embeddings": "W4", "lm_head": "W8"}]
+    done = run("apply", tmp_path, language_recipe(tmp_path, mixed, **GGUF), cache)
+    assert done.exit_code == 0, done.output
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    size = (tmp_path / "out/model/model.gguf").stat().st_size
+    assert 4.2 <= manifest["source_bytes"] / size < 4.3
+
+
 @pytest.mark.parametrize(
     ("passes", "change", "said"),
     [

@@ -17,7 +17,7 @@ from torch import nn
 from compress.blocks.experts import unstack_experts
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
-from compress.export.gguf import describe_gguf, write_gguf
+from compress.export.gguf import describe_gguf, make_byte_counter, write_gguf
 from compress.export.gguf_blocks import as_stored, find_block_type
 from compress.recipe.exports import GgufExport
 
@@ -63,6 +63,9 @@ def test_transformers_reads_what_was_stored(kind: str, name: str, tmp_path: Path
     path = tmp_path / "out/model.gguf"
     notes = write_gguf(path, model, GgufExport(dtype="float32"), "tiny")
     assert "each tensor as it was stored" in notes[0].text
+    count = make_byte_counter(model, GgufExport(dtype="float32"), "tiny")
+    assert count({}) == path.stat().st_size
+    assert count({layer: scheme("W8A16") for layer in model.schemes}) >= path.stat().st_size
     wanted, found = logits(with_halves(model)), logits(read(path))
     assert torch.allclose(wanted, found, atol=1e-5)
 

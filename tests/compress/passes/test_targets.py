@@ -10,6 +10,7 @@ import pytest
 from graphs import facts_of
 
 from compress.facts import BlockFacts, InputGroup, PassPlan, Structure
+from compress.formats.schemes import BLOCK_BITS
 from compress.formats.targets import TARGETS, Format, Target, TargetName
 from compress.passes import Autocast, Fp8, Int8, Pass, Rtn
 from compress.passes.kv_cache import KvCache
@@ -32,7 +33,7 @@ PASS_FOR: dict[str, Pass] = {
     "kv-fp8": KvCache(),
     **{f"w{bits}": Rtn(bits=bits) for bits in range(2, 9)},
     **{f"w{bits}-asym": Rtn(bits=bits, symmetric=False) for bits in range(2, 9)},
-    **{f"q{bits}-k": Rtn(scheme=f"Q{bits}_K") for bits in range(2, 7)},
+    **{name.lower().replace("_", "-"): Rtn(scheme=name) for name in BLOCK_BITS},
 }
 EVERY = [(name, one) for name in TARGETS for one in get_args(Format)]
 

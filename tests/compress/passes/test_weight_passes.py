@@ -11,13 +11,14 @@ from graphs import facts_of
 from pydantic import ValidationError
 
 from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure
-from compress.formats.schemes import PRESETS
+from compress.formats.schemes import BLOCK_BITS, PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.autoround import AutoRound
 from compress.passes.awq import Awq
 from compress.passes.hqq import Hqq
 from compress.passes.layer_schemes import describe_scheme, fit_group_size, format_of
+from compress.passes.weight_numbers import WeightOverride
 
 CPU, VLLM, ANY = TARGETS["onnxruntime-cpu"], TARGETS["vllm"], TARGETS["transformers"]
 ATTENTION, MLP = "layers.0.attention", "layers.0.mlp"
@@ -43,8 +44,7 @@ def decoder(ffn: int = 172, **bits: float) -> ModelFacts:
 def test_every_preset_is_taken_by_its_name_in_any_case(name: str) -> None:
     assert Rtn(scheme=name.lower()).find_scheme(layer("a")) == PRESETS[name]
     assert format_of(PRESETS[name]) in ANY.formats
-    k_format = name.endswith("_K")
-    target, targets = (TARGETS["llama.cpp"], ("re:.*down",)) if k_format else (ANY, ())
+    target, targets = (TARGETS["llama.cpp"], ("re:.*down",)) if name in BLOCK_BITS else (ANY, ())
     assert not Rtn(scheme=name, targets=targets).check(decoder(256), target).problems
 
 
@@ -62,6 +62,15 @@ def test_k_formats_have_groups_of_their_own_and_fall_back_where_256_does_not_div
         "layers.0.mlp.up has 128 inputs" in note.text and "W5A16, group 32" in note.text for note in fitted.notes
     )
     assert "awq: does not round to Q4_K; use gptq or rtn" in Awq(scheme="Q4_K").check(decoder(256), target).problems
+
+
+def test_iq4_xs_falls_back_to_the_same_numbers_in_blocks_of_32() -> None:
+    fitted = Gptq(scheme="IQ4_XS", indivisible="fit").check(decoder(256), TARGETS["llama.cpp"])
+    names = {layer: scheme.name for layer, scheme in fitted.schemes.items()}
+    assert names["layers.0.mlp.down"] == "IQ4_XS" and names["layers.0.mlp.up"] == "IQ4_NL"
+    other = WeightOverride(targets=("re:.*down",), bits=8)
+    mixed = Gptq(scheme="IQ4_XS", indivisible="fit", overrides=(other,)).check(decoder(256), TARGETS["llama.cpp"])
+    assert describe_scheme(mixed.schemes["layers.0.mlp.down"]) == "W8A16, group 32"
 
 
 def test_without_a_scheme_groups_are_of_32() -> None:

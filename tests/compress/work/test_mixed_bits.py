@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from child_processes import run_in_two_processes
+from pydantic import ValidationError
 from streaming import bert, context, gpt2, llama, streamed, texts, together
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from compress.formats.schemes import Scheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
 from compress.passes.hqq import Hqq
+from compress.passes.mixed_bits import BitBudget
 from compress.passes.tune import Tune
 from compress.passes.weight_only import WeightPass
 from compress.recipe.exports import CheckpointExport
@@ -37,6 +39,7 @@ from compress.work.contexts import BlockContext, WeightTrials
 pytestmark = pytest.mark.usefixtures("one_thread")
 ANY, VLLM = TARGETS["transformers"], TARGETS["vllm"]
 MIX = {"average": 3.0, "choices": (2, 3, 4)}
+DOWN = ("lm_head", "re:.*down_proj")
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
 
 
@@ -241,9 +244,12 @@ def test_experts_of_a_mixture_get_equal_bits(tmp_path: Path) -> None:
     expert = tuple((f"m.experts.{i}.up", f"m.experts.{i}.down") for i in range(2))
     input_groups = (InputGroup(("m.q", "m.k")), *(InputGroup((name,)) for names in expert for name in names))
     layers = [LayerFacts(n, "Linear", "MatMul", f"{n}.weight", (32, 32)) for r in input_groups for n in r.layers]
-    allocation = Gptq(bits=MIX).find_allocation(layers, Structure((BlockFacts("m", input_groups, expert),)))
+    structure = Structure((BlockFacts("m", input_groups, expert),))
+    allocation = Gptq(bits=MIX).find_allocation(layers, structure, ANY)
     assert allocation.groups == (("m.q", "m.k"), tuple(name for names in expert for name in names))
     assert allocation.sizes == (2048, 4096)
+    apart = Gptq(bits=MIX).find_allocation(layers, structure, TARGETS["llama.cpp"]).groups
+    assert apart == (("m.q",), ("m.k",), *(tuple(f"m.experts.{i}.{part}" for i in range(2)) for part in ("up", "down")))
 
 
 def test_the_plan_foretells_the_size_by_the_average() -> None:
@@ -354,6 +360,30 @@ def test_a_size_is_kept_with_all_that_a_checkpoint_holds(symmetric: bool) -> Non
     assert len({bits[name] for name in (Q, K, V)}) == 1 and len(set(bits.values()) - {8}) > 1
     plan = config.check(facts(model), ANY)
     assert not plan.problems and "at least 3.1 times smaller" in plan.notes[0].text
+
+
+def test_formats_of_llama_cpp_are_chosen_under_the_bytes_of_their_file() -> None:
+    model, target = streamed(uneven(layers=2)), TARGETS["llama.cpp"]
+    names = ("Q3_K", "Q5_K", "iq4_nl", 8)
+    config = Gptq(bits={"size_ratio": 9.0, "choices": names}, indivisible="fit", embeddings="W8", ignore=DOWN)
+    (problem,) = config.check(facts(model), target).problems
+    assert "with Q3_K in every group" in problem
+    nearest = float(re.search(r"ask for at most (\d+\.\d+)", problem).group(1))  # type: ignore[union-attr]
+    config = config.with_bits(BitBudget(size_ratio=0.93 * nearest, choices=names))
+    plan = config.check(facts(model), target)
+    assert not plan.problems and "Q3_K, IQ4_NL, Q5_K or 8 bits for each of" in plan.notes[0].text
+    given = as_block_context(context(texts(8), target="llama.cpp"))
+    result = apply_pass(config, model, given)
+    chosen = {layer: scheme.name for layer, scheme in result.model.schemes.items()}
+    assert len(set(chosen.values()) - {"W8A16"}) > 1
+    assert set(chosen.values()) <= {"W4A16", "IQ4_NL", "W5A16_ASYM", "W8A16"}  # 256 divides no layer
+    told = result.measured[Q]
+    assert {"sensitivity_Q3_K", "sensitivity_8_bits"} <= told.keys() and told["sensitivity"] > 0
+    with pytest.raises(ValidationError, match="Q3_K is a format of GGUF files, whose bytes size_ratio counts"):
+        Gptq(bits={"average": 4.0, "choices": ("Q3_K", 8)})
+    with pytest.raises(ValidationError, match="there is no format 'Q9_K'"):
+        Gptq(bits={"size_ratio": 4.0, "choices": ("Q9_K", 8)})
+    assert "does not round to" in Tune(bits=config.bits).check(facts(model), target).problems[0]
 
 
 def test_a_size_out_of_reach_is_refused_by_the_plan_with_the_nearest() -> None:
