@@ -28,8 +28,8 @@ FILE = "tables.json"
 TRIED_TOKENS = 512
 """Of the calibration data, on which the loss is measured: of Qwen2.5-Coder-0.5B within 4 % (output layer) and 23 %."""
 BESIDE = 2.0
-"""Times what a table costs alone, beside layers that are rounded, too: the embeddings of Qwen2.5-Coder-0.5B in four bits
-cost 0.003 nats alone, and 0.006 more of a model whose blocks are in four bits (two texts, to the nearest)."""
+"""Times what a table costs alone, beside layers that are rounded, too: embeddings of Qwen2.5-Coder-0.5B in four bits
+cost 0.003 nats alone, and 0.006 in a model whose blocks are in four bits (two texts, to the nearest)."""
 PART = 0.1
 """Of what a gate on nll allows to lose, what tables may cost in all."""
 ALLOWED = 0.01
