@@ -30,14 +30,14 @@ from compress.models.meta import module_on_meta
 from compress.passes import Pass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import Durations
-from compress.planning.forecast import BASELINE, EXPORT, Volumes, find_timed_batch, forecast
+from compress.planning.forecast import BASELINE, EXPORT, JUDGING, Forecast, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
 from compress.planning.importance import check_importance
 from compress.planning.in_files import note_missing_float, note_narrow_source, stays_in_files
 from compress.planning.inputs import Inputs, read_inputs, settle_digests
 from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.latency import forecast_latency
-from compress.planning.measurements import measurement_note
+from compress.planning.measurements import measurement_note, pass_names
 from compress.planning.plan import Plan, PlannedWork
 from compress.planning.sets import IMAGE_BATCH, TEXTS, count_tokens, text_fill
 from compress.planning.students import locate_result
@@ -146,7 +146,8 @@ def make_plan(
         expected = forecast(*about, latency)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
-    made = Plan(recipe, inputs, work, keys, before, after, (*notes, *of_speed, *of_gates), expected, latency, device)
+    notes = (*notes, *of_speed, *of_gates, *_warn_of_memory(inputs, expected, work))
+    made = Plan(recipe, inputs, work, keys, before, after, notes, expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
 
 
@@ -369,7 +370,7 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
     of_size = (note_missing_float(recipe, inputs.facts), note_narrow_source(recipe, inputs.facts))
     notes += [note for note in of_size if note is not None]
-    return (*notes, *_batch_notes(inputs), *engine_notes(inputs), *([measured] if measured else []))
+    return (*notes, *engine_notes(inputs), *([measured] if measured else []))
 
 
 def _warn_few_samples(inputs: Inputs, n_samples: int) -> list[str]:
@@ -411,19 +412,21 @@ def _warn_plain_texts(inputs: Inputs) -> list[str]:
     ]
 
 
-def _batch_notes(inputs: Inputs) -> list[Note]:
-    """Warn where the largest batch whose speed is measured does not fit into the memory of this machine."""
-    timed, available = find_timed_batch(inputs), available_bytes()
-    if timed is None or timed.n_bytes <= available:
+def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWork]) -> list[Note]:
+    """Warn of the work, not done yet, that takes most memory, where this machine has less free."""
+    done, free = {planned.name for planned in work if planned.cached}, available_bytes()
+    left = [stage for stage in expected.stages if stage.name not in done]
+    largest = max(left, key=lambda stage: stage.memory_bytes, default=None)
+    if largest is None or largest.memory_bytes <= free:
         return []
-    parts = f"{size_text(timed.feed_bytes)} of inputs"
-    if timed.activation_bytes:
-        parts += f" and about {size_text(timed.activation_bytes)} of activations"
-    text = (
-        f"validate.benchmark: a batch of {timed.n_samples} samples has {parts} in each of the two models, more than "
-        f"the {size_text(available)} of memory available here; give a smaller {timed.key}"
-    )
-    return [Note("warning", text)]
+    passes, timed = inputs.recipe.passes, find_timed_batch(inputs)
+    way = "take a machine with more, or make room"
+    if hasattr(dict(zip(pass_names(passes), passes, strict=True)).get(largest.name), "batch_size"):
+        way = "give it a smaller batch_size, or shorter samples"
+    elif largest.name == JUDGING and timed is not None and timed.n_bytes > free / 2:
+        way = f"give validate.benchmark a smaller {timed.key}"
+    needed = f"{largest.name} takes about {size_text(largest.memory_bytes)} of memory"
+    return [Note("warning", f"{needed}, and {size_text(free)} are free here: {way}")]
 
 
 def explain_unsaid_sizes(run: ModelRun, units: Mapping[str, int]) -> str:

@@ -141,7 +141,7 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
         planned(tmp_path)
 
 
-def test_a_timed_batch_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path, host: Host) -> None:
+def test_work_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path, host: Host) -> None:
     """An image of the digits is float32 [1, 8, 8]: 256 bytes."""
     size = "validate.benchmark.throughput_batch_size=8192"
     plain, large = planned(tmp_path), planned(tmp_path, size)
@@ -150,14 +150,15 @@ def test_a_timed_batch_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path,
     assert (timed.key, timed.n_samples, timed.feed_bytes) == ("throughput_batch_size", 8192, 8192 * 256)
     assert timed.activation_bytes == 8192 * large.before.peak_activation_bytes > 0
     assert max(plain.forecast.memory_bytes, timed.n_bytes) < large.forecast.memory_bytes
-    host.memory_bytes = timed.n_bytes
+    host.memory_bytes = large.forecast.memory_bytes
     assert planned(tmp_path, size).notes == large.notes
-    host.memory_bytes = timed.n_bytes - 1
-    assert planned(tmp_path).notes == plain.notes
+    host.memory_bytes = large.forecast.memory_bytes - 1
     (note,) = set(planned(tmp_path, size).notes) - set(large.notes)
-    said = "validate.benchmark: a batch of 8192 samples has 2.0 MiB of inputs and about "
-    assert note.level == "warning" and note.text.startswith(said)
-    assert note.text.endswith("of memory available here; give a smaller throughput_batch_size")
+    assert note.level == "warning" and note.text.startswith("judging takes about ")
+    assert note.text.endswith(" are free here: give validate.benchmark a smaller throughput_batch_size")
+    host.memory_bytes = plain.forecast.memory_bytes - 1
+    (note,) = set(planned(tmp_path).notes) - set(plain.notes)
+    assert note.text.endswith(" are free here: take a machine with more, or make room")
 
 
 def test_a_timed_batch_counts_what_is_timed(tmp_path: Path) -> None:
