@@ -388,6 +388,7 @@ def _collect_contents(
         streamed=passed.streamed,
         class_names=exported.class_names if exported else (),
         generation=generation_of(inputs),
+        images=inputs.sight.images if inputs.sight is not None else None,
         cache=run.cache.root,
         module=build_kept(run, passed),
         surplus=surplus,

@@ -30,6 +30,7 @@ from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.layers import find_layers
+from compress.graph.seeing import decoder_of
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.models.load import TorchModel
@@ -65,6 +66,7 @@ from runtime.bundle.format import (
     write_recorded,
     write_samples,
 )
+from runtime.bundle.manifest import PromptImages
 from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 from runtime.judge.evidence import select_metrics
@@ -130,6 +132,7 @@ class Contents:
     """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
+    images: PromptImages | None = None
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
     surplus: Mapping[str, Path] = field(default_factory=dict)
@@ -177,6 +180,7 @@ def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note
         judgement=contents.judgement,
         postprocess=recipe.postprocess,
         generation=contents.generation,
+        images=contents.images if contents.graphs is not None else None,
         source_bytes=contents.source_bytes,
         orders=tuple(orders),
         created_by=f"compress {__version__}",
@@ -296,6 +300,7 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
             _copy_file(contents.folder, folder, contents.preprocess.target.tokenizer)
         notes += write_first_token(folder, contents.preprocess)
         shared = artifact.cache is not None and artifact.cache.shared_buffer and not artifact.cache.states
+        shared &= contents.images is None  # whose folder has files of other names there
         if shared and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
@@ -405,6 +410,7 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
     save_graph(graph, path, load=name != "baseline" or not holds_stored(graph))  # it was compared piece by piece
     cross = cross_names(graph)
     cache = cache_of_decoder(graph) if cross else cache_of(graph)
+    graph = decoder_of(graph)
     return Artifact(
         name=name,
         path=f"{folder.name}/model.onnx",

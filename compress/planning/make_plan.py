@@ -270,7 +270,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
         assert inputs.run is not None
         module = copy_without_weights(inputs.run.module)
         try:
-            cache = find_states(getattr(module, "wrapped", module))
+            cache = find_states(getattr(module, "wrapped", module), sight=inputs.sight)
         except NotExportable as error:
             return [f"export.{graphs[0][0]}: {problem}" for problem in error.problems]
         except (CompressError, *USER_ERRORS):
