@@ -283,8 +283,9 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
     """Return what the model keeps between calls: it is run by shapes alone, a first call and others that go on from it.
 
     A module on the meta device is of no other use afterwards. `run`: it may be run in earnest where its code looks at
-    values. `sight`: how images reach a model that also sees. Raises NotExportable for a cache that is no list of tensors, and for code that walks over a text in Python,
-    of which no graph reads another length; ExportError where shapes alone do not show it.
+    values. `sight`: how images reach a model that also sees. Raises NotExportable for a cache that is no list of
+    tensors, and for code that walks over a text in Python, of which no graph reads another length; ExportError where
+    shapes alone do not show it.
     """
     argument = next((name for name in ARGUMENTS if name in inspect.signature(module.forward).parameters), None)
     if argument is None:

@@ -86,9 +86,12 @@ class Tower:
         for row, given in zip(self.rows, features, strict=True):
             sizes = [given.shape[0] if size == self.sight.n_tokens else size for size in self.leaves[row][:-1]]
             leaves[row] = given.reshape(*sizes, given.shape[-1])
-        with _exchange([self.part], lambda _: lambda *args, **kwargs: tree_unflatten(leaves, self.tree)):
-            with _Placing(), _leave_unchecked():
-                yield
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return tree_unflatten(leaves, self.tree)
+
+        with _exchange([self.part], lambda _: answer), _Placing(), _leave_unchecked():
+            yield
 
     def list_arguments(self, ids: Tensor, total: int) -> dict[str, Tensor]:
         """Return what the forward pass reads beside tokens, of which there are `total`; images are in `ids` alone."""

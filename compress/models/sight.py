@@ -7,7 +7,6 @@ chat template names it, and pixels of one size, resized, cropped and normalized.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +98,8 @@ def _find_sight(chats: ChatEncoder) -> Sight:
 
 def _find_places(without: str, asked: str, heard: str) -> tuple[str, str]:
     """Return what the chat template writes for an image, and what the processor tokenizes there."""
-    start = len(os.path.commonprefix([without, asked]))
+    pairs = enumerate(zip(without, asked, strict=False))
+    start = next((i for i, (one, other) in pairs if one != other), len(without))
     end = len(without) - start
     marker = asked[start : len(asked) - end]
     if not marker.strip() or not asked.endswith(without[start:]):

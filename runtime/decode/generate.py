@@ -1,7 +1,8 @@
 """Generate text after a prompt: one call for the prompts, then one for each further token of all of them.
 
 A prompt is encoded as an evaluation text is (`runtime.encode.language`), a chat as its template says, with nothing
-added; images in it are read as the model's own processor reads them. Text comes out as tokens do: never half a character, never what belongs to a stop string.
+added; images in it are read as the model's own processor reads them. Text comes out as tokens do: never half a
+character, never what belongs to a stop string.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ class Keys(Protocol):
 class Decoder:
     """One batch of texts at a time: `start` reads the prompts, `step` one further token of each.
 
-    Of a model that also sees, `look` gives what `start` reads in the places of images. Both give the logits of the next token, float32 [n, vocab]. BundleError for a graph that does not have the cache
-    that `cache` describes, or that fails; UsageError for a backend that keeps none, or a text that outgrows its buffer.
+    Both give the logits of the next token, float32 [n, vocab]. Of a model that also sees, `look` gives what `start`
+    reads in the places of images. BundleError for a graph that does not have the cache that `cache` describes, or that
+    fails; UsageError for a backend that keeps none, or a text that outgrows its buffer.
     """
 
     def __init__(self, session: Session, cache: KvCacheSpec | None) -> None:

@@ -170,9 +170,8 @@ class _Reader:
 
     def find_images(self, rows: Sequence[int]) -> list[Array]:
         """Return the pixels of these samples' images."""
-        return (
-            [np.asarray(self._pixels[row]) for row in rows if np.size(self._pixels[row])] if len(self._pixels) else []
-        )
+        known = [np.asarray(self._pixels[row]) for row in rows] if len(self._pixels) else []
+        return [pixels for pixels in known if pixels.size]
 
     def read(self, batch: Sequence[Array], places: slice, rows: Sequence[int]) -> Array:
         """Return the logits [n, places, vocab] of these places of samples `rows`; those before have been read."""
