@@ -17,6 +17,7 @@ from safetensors.torch import save_model
 from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.context import PassResult
+from compress.data.sight import Sight
 from compress.errors import ExportError, OutputError, SourceError
 from compress.execution.quality import run_graph
 from compress.execution.work_meter import WorkMeter
@@ -29,7 +30,6 @@ from compress.graph.halves import cross_names
 from compress.graph.seeing import decoder_of
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
-from compress.models.sight import Sight
 from compress.models.weights import load_state
 from compress.passes import Pass
 from compress.planning.inputs import Inputs

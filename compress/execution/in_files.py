@@ -18,6 +18,7 @@ from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
+from compress.data.sight import Sight
 from compress.errors import ExportError
 from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
 from compress.export.decoder import export_decoder
@@ -27,7 +28,6 @@ from compress.graph.seeing import decoder_of, sees, split_sight
 from compress.graph.specs import cache_pairs, input_specs, output_specs
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.models.batch_axis import TOLERANCE
-from compress.models.sight import Sight
 from compress.rounding.measure import relative_difference
 from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache

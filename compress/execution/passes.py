@@ -30,8 +30,7 @@ from compress.export.parity import check_parity
 from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.graph.seeing import decoder_of
-from compress.graph.specs import specs_fed
+from compress.graph.seeing import specs_fed
 from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
@@ -471,7 +470,7 @@ def _run_graph_passes(
 ) -> tuple[GraphState, list[PassResult[GraphState]]]:
     inputs, evaluation = run.plan.inputs, run.sets["evaluation"]
     log, slices = run.run_log.log, evaluation.slices
-    specs = specs_fed(decoder_of(state.model), exported.inputs)
+    specs = specs_fed(state.model, exported.inputs)
     run_samples = graph_runner(inputs, specs, evaluation.columns, save_graph)
     context = GraphContext(
         **_list_fields(run, specs),

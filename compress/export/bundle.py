@@ -73,6 +73,7 @@ from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
 from runtime.tasks.manifest import write_bundle
 
+TEMPLATE = "chat_template.jinja"
 FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -80,7 +81,7 @@ FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "vocab.txt",
     "vocab.json",
     "merges.txt",
@@ -133,6 +134,8 @@ class Contents:
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
     images: PromptImages | None = None
+    template: str | None = None
+    """The chat template that images were tried with; None: the folder's own, if it has one."""
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
     surplus: Mapping[str, Path] = field(default_factory=dict)
@@ -294,6 +297,8 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
     graph, texts = finish(graphs.state, TARGETS[target])
     notes = [Note("slow", text) for text in texts]
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
+    if contents.template is not None:
+        (folder / TEMPLATE).write_text(contents.template, encoding="utf-8")
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
         if isinstance(contents.preprocess, Seq2SeqPreprocess):

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compress.blocks.untouched import leave_untouched
+from compress.data.sight import Sight
 from compress.errors import ExportError, NotExportable
 from compress.export.onnx import Weight, export_program, silence
 from compress.export.recurrence import Recurrences, exchange_recurrences
@@ -38,7 +39,6 @@ from compress.graph.layers import WRAPPER, find_layers, node_scope
 from compress.graph.seeing import put_beside
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
 from compress.graph.stored import StoredTensor, make_stored_weight
-from compress.models.sight import Sight
 from compress.structure.alike import cut_chain
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from compress.data.sight import Sight
 from compress.errors import ExportError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
 from compress.export.onnx import export_float
 from compress.graph.run import Feeds
 from compress.models.load import OnnxModel, TorchModel
-from compress.models.sight import Sight
 from runtime.tasks import find_task
 
 

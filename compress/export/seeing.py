@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from compress.blocks.untouched import leave_untouched
+from compress.data.sight import WAY_OUT, Sight
 from compress.errors import NotExportable
 from compress.export.onnx import Weight, export_program, silence
 from compress.models.processor import IDS, MASK
-from compress.models.sight import WAY_OUT, Sight
 from runtime.bundle.manifest import IMAGE_FEATURES
 
 LOOK = "get_image_features"

@@ -10,6 +10,8 @@ import onnx_ir as ir
 from compress.graph.edit import tidy
 from compress.graph.halves import drop_idle_inputs, join_graphs, keep_outputs
 from compress.graph.run import clone
+from compress.graph.specs import input_specs, is_cache
+from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import FEATURES
 
 MADE = "/made"
@@ -48,6 +50,12 @@ def split_sight(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     for value in vision.graph.outputs:
         value.name = (value.name or "").removesuffix(MADE)
     return vision, decoder
+
+
+def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Return what a graph reads: what the float graph does, but for a decoder, whose cache may have another form."""
+    keeps = any(is_cache(value.name or "") for value in model.graph.outputs)
+    return input_specs(decoder_of(model)) if keeps else float_inputs
 
 
 def decoder_of(model: ir.Model) -> ir.Model:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from compress.data.chat import ChatEncoder, image_columns
 from compress.data.inspect import DataFacts, inspect_data
+from compress.data.sight import Sight, find_sight
 from compress.errors import PlanError, SourceError, place_errors
 from compress.facts import ModelFacts, SampleShapes
 from compress.models.answers import describe_not_followed
@@ -22,7 +23,6 @@ from compress.models.meta import open_on_meta
 from compress.models.onnx_ends import onnx_io
 from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.shards import facts_by_names, read_named_model
-from compress.models.sight import Sight, find_sight
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.planning.input_checks import (
     NO_IMAGES,

@@ -364,6 +364,10 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
         notes.append(
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
         )
+    if inputs.sight is not None:
+        notes.append(
+            Note("info", "onnxruntime-genai has a layout of its own for models that see, which is not written")
+        )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
     of_size = (note_missing_float(recipe, inputs.facts), note_narrow_source(recipe, inputs.facts))
     notes += [note for note in of_size if note is not None]

@@ -12,6 +12,7 @@ import torch
 from seeing import VOCABULARY, write_gemma, write_json, write_llava, write_qwen, write_vip
 
 from compress.data.chat import ChatEncoder
+from compress.data.sight import find_sight
 from compress.errors import CompressError, NotExportable, SourceError
 from compress.export.decoder import export_decoder, find_states
 from compress.export.onnx import finish, save_graph
@@ -22,7 +23,6 @@ from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.models.huggingface import build_on_meta, load_trained
 from compress.models.language import read_generation
 from compress.models.processor import Processor
-from compress.models.sight import find_sight
 from compress.models.source import Source, locate
 from compress.rounding.state import GraphState
 from compress.specs import ChatSpec, ModelSpec
