@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,7 @@ def find_sight(chats: ChatEncoder) -> Sight:
 
 
 def _find_sight(chats: ChatEncoder) -> Sight:
-    random = np.random.default_rng(0)
-    images = [random.integers(0, 256, (*size, 3), np.uint8) for size in SIZES]
+    images = draw_images()
     question = "What is it?"
     asked, without = (chats.render_prompt(take_images(ask_about(some, question))[0]) for some in ([0], []))
     heard, made = zip(*(chats.processor.expand(asked, [image]) for image in images), strict=True)
@@ -83,8 +83,9 @@ def _find_sight(chats: ChatEncoder) -> Sight:
     for name in marks:
         if not np.array_equal(made[0][name][0], ids == token):
             raise SourceError(f"its processor gives {name} that are not of images' tokens alone")
-    pixels = _find_pixels(made)
-    spec = _find_preprocess(chats, images, [each[pixels] for each in made])
+    pixels = find_pixels(made)
+    processor = chats.processor.auto_processor.image_processor
+    spec = find_preprocess(processor, images, [each[pixels] for each in made])
     example = {name: values for name, values in made[0].items() if name != IDS}
     return Sight(
         PromptImages(marker, text, to_json(spec)),
@@ -117,8 +118,17 @@ def _is_mark(values: Array, ids: Array) -> bool:
     return values.shape == (1, len(ids)) and values.dtype.kind in "iub"
 
 
-def _find_pixels(made: Sequence[Mapping[str, Array]]) -> str:
-    """Return the input that pixels are: the one of floats, of one size. All others are the same for any image."""
+def draw_images() -> list[Array]:
+    """Return images of noise, of SIZES, uint8 [H, W, 3]."""
+    random = np.random.default_rng(0)
+    return [random.integers(0, 256, (*size, 3), np.uint8) for size in SIZES]
+
+
+def find_pixels(made: Sequence[Mapping[str, Array]]) -> str:
+    """Return the input that pixels are: the one of floats, of one size. All others are the same for any image.
+
+    `made`: what a processor gives of each image. SourceError.
+    """
     found = [name for name, values in made[0].items() if values.dtype.kind == "f" and values.ndim >= 4]
     if len(found) != 1 or made[0][found[0]].size != int(np.prod(made[0][found[0]].shape[-3:])):
         raise SourceError("its processor makes more of an image than one tensor of pixels: tiles, or patches")
@@ -130,11 +140,9 @@ def _find_pixels(made: Sequence[Mapping[str, Array]]) -> str:
     return found[0]
 
 
-def _find_preprocess(chats: ChatEncoder, images: Sequence[Array], expected: Sequence[Array]) -> ImagePreprocess:
-    """Return what makes the processor's pixels, tried on images. SourceError."""
-    processor = chats.processor
-    config: dict[str, Any] = json.loads(processor.auto_processor.image_processor.to_json_string())
-    spec = make_image_preprocess(config, processor.folder / "preprocessor_config.json")
+def find_preprocess(processor: Any, images: Sequence[Array], expected: Sequence[Array]) -> ImagePreprocess:
+    """Return what makes the pixels that transformers' image processor has made of images. SourceError."""
+    spec = make_image_preprocess(json.loads(processor.to_json_string()), Path(type(processor).__name__))
     for image, values in zip(images, expected, strict=True):
         own = normalize_pixels(batch_pixels([image], spec), spec)[0]
         if own.shape != values.shape[-3:] or np.abs(own - values.reshape(own.shape)).mean() > APART:
