@@ -7,13 +7,16 @@ batch with padding; the checkpoint, loaded by transformers itself, the report's 
 benchmarks/.census, from where a run that was stopped goes on; a whole run writes docs/reference/census.md, and names
 what was right there before and is no longer. `--only` tries a family anew; `--quick` plans, and applies nothing.
 
-A model that also sees, named "FAMILY +images", has a checkpoint alone. It has to hold every tensor and file of its
-source, and transformers, which loads it, has to find the report's nats, and what is not in few bits as it was.
+A model that also sees, named "FAMILY +images": its checkpoint has to hold every tensor and file of its source, and
+transformers, which loads it, has to find the report's nats, and what is not in few bits as it was. Its float graphs
+have to give every greedy token of transformers in our runtime, after prompts with an image and without, if its own
+image processor, as transformers sets it, makes of any image what a runtime can make.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -38,7 +41,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
-from compress.errors import CompressError
+from compress.data.sight import Sight, draw_images, find_pixels, find_preprocess
+from compress.errors import CompressError, NotExportable, SourceError
 from compress.execution.run import apply_recipe
 from compress.export import loading_back
 from compress.export.decoder import export_decoder
@@ -46,12 +50,14 @@ from compress.export.onnx import finish, save_graph
 from compress.formats.targets import TARGETS
 from compress.graph.specs import cache_of
 from compress.models.fresh_reader import answer
-from compress.models.huggingface import load_trained
+from compress.models.huggingface import load_config, load_trained
 from compress.models.source import Source, locate
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 from compress.rounding.state import GraphState
-from runtime.backends import find_backend
+from compress.specs import ModelSpec
+from runtime.backends import find_backend, open_model
+from runtime.bundle.manifest import PromptImages
 from runtime.decode.kv_cache import Decoder
 from runtime.errors import RuntimeFailure
 
@@ -119,8 +125,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 """What a configuration gets besides, tried in turn until the model is built and runs."""
 SECTIONS = ((4, 2, 2), (2, 1, 1), (3, 3, 2))
 """Of a turned head's halves, that are turned by time, height and width: as many of each as some models have here."""
-SEEING, NO_GRAPH = " +images", "-"
-"""What stands behind the names of families that also see, and in the place of their graphs."""
+SEEING = " +images"
+"""What stands behind the names of families that also see."""
+IMAGE_TOKEN, SIDE = 5, 64
+"""Of an image, as `SIZES` has it; a side of it where a configuration says none."""
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja")
 PARTS = ("graph", "checkpoint")
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
@@ -217,7 +225,7 @@ def try_family(kind: str, folder: Path, quick: bool) -> None:
         return
     row["class"] = type(module).__name__
     if sees:
-        keep(graph=NO_GRAPH)
+        keep(graph=try_looking(folder))
         keep(checkpoint=try_part(folder, "seeing", "transformers", None if quick else try_seeing))
         return
     for part, target, judge in (
@@ -268,6 +276,92 @@ def try_graph(folder: Path, recipe: Path) -> str:
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
         got = decoder.step(tokens) if step < GREEDY - 1 else got
     return RIGHT
+
+
+def try_looking(folder: Path) -> str:
+    """Compare greedy tokens of the float graphs, in our runtime, with transformers' own after prompts with an image."""
+    source = locate(ModelSpec(source=f"dir:{folder}/model", task="image-text-to-text"), folder)
+    try:
+        check_processor(load_config(source))
+        reference, module = (load_whole(source) for _ in range(2))
+        unstack_experts(module)
+        sight = make_sight(reference)
+        graph, _ = finish(GraphState(export_decoder(module, sight=sight)), TARGETS["onnxruntime-cpu"])
+    except (SourceError, NotExportable) as error:
+        return f"{REFUSED}: {shorten('; '.join(error.problems))}"
+    except Exception as error:  # noqa: BLE001  (a finding)
+        return f"{FAILED}: {shorten(repr(error))}"
+    save_graph(graph, folder / "model.onnx")
+    session = open_model(find_backend("onnxruntime-cpu"), folder / "model.onnx", 1, {})
+    decoder, random = Decoder(session, cache_of(graph)), np.random.default_rng(0)
+    rows = [random.integers(IMAGE_TOKEN + 1, VOCABULARY, n).tolist() for n in PROMPTS]
+    rows = [[*row, *[IMAGE_TOKEN] * sight.n_tokens * (i != 1), *row[::-1]] for i, row in enumerate(rows)]
+    images = [
+        None if i == 1 else random.standard_normal(sight.example[sight.pixels].shape, np.float32) for i in range(3)
+    ]
+    features = decoder.look([image for image in images if image is not None])
+    got, worst = decoder.start([np.array(row) for row in rows], max(map(len, rows)) + GREEDY, features), 0.0
+    for step in range(GREEDY):
+        with torch.no_grad():
+            wanted = torch.stack(
+                [look_and_read(reference, sight, row, image) for row, image in zip(rows, images, strict=True)]
+            ).numpy()
+        worst = max(worst, float(np.abs(got - wanted).max() / np.abs(wanted).max()))
+        tokens = wanted.argmax(axis=1)
+        if got.argmax(axis=1).tolist() != tokens.tolist() or not worst < CLOSE:
+            return f"{WRONG}: logits differ by {worst:.1e} at token {step}"
+        rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+        got = decoder.step(tokens) if step < GREEDY - 1 else got
+    return RIGHT
+
+
+def look_and_read(model: Any, sight: Sight, row: Sequence[int], image: np.ndarray | None) -> torch.Tensor:
+    """Return the logits after a row of tokens, and an image in the places of its tokens."""
+    ids = torch.tensor([row])
+    feeds = {name: (ids == IMAGE_TOKEN).to(torch.int64) for name in sight.marks}
+    if image is not None:
+        feeds[sight.pixels] = torch.from_numpy(image)
+    logits: torch.Tensor = model(input_ids=ids, **feeds, use_cache=False).logits[0, -1]
+    return logits
+
+
+def make_sight(module: Any) -> Sight:
+    """Return how an image reaches a tiny model: pixels of one size, and the tokens that its code makes of them."""
+    vision = getattr(module.config, "vision_config", None)
+    side = getattr(vision, "image_size", None) or SIDE
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    pixels = np.random.default_rng(1).standard_normal((1, 3, height, width), np.float32)
+    try:
+        with torch.no_grad():
+            found = module.model.get_image_features(torch.from_numpy(pixels), return_dict=True).pooler_output
+    except Exception as error:
+        raise SourceError(
+            f"what sees of it reads more than one image's pixels ({shorten(repr(error), 120)})"
+        ) from error
+    first = found[0] if isinstance(found, list | tuple) else found
+    n_tokens = int(np.prod(first.shape[:-1]))
+    ids = np.array([[9, *[IMAGE_TOKEN] * n_tokens, 11]])
+    marks = tuple({"token_type_ids"} & inspect.signature(module.forward).parameters.keys())
+    example = {"input_ids": ids, "pixel_values": pixels, **dict.fromkeys(marks, (ids == IMAGE_TOKEN).astype(np.int64))}
+    return Sight(PromptImages("-", "-", {}), "pixel_values", example, IMAGE_TOKEN, n_tokens, marks)
+
+
+def check_processor(config: Any) -> None:
+    """Raise SourceError where the family's image processor, with its own settings, makes more than a runtime can."""
+    from PIL.Image import fromarray
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+
+    known = IMAGE_PROCESSOR_MAPPING.get(type(config), None)
+    kind = known["pil"] if isinstance(known, dict) and known.get("pil") else known
+    if not isinstance(kind, type):
+        raise SourceError("transformers has no image processor of it that Pillow runs")
+    images, processor = draw_images(), kind()
+    try:
+        made = [processor(fromarray(image), return_tensors="np") for image in images]
+        arrays = [{name: np.asarray(values) for name, values in each.items()} for each in made]
+    except Exception as error:
+        raise SourceError(f"its image processor has no settings of its own ({shorten(repr(error), 120)})") from error
+    find_preprocess(processor, images, [each[find_pixels(arrays)] for each in arrays])
 
 
 def load_whole(source: Source) -> Any:
@@ -486,7 +580,7 @@ def count(rows: Sequence[Row]) -> str:
     told = []
     for sees, title in ((False, ""), (True, "of models that also see ")):
         some = [row for row in rows if row["family"].endswith(SEEING) == sees]
-        for part in PARTS[sees:] if some else ():
+        for part in PARTS if some else ():
             words = [row[part].partition(":")[0] for row in some]
             found = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
             told.append(f"{title}{part}s {found}")

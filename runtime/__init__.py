@@ -134,7 +134,9 @@ class Bundle:
     def generate(self, prompt: Any, /, *, stream: bool = False, **settings: Any) -> Any:
         """Return the model's answer to a prompt; for a list of prompts a list of answers, made in one batch.
 
-        A prompt is a text that is continued; of an encoder-decoder what its encoder reads: a text, a recording.
+        A prompt is a text that is continued; of an encoder-decoder what its encoder reads: a text, a recording. Of a
+        model that also sees, messages (`chat`) may have images: {"type": "image", "image": "cat.png"} in a content that
+        is a list of parts.
 
         An answer is a `runtime.decode.generate.GeneratedText`. `settings` are `runtime.decode.generate.Request`'s:
         max_new_tokens, temperature (0: greedy, the default), top_k, top_p, min_p, repetition_penalty, stop (a list of
@@ -172,7 +174,8 @@ class Bundle:
             return AnswerGenerator(answering, encoder, task.to_columns)
         decoder = Decoder(self.session, self.manifest.candidate_for(self.backend).cache)
         folder = (self.root / self.manifest.artifact("candidate").path).parent
-        return Generator(decoder, language_encoder(self.preprocessor), self.manifest.generation, folder)
+        language, images = language_encoder(self.preprocessor), self.manifest.images
+        return Generator(decoder, language, self.manifest.generation, folder, images)
 
     def benchmark(self) -> "BenchmarkResult":
         """Measure speed and memory of baseline and candidate in this backend; `runtime.measure.benchmark.benchmark`."""

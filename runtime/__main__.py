@@ -32,6 +32,7 @@ from runtime.bundle.samples import write_npz
 from runtime.bundle.signature import check_signature
 from runtime.decode.generate import Request
 from runtime.decode.talk import converse, write_answer
+from runtime.encode.chat import ask_about
 from runtime.judge.bundle import report_unjudged
 from runtime.judge.explain import explain_path
 from runtime.judge.findings import Findings
@@ -133,6 +134,8 @@ def _build_parser() -> argparse.ArgumentParser:
     for flag, kind, about in _SAMPLING:
         generate.add_argument(flag, type=kind, metavar="N", help=about)
     generate.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    about = "an image that the prompt is about, put before it in the chat template; may be given again"
+    generate.add_argument("--image", action="append", metavar="FILE", help=about)
     generate.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     server = _add_command(
         commands, "serve", _serve, "answer requests over HTTP, by the core of the Open Inference Protocol (v2)"
@@ -282,11 +285,15 @@ def _generate(options: argparse.Namespace) -> int:
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.interactive == (options.prompt is not None) or (options.interactive and options.json):
         raise UsageError("generate: give a PROMPT, or --interactive alone, which reads prompts from stdin")
+    if options.image and (options.interactive or manifest.images is None):
+        why = "a PROMPT has images, and --interactive has none" if options.interactive else "the model sees no images"
+        raise UsageError(f"generate: --image: {why}; leave it out")
     prompt = read_stdin(MOST_INPUT) if options.prompt == "-" else options.prompt
+    prompt = ask_about(options.image, prompt) if options.image else prompt
     backend, note = backend_of(manifest, options.backend)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    request = Request(**settings, stop=options.stop or (), chat=options.chat)
+    request = Request(**settings, stop=options.stop or (), chat=options.chat or bool(options.image))
     with open_bundle(options.bundle, backend, options.threads or manifest.judgement.benchmark.threads) as bundle:
         answering = bundle.generator()
         if options.interactive:

@@ -77,6 +77,8 @@ def climb(path: Path, cache: Path | None = None) -> Ladder:
         raise ExportError(f"{path}: ONNX Runtime does not run its candidate on a CPU, where the forms are compared")
     if find_encoder(inside(path, manifest.graph_for(REFERENCE).path)) is not None:
         raise ExportError(f"{path}: the files of an encoder-decoder are compared at the build alone")
+    if manifest.images is not None:
+        raise ExportError(f"{path}: the graphs of a model that also sees are compared at the build alone")
     candidate = manifest.graph_for(REFERENCE)
     baseline = next((artifact for artifact in manifest.artifacts if artifact.name == "baseline"), None)
     rungs = [] if baseline is None else [_compare_optimized(path, manifest, baseline, "float file, optimized")]

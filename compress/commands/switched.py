@@ -197,6 +197,8 @@ def open_switched(case: Case, cache: Path, log: Any = print) -> Iterator[Switche
     smoothed or trained, and the cache is gone) each layer keeps its own rounded weights, and only the rounding of
     activations is told. ExportError where nothing can be switched.
     """
+    if case.manifest.images is not None:
+        raise ExportError(f"{case.root}: of a model that also sees no layer is put back alone: its graphs are two")
     with ExitStack() as stack:
         problems: list[str] = []
         for label, files, trusted in _list_sources(case, cache, log):

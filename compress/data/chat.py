@@ -28,6 +28,7 @@ from compress.errors import SourceError
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
+from runtime.encode.chat import ASSISTANT, IMAGE, TEXT, Turns, split_contents
 from runtime.encode.language import IDS, LOSS_MASK, POSITIONS
 from runtime.errors import UsageError
 
@@ -36,18 +37,11 @@ if TYPE_CHECKING:
 
 MESSAGES, TOOLS = "messages", "tools"
 """Roles of columns: the turns of each conversation, and the functions that its assistant may call."""
-TEXT, IMAGE, LABEL = "text", "image", "label"
-"""Roles of columns: what is asked about an image, and the answer. Beside MESSAGES the images of each conversation."""
-FILES = (IMAGE, "path", "url")
-"""Keys under one of which a message's part of type image has it; without them they are IMAGE's, in their order."""
-NOT_READ = ("image_url", "video", "audio")
-"""Types of parts of a message that nothing here reads."""
-ASSISTANT = "assistant"
+LABEL = "label"
+"""Role of a column: the answer to what is asked in TEXT about an IMAGE. Beside MESSAGES, the images of each."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Around what the assistant says, in a template."""
-Turns = list[dict[str, Any]]
-"""{"role": "user", "content": "..."}, the oldest first, and whatever else the template reads of a turn."""
 NO_MASK = "the assistant's tokens cannot be told from the others"
 WAYS = (
     "give chat.template a .jinja file with {% generation %} around what the assistant says, or chat.loss_on: all to "
@@ -58,49 +52,6 @@ WAYS = (
 def are_chats(roles: Collection[str]) -> bool:
     """Return whether samples with these roles are conversations: messages, or an image, a question and its answer."""
     return MESSAGES in roles or IMAGE in roles
-
-
-def ask_about(images: Sequence[Any], question: str | None, answer: str | None) -> Turns:
-    """Return the conversation in which a question about images is answered."""
-    asked = [{"type": IMAGE, IMAGE: image} for image in images]
-    said = [] if question is None else [{"type": TEXT, TEXT: question}]
-    turns: Turns = [{"role": "user", "content": [*asked, *said]}]
-    return turns if answer is None else [*turns, {"role": ASSISTANT, "content": answer}]
-
-
-def take_images(turns: Turns, others: Sequence[Any] = ()) -> tuple[Turns, list[Any]]:
-    """Return a conversation without its images, and these in order; those that it names no file of are `others`.
-
-    UsageError where `others` are not as many as have none.
-    """
-    found: list[Any] = []
-    rest = list(others)
-
-    def take(part: Any) -> Any:
-        if not isinstance(part, Mapping):
-            return part
-        part = {key: value for key, value in part.items() if value is not None}  # parquet fills in what others have
-        if part.get("type") in NOT_READ:
-            raise UsageError(f"a message has a part of type {part['type']}: give texts, and images as {{type: image}}")
-        if part.get("type") != IMAGE:
-            return part
-        named = [part[key] for key in FILES if key in part]
-        if not named and not rest:
-            raise UsageError(f"the conversation names more images than there are ({len(found)}): give each its file")
-        found.append(named[0] if named else rest.pop(0))
-        return {"type": IMAGE}
-
-    taken = [
-        {**turn, "content": [take(part) for part in turn["content"]]}
-        if isinstance(turn.get("content"), list | tuple | np.ndarray)
-        else turn
-        for turn in turns
-    ]
-    if rest:
-        raise UsageError(
-            f"{len(rest)} images are not named in the conversation: put {{type: image}} where each belongs"
-        )
-    return taken, found
 
 
 def image_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,6 +237,10 @@ class ChatEncoder:
             raise UsageError(f"the processor writes what is said in another way than the chat template, so {NO_MASK}")
         return whole, counts, seen
 
+    def render_prompt(self, turns: Turns) -> str:
+        """Render turns as text, ending where the assistant begins to speak. UsageError."""
+        return self._render(self._split_contents(turns), None, prompt=True)
+
     @cached_property
     def takes_parts(self) -> bool:
         """Return whether the template reads contents that are lists of parts; some of models that see read no other."""
@@ -298,14 +253,7 @@ class ChatEncoder:
 
     def _split_contents(self, turns: Turns) -> Turns:
         """Return turns with contents that are lists of parts, where the template reads such."""
-        if not self.sees or not self.takes_parts:
-            return turns
-        return [
-            {**turn, "content": [{"type": TEXT, TEXT: turn["content"]}]}
-            if isinstance(turn.get("content"), str)
-            else turn
-            for turn in turns
-        ]
+        return split_contents(turns) if self.sees and self.takes_parts else turns
 
     def _choose_template(self, tools: Any) -> str:
         """Return the template as transformers chooses it. UsageError where there is no default."""

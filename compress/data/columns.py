@@ -9,19 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.data.chat import (
-    IMAGE,
-    LABEL,
-    MESSAGES,
-    TEXT,
-    TOOLS,
-    ChatEncoder,
-    are_chats,
-    ask_about,
-    read_tools,
-    read_turns,
-    take_images,
-)
+from compress.data.chat import LABEL, MESSAGES, TOOLS, ChatEncoder, are_chats, read_tools, read_turns
 from compress.data.table import Table
 from compress.errors import SourceError
 from compress.specs import DataSpec, MessageKeys
@@ -31,6 +19,7 @@ from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.bundle.pixels import load_pixels, read_image_size
 from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
+from runtime.encode.chat import IMAGE, TEXT, ask_about, take_images
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task

@@ -33,7 +33,8 @@ def reading_samples(manifest: Manifest) -> tuple[str, ...]:
     """Return the packages that turn samples into tensors."""
     source = manifest.preprocess.get("source")  # of an encoder-decoder: what its encoder reads
     further = SAMPLES.get(str(source.get("kind")), ()) if isinstance(source, dict) else ()
-    return tuple(dict.fromkeys((*SAMPLES.get(str(manifest.preprocess["kind"]), ()), *further)))
+    images = SAMPLES["image"] if manifest.images is not None else ()
+    return tuple(dict.fromkeys((*SAMPLES.get(str(manifest.preprocess["kind"]), ()), *further, *images)))
 
 
 def write_requirements(

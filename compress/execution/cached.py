@@ -17,6 +17,7 @@ from safetensors.torch import save_model
 from compress.blocks.rounded import read_rounded, write_rounded
 from compress.blocks.sizes import fit, shapes_from, shapes_of
 from compress.context import PassResult
+from compress.data.sight import Sight
 from compress.errors import ExportError, OutputError, SourceError
 from compress.execution.quality import run_graph
 from compress.execution.work_meter import WorkMeter
@@ -26,6 +27,7 @@ from compress.export.parity import check_decoder_parity, check_encoder_decoder_p
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
 from compress.graph.halves import cross_names
+from compress.graph.seeing import decoder_of
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
 from compress.models.weights import load_state
@@ -80,20 +82,22 @@ def float_model(
     batches: MakeBatches,
     opset: int,
     refilled: Callable[[], ir.Model | None] = lambda: None,
+    sight: Sight | None = None,
 ) -> FloatModel:
     """Export the float graph, check parity on real inputs, keep it; weights are loaded only if the cache has none.
 
-    `refilled`: gives a graph to take in place of an export, if there is one and it passes the same check.
+    `refilled`: gives a graph to take in place of an export, if there is one and it passes the same check. `sight`: as
+    of `export_model`; a question about an image is then among what parity is checked with.
     """
 
     def write(folder: Path) -> dict[str, Any]:
         loaded, given = load(), refilled()
         try:
-            graph, inputs, outputs, parity = _export(loaded, batches, opset, given)
+            graph, inputs, outputs, parity = _export(loaded, batches, opset, given, sight)
         except ExportError:
             if given is None:
                 raise
-            graph, inputs, outputs, parity = _export(loaded, batches, opset, None)
+            graph, inputs, outputs, parity = _export(loaded, batches, opset, None, sight)
         write_graph(graph, folder / GRAPH)
         return {
             "inputs": to_json(inputs),
@@ -121,7 +125,9 @@ Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float
 """The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
-def _export(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None) -> Exported:
+def _export(
+    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None, sight: Sight | None
+) -> Exported:
     """Export a model, or take the graph that is given, and compare the two: of a graph with caches in its own calls."""
     sample = batches(loaded.inputs)
     if find_task(loaded.task).unit == "call":
@@ -129,11 +135,14 @@ def _export(loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, gi
         graph = given or export_model(loaded, example, opset)
         parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
         return graph, loaded.inputs, loaded.outputs, parity
-    graph = given or export_model(loaded, sample[0], opset)
+    graph = given or export_model(loaded, sample[0], opset, sight)
     assert isinstance(loaded, TorchModel)  # or nothing was exported
-    inputs = input_specs(graph)
+    read = decoder_of(graph)
+    inputs = input_specs(read)
     check = check_encoder_decoder_parity if cross_names(graph) else check_decoder_parity
-    return graph, inputs, output_specs(graph), check(loaded, graph, batches(inputs)[:PARITY_BATCHES])
+    some = batches(inputs)[:PARITY_BATCHES]
+    some += [] if sight is None else [sight.make_feeds(some[0])]
+    return graph, inputs, output_specs(read), check(loaded, graph, some)
 
 
 def run_model_pass(

@@ -18,11 +18,13 @@ from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
+from compress.data.sight import Sight
 from compress.errors import ExportError
 from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
 from compress.export.decoder import export_decoder
 from compress.graph.pieces import run_in_pieces
-from compress.graph.run import Feeds, clone
+from compress.graph.run import MASK, Feeds, clone
+from compress.graph.seeing import decoder_of, sees, split_sight
 from compress.graph.specs import cache_pairs, input_specs, output_specs
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.models.batch_axis import TOLERANCE
@@ -31,6 +33,7 @@ from compress.rounding.state import GraphState
 from compress.store.cache import ResultCache
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec
+from runtime.encode.language import CACHE, FEATURES, POSITIONS
 
 SMALL = 2**16
 """Elements of a parameter that is held: the exporter may look at it."""
@@ -45,6 +48,7 @@ def float_model_in_files(
     batches: MakeBatches,
     opset: int,
     context: PassContext,
+    sight: Sight | None = None,
 ) -> FloatModel:
     """Return what `float_model` does of a decoder whose weights stay in `streamed.store`; so they do in the cache.
 
@@ -52,12 +56,12 @@ def float_model_in_files(
     """
 
     def write(folder: Path) -> dict[str, Any]:
-        graph, parity = _export_right(streamed, opset, batches, context)
-        inputs = input_specs(graph)
+        graph, parity = _export_right(streamed, opset, batches, context, sight)
+        read = decoder_of(graph)
         weights = _save_without_weights(graph, folder / GRAPH)
         return {
-            "inputs": to_json(inputs),
-            "outputs": to_json(output_specs(graph)),
+            "inputs": to_json(input_specs(read)),
+            "outputs": to_json(output_specs(read)),
             "parity": float(f"{parity:.2e}"),
             "weights": weights,
         }
@@ -72,22 +76,23 @@ def float_model_in_files(
 
 
 def _export_right(
-    streamed: StreamedModel, opset: int, batches: MakeBatches, context: PassContext
+    streamed: StreamedModel, opset: int, batches: MakeBatches, context: PassContext, sight: Sight | None
 ) -> tuple[ir.Model, float]:
     """Return the graph and its parity: made of a few blocks, or where that is not the model, of all of them."""
-    graph = export_in_files(streamed, opset)
-    some = batches(input_specs(graph))[:PARITY_BATCHES]
+    graph = export_in_files(streamed, opset, sight=sight)
+    some = batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES]
+    some += [] if sight is None else [sight.make_feeds(some[0])]
     try:
         return graph, compare_in_pieces(streamed, graph, some, context)
     except ExportError:
-        graph = export_in_files(streamed, opset, repeat=False)
+        graph = export_in_files(streamed, opset, False, sight)
         return graph, compare_in_pieces(streamed, graph, some, context)
 
 
-def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True) -> ir.Model:
+def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True, sight: Sight | None = None) -> ir.Model:
     """Export a decoder with its key-value cache; of large weights the graph knows where they lie, and no value.
 
-    `repeat`: as of `export_decoder`.
+    `repeat`, `sight`: as of `export_decoder`.
     """
     module, store = streamed.build(), streamed.store
     choose = getattr(getattr(module, "wrapped", None), "set_attn_implementation", None)
@@ -103,7 +108,7 @@ def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True) ->
 
     fill(module, give, store.tied)
     weights = {name: (shape, read) for name, shape in large.items()}
-    return export_decoder(getattr(module, "wrapped", module), opset, weights, repeat)
+    return export_decoder(getattr(module, "wrapped", module), opset, weights, repeat, sight)
 
 
 def compare_in_pieces(
@@ -111,12 +116,18 @@ def compare_in_pieces(
 ) -> float:
     """Return the largest difference of any logits from torch's, relative to the largest. ExportError beyond TOLERANCE.
 
-    `batches`: feeds of one text each, with empty caches; COMPARED_TOKENS of each are read, the last one by the cache.
-    Torch's model passes block by block, then the graph piece by piece: neither is held whole.
+    `batches`: feeds of one text each, with empty caches; COMPARED_TOKENS of each are read, the last one by the cache,
+    and of one with images all. Torch's model passes block by block, then the graph piece by piece: neither is held
+    whole.
     """
-    texts = [feeds | {"input_ids": feeds["input_ids"][:, :COMPARED_TOKENS]} for feeds in batches]
-    expected = _torch_logits(streamed, [feeds["input_ids"] for feeds in texts], context)
-    got = _cached_logits(graph, texts)
+    vision, decoder = split_sight(graph) if sees(graph) else (None, graph)
+    pixels = "" if vision is None else str(vision.graph.inputs[0].name)
+    texts = [
+        feeds if pixels in feeds else feeds | {"input_ids": feeds["input_ids"][:, :COMPARED_TOKENS]}
+        for feeds in batches
+    ]
+    expected = _torch_logits(streamed, texts, context)
+    got = _cached_logits(decoder, texts, [{} if vision is None else _look(vision, feeds) for feeds in texts])
     worst = max(relative_difference(*pair) for pair in zip(expected, got, strict=True))
     if worst > TOLERANCE:
         raise ExportError(
@@ -126,32 +137,51 @@ def compare_in_pieces(
     return worst
 
 
-def _torch_logits(streamed: StreamedModel, texts: Sequence[np.ndarray], context: PassContext) -> list[np.ndarray]:
-    """Return the logits [1, t, vocab] of each text [1, t]."""
-    feeds = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in texts]
-    known = [{name: array for name, array in each.items() if name in streamed.parameters} for each in feeds]
+def _look(vision: ir.Model, feeds: Feeds) -> Feeds:
+    """Return the features of a text's images, [n, width] by name; {}: it has none."""
+    pixels = input_specs(vision)[0]
+    if pixels.name not in feeds:
+        return {}
+    images = [{pixels.name: image} for image in feeds[pixels.name].reshape(-1, *pixels.shape)]
+    names = [str(value.name) for value in vision.graph.outputs]
+    made = run_in_pieces(vision, images, names)
+    return {name: np.concatenate([each[name] for each in made]) for name in names}
+
+
+def _torch_logits(streamed: StreamedModel, texts: Sequence[Feeds], context: PassContext) -> list[np.ndarray]:
+    """Return the logits [1, t, vocab] of each text."""
+    own = (CACHE, FEATURES, POSITIONS, MASK)
+    known = [{name: array for name, array in each.items() if not name.startswith(own)} for each in texts]
+    known = [{**each, MASK: np.ones_like(each["input_ids"])} for each in known]
     stream = Stream(streamed, replace(context, batches=known, work=None), rows=SCORED_ROWS)
     rows: list[np.ndarray] = []
     with open_last_block(stream) as head, torch.no_grad():
         for i in range(len(head.calls)):
             rows += [row[None] for row in head.forward(i).numpy()]
-    return [row[:, : ids.shape[1]] for row, ids in zip(rows, texts, strict=True)]
+    return [row[:, : feeds["input_ids"].shape[1]] for row, feeds in zip(rows, texts, strict=True)]
 
 
-def _cached_logits(graph: ir.Model, texts: Sequence[Feeds]) -> list[np.ndarray]:
-    """Return the logits [1, t, vocab] of each text: all but its last token in one call, then that one."""
+def _cached_logits(graph: ir.Model, texts: Sequence[Feeds], features: Sequence[Feeds]) -> list[np.ndarray]:
+    """Return the logits [1, t, vocab] of each text: all but its last token in one call, then that one.
+
+    `features`: of each text's images.
+    """
     names = cache_pairs(graph)
+    none = {name: values for name, values in texts[0].items() if name.startswith(FEATURES)}
     starts = [
         {
+            **none,
+            **seen,
             "input_ids": feeds["input_ids"][:, :-1],
             "attention_mask": np.ones((1, feeds["input_ids"].shape[1] - 1), np.int64),
             **{past: feeds[past] for past in names},
         }
-        for feeds in texts
+        for feeds, seen in zip(texts, features, strict=True)
     ]
     first = run_in_pieces(graph, starts, ["logits", *names.values()])
     ends = [
         {
+            **none,
             "input_ids": feeds["input_ids"][:, -1:],
             "attention_mask": np.ones(feeds["input_ids"].shape, np.int64),
             **{past: values[present] for past, present in names.items()},

@@ -17,7 +17,8 @@ from compress.errors import CompressError
 from compress.execution.cached import FloatModel
 from compress.execution.quality import run_graph
 from compress.export.onnx import finish, float_graph, save_graph
-from compress.graph.specs import cache_of, specs_fed
+from compress.graph.seeing import specs_fed
+from compress.graph.specs import cache_of
 from compress.passes import Pass
 from compress.planning.measurements import pass_names
 from compress.planning.plan import Plan

@@ -32,7 +32,7 @@ from compress.export.parity import check_parity
 from compress.export.refill import refill
 from compress.facts import Note
 from compress.formats.targets import TARGETS
-from compress.graph.specs import specs_fed
+from compress.graph.seeing import specs_fed
 from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
@@ -156,16 +156,15 @@ def export(
     if stays_in_files(plan.recipe, plan.before):
         return _export_in_files(run, key, open_streamed(plan.inputs, None))
     batches = partial(Batches, samples, plan.inputs)
-    return float_model(run.cache, key, load, batches, plan.recipe.opset, refilled)
+    return float_model(run.cache, key, load, batches, plan.recipe.opset, refilled, plan.inputs.sight)
 
 
 def _export_in_files(run: RunContext, key: str, streamed: StreamedModel) -> FloatModel:
     """Return what `export` does of a language model whose weights stay in their files."""
     plan, samples = run.plan, _parity_samples(run)
     context = PassContext(**_list_fields(run, plan.before.inputs))
-    return float_model_in_files(
-        run.cache, key, streamed, lambda specs: Batches(samples, plan.inputs, specs), plan.recipe.opset, context
-    )
+    about = plan.recipe.opset, context, plan.inputs.sight
+    return float_model_in_files(run.cache, key, streamed, lambda specs: Batches(samples, plan.inputs, specs), *about)
 
 
 def _parity_samples(run: RunContext) -> Samples:

@@ -389,6 +389,8 @@ def _collect_contents(
         imatrix=passed.imatrix,
         class_names=exported.class_names if exported else (),
         generation=generation_of(inputs),
+        images=inputs.sight.images if inputs.sight is not None else None,
+        template=inputs.chats.templates["default"] if inputs.sight is not None and inputs.chats is not None else None,
         cache=run.cache.root,
         module=build_kept(run, passed),
         surplus=surplus,

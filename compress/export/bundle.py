@@ -31,6 +31,7 @@ from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.graph.halves import cache_of_decoder, cross_names
 from compress.graph.layers import find_layers
+from compress.graph.seeing import decoder_of
 from compress.graph.specs import cache_of, input_specs, output_specs
 from compress.graph.stored import holds_stored
 from compress.models.load import TorchModel
@@ -66,12 +67,14 @@ from runtime.bundle.format import (
     write_recorded,
     write_samples,
 )
+from runtime.bundle.manifest import PromptImages
 from runtime.bundle.tensors import State, TensorSpec
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess, spec_to_dict
 from runtime.judge.evidence import select_metrics
 from runtime.judge.frozen import record_metrics
 from runtime.tasks.manifest import write_bundle
 
+TEMPLATE = "chat_template.jinja"
 FOLDER_FILES = (
     "config.json",
     "generation_config.json",
@@ -79,7 +82,7 @@ FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    TEMPLATE,
     "vocab.txt",
     "vocab.json",
     "merges.txt",
@@ -133,6 +136,9 @@ class Contents:
     """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
     generation: Generation | None = None
+    images: PromptImages | None = None
+    template: str | None = None
+    """The chat template that images were tried with; None: the folder's own, if it has one."""
     cache: Path | None = None
     """Where timing caches of engines are kept; None: the user's folder."""
     surplus: Mapping[str, Path] = field(default_factory=dict)
@@ -180,6 +186,7 @@ def write_models(staging: Path, contents: Contents) -> tuple[Manifest, list[Note
         judgement=contents.judgement,
         postprocess=recipe.postprocess,
         generation=contents.generation,
+        images=contents.images if contents.graphs is not None else None,
         source_bytes=contents.source_bytes,
         orders=tuple(orders),
         created_by=f"compress {__version__}",
@@ -293,12 +300,15 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
     graph, texts = finish(graphs.state, TARGETS[target])
     notes = [Note("slow", text) for text in texts]
     artifact = _write_graph(folder, graph, name, precision(graphs.state), graphs, target)
+    if contents.template is not None:
+        (folder / TEMPLATE).write_text(contents.template, encoding="utf-8")
     if contents.folder is not None:
         _copy_folder_files(contents.folder, folder, contents.tokenizer)
         if isinstance(contents.preprocess, Seq2SeqPreprocess):
             _copy_file(contents.folder, folder, contents.preprocess.target.tokenizer)
         notes += write_first_token(folder, contents.preprocess)
         shared = artifact.cache is not None and artifact.cache.shared_buffer and not artifact.cache.states
+        shared &= contents.images is None  # whose folder has files of other names there
         if shared and (folder / "config.json").is_file():
             write_genai_config(folder, graph, contents.generation.context_length if contents.generation else None)
     return artifact, notes
@@ -408,6 +418,7 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
     save_graph(graph, path, load=name != "baseline" or not holds_stored(graph))  # it was compared piece by piece
     cross = cross_names(graph)
     cache = cache_of_decoder(graph) if cross else cache_of(graph)
+    graph = decoder_of(graph)
     return Artifact(
         name=name,
         path=f"{folder.name}/model.onnx",

@@ -6,6 +6,9 @@ sizes of their own in each layer, and whatever else the model's code keeps, as a
 recurrence's matrix, of fixed size and zeros before the first token. Outputs: logits [batch, sequence, vocab] and
 present.{layer}.{kind}. Positions are counted from the mask, so that padding may stand on the left; states of fixed size
 see no padding, for the model's own code masks what it puts into them.
+
+Of a model that also sees, the graph reads in the places of images' tokens image_features.{i} [features, width], and
+beside it stands the graph of what makes these of one image (`compress.export.seeing`).
 """
 
 from __future__ import annotations
@@ -25,12 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compress.blocks.untouched import leave_untouched
+from compress.data.sight import Sight
 from compress.errors import ExportError, NotExportable
 from compress.export.onnx import Weight, export_program, silence
 from compress.export.recurrence import Recurrences, exchange_recurrences
 from compress.export.repeated import Reread, repeat_blocks
+from compress.export.seeing import Tower, export_vision, find_tower
 from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
+from compress.graph.seeing import put_beside
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.structure.alike import cut_chain
@@ -42,6 +48,8 @@ EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""
 ARGUMENTS = ("past_key_values", "cache_params")
 """How transformers calls a cache, as an argument and in what a model gives back."""
+ROWS = 4
+"""Rows of images' features in it."""
 READ = 1
 """Tokens of a first call, fewer than any window keeps."""
 SHORT, LONG = (3, 7), (640, 1280)
@@ -100,6 +108,8 @@ class DecoderCache:
     states: tuple[KeptTensor, ...]
     recurrent: bool
     """Whether the graph computes a recurrence by an operator that only ONNX Runtime has."""
+    tower: Tower | None = None
+    """What of the model sees, and gives what it reads in the places of images."""
 
     def find_fixed(self) -> str:
         """Return the first state that does not grow, by its name in the graph; "" where all do."""
@@ -124,15 +134,25 @@ class CachedDecoder(nn.Module):
         self.wrapped, self.cache, self.recurrences = wrapped, cache, recurrences
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[Tensor]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: list[Tensor],
+        features: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        logits, after = self.call(input_ids, attention_mask, position_ids, past)
+        logits, after = self.call(input_ids, attention_mask, position_ids, past, features)
         return logits, [state.read(after) for state in self.cache.states]
 
     def call(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Sequence[Tensor]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        past: Sequence[Tensor],
+        features: Sequence[Tensor] = (),
     ) -> tuple[Tensor, DynamicCache]:
-        """Return the logits, and the cache as the model leaves it."""
+        """Return the logits, and the cache as the model leaves it. `features`: of what sees, if anything does."""
         cache = _copy_cache(self.cache.filled)
         for state, tensor in zip(self.cache.states, past, strict=True):
             state.write(cache, tensor if 0 in state.shape else tensor.clone())  # transformers writes into it
@@ -145,26 +165,37 @@ class CachedDecoder(nn.Module):
         # without them the model counts positions from the mask itself
         if "position_ids" in inspect.signature(self.wrapped.forward).parameters:
             feeds["position_ids"] = position_ids
-        result = self.wrapped(**feeds, **{self.cache.argument: cache}, use_cache=True, return_dict=True)
+        tower = self.cache.tower
+        if tower is not None:
+            feeds |= tower.list_arguments(input_ids, attention_mask.shape[1])
+        with nullcontext() if tower is None else tower.give(features):
+            result = self.wrapped(**feeds, **{self.cache.argument: cache}, use_cache=True, return_dict=True)
         return result.logits, getattr(result, self.cache.argument)
 
 
 def export_decoder(
-    module: nn.Module, opset: int = 21, weights: Mapping[str, Weight] | None = None, repeat: bool = True
+    module: nn.Module,
+    opset: int = 21,
+    weights: Mapping[str, Weight] | None = None,
+    repeat: bool = True,
+    sight: Sight | None = None,
 ) -> ir.Model:
     """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
     either is quantized. `weights`: as of `export_program`; then, with `repeat`, a deep model's first blocks alone are
-    exported, and the others are made like them (`repeat_blocks`). Raises ExportError: a cache or code that no graph
-    holds, or what the exporter said.
+    exported, and the others are made like them (`repeat_blocks`). `sight`: how images reach a model that also sees;
+    None: its graph reads texts alone. Raises ExportError: a cache or code that no graph holds, or what the exporter
+    said.
     """
     from onnxscript.optimizer import fold_constants_ir
 
-    with cut_chain(module, repeated=True) if weights is not None and repeat else nullcontext() as cut:
-        model = _export_cached(module, opset, weights)
+    whole: Any = module
+    within = None if sight is None else whole.get_decoder()
+    with cut_chain(module, True, within) if weights is not None and repeat else nullcontext() as cut:
+        model, tower = _export_cached(module, opset, weights, sight)
     if cut is not None and not repeat_blocks(model, cut, _rereading(module, weights or {})):
-        model = _export_cached(module, opset, weights)
+        model, tower = _export_cached(module, opset, weights, sight)
     if weights is not None:
         fold_constants_ir(model)
     _name_tied_tables(model)
@@ -174,6 +205,8 @@ def export_decoder(
     if length:
         model.metadata_props[MAX_LENGTH] = str(length)
     tidy(model)
+    if tower is not None:
+        put_beside(model, export_vision(module, tower, opset, weights))
     return model
 
 
@@ -190,9 +223,13 @@ def _rereading(module: nn.Module, weights: Mapping[str, Weight]) -> Reread:
     return reread
 
 
-def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] | None) -> ir.Model:
-    cache = find_states(module, run=weights is None)
-    states, sizes = cache.states, EXAMPLE
+def _export_cached(
+    module: nn.Module, opset: int, weights: Mapping[str, Weight] | None, sight: Sight | None
+) -> tuple[ir.Model, Tower | None]:
+    cache = find_states(module, weights is None, sight)
+    states, tower, sizes = cache.states, cache.tower, EXAMPLE
+    features = {} if tower is None else {"features": tower.make_features(ROWS)}
+    seen = [] if tower is None else tower.names
     batch, sequence, past = (sizes[name] for name in ("batch", "sequence", "past"))
     dims = {name: torch.export.Dim(name, min=0 if name == "past" else 1) for name in (*sizes, "total")}
     names = [(state.layer, state.kind) for state in states]
@@ -205,8 +242,9 @@ def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] 
                 "attention_mask": torch.ones(batch, past + sequence, dtype=torch.int64),
                 "position_ids": torch.arange(past, past + sequence).repeat(batch, 1),
                 "past": _make_past(states, batch, past),
+                **features,
             },
-            input_names=["input_ids", "attention_mask", POSITIONS, *(past_name(*name) for name in names)],
+            input_names=["input_ids", "attention_mask", POSITIONS, *(past_name(*name) for name in names), *seen],
             output_names=["logits", *(present_name(*name) for name in names)],
             dynamic_shapes={
                 "input_ids": {0: dims["batch"], 1: dims["sequence"]},
@@ -216,12 +254,16 @@ def _export_cached(module: nn.Module, opset: int, weights: Mapping[str, Weight] 
                     {0: dims["batch"], **({1 + state.shape.index(0): dims["past"]} if 0 in state.shape else {})}
                     for state in states
                 ],
+                **{name: [{0: torch.export.Dim("features", min=0)}] * len(given) for name, given in features.items()},
             },
             opset=opset,
             weights=weights,
         )
     _declare_shapes(model, states)
-    return model
+    for value in model.graph.inputs:
+        if value.name in seen and value.shape is not None:
+            value.shape = ir.Shape(("features", value.shape[1]))
+    return model, tower
 
 
 def _make_past(states: Sequence[KeptTensor], batch: int, past: int) -> list[Tensor]:
@@ -237,12 +279,13 @@ def shapes_alone() -> Iterator[None]:
         yield
 
 
-def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
+def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None) -> DecoderCache:
     """Return what the model keeps between calls: it is run by shapes alone, a first call and others that go on from it.
 
     A module on the meta device is of no other use afterwards. `run`: it may be run in earnest where its code looks at
-    values. Raises NotExportable for a cache that is no list of tensors, and for code that walks over a text in Python,
-    of which no graph reads another length; ExportError where shapes alone do not show it.
+    values. `sight`: how images reach a model that also sees. Raises NotExportable for a cache that is no list of
+    tensors, and for code that walks over a text in Python, of which no graph reads another length; ExportError where
+    shapes alone do not show it.
     """
     argument = next((name for name in ARGUMENTS if name in inspect.signature(module.forward).parameters), None)
     if argument is None:
@@ -251,21 +294,22 @@ def find_states(module: nn.Module, run: bool = False) -> DecoderCache:
         with shapes_alone():
             if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
                 module.to_empty(device="cpu")
-            return _find_states(module, argument, LONG)
+            return _find_states(module, argument, sight, LONG)
     except NotExportable:
         raise
     except ExportError:
         if not run:
             raise
-        return _find_states(module, argument)
+        return _find_states(module, argument, sight)
 
 
-def _find_states(module: nn.Module, argument: str, long: Sequence[int] = ()) -> DecoderCache:
+def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Sequence[int] = ()) -> DecoderCache:
     """Return what `find_states` does. `long`: lengths of calls that only shapes alone make cheap."""
     with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
+        tower = None if sight is None else find_tower(module, sight)
         cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
         held = _list_states(cache.filled)
-        wrapper = CachedDecoder(module, DecoderCache(argument, cache.filled, held, False), recurrences)
+        wrapper = CachedDecoder(module, DecoderCache(argument, cache.filled, held, False, tower), recurrences)
         try:
             (after, few), (longer, many) = (_read_on(wrapper, length) for length in SHORT)
             states = tuple(
@@ -279,7 +323,7 @@ def _find_states(module: nn.Module, argument: str, long: Sequence[int] = ()) -> 
                 few, many = _read_on(wrapper, long[0])[1], most
         if few != many:
             raise _refuse(module, "its code walks over the text in Python, and a graph of that reads one length alone")
-    return DecoderCache(argument, cache.filled, states, recurrences.used)
+    return DecoderCache(argument, cache.filled, states, recurrences.used, tower)
 
 
 def _refuse(module: nn.Module, reason: str) -> NotExportable:
@@ -310,8 +354,9 @@ def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
     mask = ids.new_ones(len(ids), READ + length)
     positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
     past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
+    features = [] if wrapper.cache.tower is None else wrapper.cache.tower.make_features(0, ids.device)
     with _Watch((ids, mask, positions)) as watch:
-        _, cache = wrapper.call(ids, mask, positions, past)
+        _, cache = wrapper.call(ids, mask, positions, past, features)
     if watch.ignores_padding:
         raise _refuse(wrapper.wrapped, "it counts positions without the mask: beside padding a text would be another")
     return cache, watch.count

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compress.errors import ExportError
 from compress.export.onnx import export_program
 from compress.graph.edit import tidy
-from compress.graph.halves import same_content
+from compress.graph.halves import join_graphs
 from runtime.bundle.manifest import CROSS, SELF_PAST, SELF_PRESENT
 
 EXAMPLE = {"batch": 2, "source": 7, "sequence": 3, "past": 5}
@@ -226,7 +226,6 @@ def _list_names(pattern: str, shape: CacheShape) -> list[str]:
 
 def _join_decoder(encoder: ir.Model, decoder: ir.Model) -> None:
     """Put the decoder's nodes behind the encoder's, in place; what both hold (a table of embeddings) is there once."""
-    taken = _all_values(encoder.graph)
     given = {value.name: value for value in encoder.graph.outputs}
     for value in list(decoder.graph.inputs):
         if value.name in given:
@@ -235,38 +234,7 @@ def _join_decoder(encoder: ir.Model, decoder: ir.Model) -> None:
         elif any(value.name == own.name for own in encoder.graph.inputs):
             value.replace_all_uses_with(next(own for own in encoder.graph.inputs if own.name == value.name))
             decoder.graph.inputs.remove(value)
-    inputs, outputs, weights = list(decoder.graph.inputs), list(decoder.graph.outputs), decoder.graph.initializers
-    for name, value in list(weights.items()):
-        own = encoder.graph.initializers.get(name)
-        del weights[name]
-        if own is not None and same_content(own, value):
-            value.replace_all_uses_with(own)
-            continue
-        if name in taken:
-            value.name = f"decoder/{name}"
-        encoder.graph.register_initializer(value)
-    nodes = list(decoder.graph)
-    kept = {id(value) for value in outputs}
-    names = {node.name for node in encoder.graph}
-    decoder.graph.inputs.clear()
-    decoder.graph.outputs.clear()
-    decoder.graph.remove(nodes)
-    for node in nodes:
-        if node.name in names:
-            node.name = f"decoder/{node.name}"
-        for value in node.outputs:
-            if id(value) not in kept and value.name in taken:
-                value.name = f"decoder/{value.name}"
-        encoder.graph.append(node)
-    encoder.graph.inputs.extend(inputs)
     crosses = list(encoder.graph.outputs)
     encoder.graph.outputs.clear()
-    encoder.graph.outputs.extend([*outputs, *crosses])
-    encoder.opset_imports.update(decoder.opset_imports)
-    for key, function in decoder.functions.items():
-        encoder.functions.setdefault(key, function)
-
-
-def _all_values(graph: ir.Graph) -> set[str | None]:
-    made = (value.name for node in graph for value in node.outputs)
-    return {*made, *graph.initializers, *(value.name for value in graph.inputs)}
+    join_graphs(encoder, decoder, "decoder")
+    encoder.graph.outputs.extend(crosses)

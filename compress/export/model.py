@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from compress.data.sight import Sight
 from compress.errors import ExportError
 from compress.export.decoder import export_decoder
 from compress.export.encoder_decoder import export_encoder_decoder
@@ -13,8 +14,11 @@ from compress.models.load import OnnxModel, TorchModel
 from runtime.tasks import find_task
 
 
-def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int) -> ir.Model:
-    """Export a model as its task has it, as a float32 graph; `example`: a batch of its inputs. Raises ExportError."""
+def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int, sight: Sight | None = None) -> ir.Model:
+    """Export a model as its task has it, as a float32 graph; `example`: a batch of its inputs. Raises ExportError.
+
+    `sight`: how images reach a model that also sees; None: its graph reads texts alone.
+    """
     task = find_task(loaded.task)
     if task.unit == "call":
         return export_float(loaded, example, opset)
@@ -22,4 +26,6 @@ def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int) -> 
         what = "a language model" if task.decoder_only else "an encoder-decoder"
         raise ExportError(f"{what} is exported from torch, and an onnx: source is none")
     module = getattr(loaded.module, "wrapped", loaded.module)
-    return export_decoder(module, opset) if task.decoder_only else export_encoder_decoder(module, example, opset)
+    if task.decoder_only:
+        return export_decoder(module, opset, sight=sight)
+    return export_encoder_decoder(module, example, opset)

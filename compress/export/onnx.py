@@ -57,6 +57,7 @@ from compress.graph.last_logits import keep_last_logits
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.rebuild import make_identifier
 from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
+from compress.graph.seeing import sees, split_sight
 from compress.graph.specs import attention_layers, cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
 from compress.models.facts import user_line
@@ -67,7 +68,7 @@ from compress.rounding.qdq import write_state
 from compress.rounding.quantized_weight import QuantizedWeight, UnreadWeight
 from compress.rounding.state import GraphState, Range
 from runtime.backends.onnxruntime_cpu import MOST_SAID, describe_failure, failures
-from runtime.bundle.files import ENCODER
+from runtime.bundle.files import ENCODER, VISION
 
 SHARED = "shared.data"
 """Name of the file that holds what an encoder and its decoder have in common."""
@@ -206,7 +207,8 @@ def float_graph(model: ir.Model) -> ir.Model:
 def save_graph(model: ir.Model, path: Path, load: bool = True) -> None:
     """Write a graph to a file, check it and load it once. ExportError where the checker or ONNX Runtime refuses it.
 
-    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's. What computes in bfloat16, FP4
+    That of an encoder-decoder becomes two: its decoder's, and beside it its encoder's; so does that of a decoder that
+    also sees. What computes in bfloat16, FP4
     or MXFP8 is not loaded: ONNX Runtime has no such kernels for CPUs. Nor without `load`, for what memory has no room
     for.
     """
@@ -214,6 +216,9 @@ def save_graph(model: ir.Model, path: Path, load: bool = True) -> None:
         encoder, model = split_halves(model)
         share_weights(encoder, model, path.with_name(SHARED))
         _save_one(encoder, path.with_name(ENCODER), load)
+    elif sees(model):
+        vision, model = split_sight(model)
+        _save_one(vision, path.with_name(VISION), load)
     _save_one(model, path, load)
 
 

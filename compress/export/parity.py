@@ -19,11 +19,13 @@ from compress.graph.cleanup import HALVES
 from compress.graph.halves import split_halves
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, open_session, run_batches, tap
+from compress.graph.seeing import sees, split_sight
 from compress.graph.specs import cache_pairs
 from compress.models.batch_axis import MOST_CHOICES, SMALLEST, TOLERANCE
 from compress.models.load import OnnxModel, TorchModel
 from compress.rounding.measure import CHOOSERS, relative_difference, share_of_strangers
 from runtime.backends.onnxruntime_cpu import InferenceSession, failures
+from runtime.encode.language import CACHE, FEATURES, POSITIONS
 from runtime.encode.seq2seq import DECODER_IDS
 
 HALF_TOLERANCE = 2e-2
@@ -164,14 +166,17 @@ def _run_torch(loaded: TorchModel, feeds: Mapping[str, np.ndarray]) -> dict[str,
 def check_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
     """Return the largest difference of any logits, relative to the largest logit. ExportError beyond the tolerance.
 
-    `batches`: feeds of one text each, with empty caches.
+    `batches`: feeds of one text each, with empty caches, and what the model reads of its images, if it has some.
     """
-    session = open_session(model)
+    vision, decoder = split_sight(model) if sees(model) else (None, model)
+    session, looking = open_session(decoder), None if vision is None else open_session(vision)
     worst = 0.0
     for feeds in batches:
-        tensors = {name: torch.from_numpy(feeds[name]) for name in loaded.input_names}
+        given = {name: values for name, values in feeds.items() if not name.startswith((CACHE, FEATURES, POSITIONS))}
+        tensors = {name: torch.from_numpy(values) for name, values in given.items()}
         expected = next(iter(run(loaded.module, tensors).values())).numpy()  # [1, t, vocab]
-        got = np.concatenate(list(_run_by_pieces(session, cache_pairs(model), feeds)), axis=1)
+        features = {} if looking is None else look(looking, feeds)
+        got = np.concatenate(list(_run_by_pieces(session, cache_pairs(model), feeds, features)), axis=1)
         worst = max(worst, relative_difference(expected, got))
     if worst > TOLERANCE:
         raise ExportError(
@@ -179,6 +184,16 @@ def check_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[
             f"(allowed {TOLERANCE:.0e})"
         )
     return worst
+
+
+def look(vision: InferenceSession, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the features of a text's images, [n, width] by name; {}: it has none."""
+    pixels = vision.get_inputs()[0]
+    if pixels.name not in feeds:
+        return {}
+    images = feeds[pixels.name].reshape(-1, *pixels.shape)
+    made = list(run_batches(vision, [{pixels.name: image} for image in images]))
+    return {name: np.concatenate([each[name] for each in made]) for name in made[0]}
 
 
 def check_encoder_decoder_parity(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> float:
@@ -222,15 +237,23 @@ def _run_halves(
 
 
 def _run_by_pieces(
-    session: InferenceSession, pairs: Mapping[str, str], feeds: Mapping[str, np.ndarray]
+    session: InferenceSession,
+    pairs: Mapping[str, str],
+    feeds: Mapping[str, np.ndarray],
+    features: Mapping[str, np.ndarray],
 ) -> Iterator[np.ndarray]:
-    """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens."""
+    """Yield the logits [1, n, vocab] of the prompt's first part, then of each of its last tokens.
+
+    `features`: of the prompt's images, if it has some.
+    """
+    none = {name: values for name, values in feeds.items() if name.startswith(FEATURES)}
     ids = feeds["input_ids"]
     length = ids.shape[1]
     cache = {past: feeds[past] for past in pairs}
     start = max(length - DECODED, 1)
     for low, high in [(0, start), *((t, t + 1) for t in range(start, length))]:
-        inputs = {"input_ids": ids[:, low:high], "attention_mask": np.ones((1, high), np.int64), **cache}
+        seen = {**none, **features} if low == 0 else none
+        inputs = {"input_ids": ids[:, low:high], "attention_mask": np.ones((1, high), np.int64), **cache, **seen}
         logits, *present = session.run(["logits", *pairs.values()], inputs)
         cache = dict(zip(pairs, present, strict=True))
         yield logits

@@ -228,8 +228,10 @@ def _last_dim(value: ir.Value) -> int:
 def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
     """Return how many tokens back a token may look, itself included; -1: all. Known by running what makes the mask.
 
-    Raises NotMatched for a mask that is not causal, or lets padding through.
+    Raises NotMatched for a mask that is not causal, lets padding through, or is another beside other tokens.
     """
+    if _reads_values(mask, "input_ids"):
+        raise NotMatched(f"the mask {mask.name} is by which tokens there are: those of an image see one another")
     far, near = max(length, 16) if length else UNKNOWN_LENGTH, (5, 4)
     row = _evaluate_mask(model, mask, far - 1, 1)[0]
     window = int(row.sum())
@@ -242,6 +244,21 @@ def mask_window(model: ir.Model, mask: ir.Value, length: int) -> int:
     if not np.array_equal(padded, small & (positions >= 2)):
         raise NotMatched(f"the mask {mask.name} lets padding through")
     return -1 if window == far else window
+
+
+def _reads_values(value: ir.Value, name: str) -> bool:
+    """Return whether `value` is computed of what the input of that name holds, and not of its sizes alone."""
+    waiting, known = [value], {value}
+    while waiting:
+        node = waiting.pop().producer()
+        read = {each for each in node.inputs if each is not None} if node is not None else set()
+        if node is None or node.op_type in ("Shape", "Size"):
+            continue
+        if any(each.name == name and each.is_graph_input() for each in read):
+            return True
+        waiting += read - known
+        known |= read
+    return False
 
 
 def _evaluate_mask(model: ir.Model, mask: ir.Value, past: int, sequence: int, padding: int = 0) -> np.ndarray:

@@ -24,7 +24,7 @@ def split_halves(model: ir.Model) -> tuple[ir.Model, ir.Model]:
     """Return the encoder and the decoder of a whole graph, cut at what one gives to the other; the graph stays."""
     encoder, decoder = clone(model), clone(model)
     cross = cross_names(model)
-    _keep_outputs(encoder, cross)
+    keep_outputs(encoder, cross)
     values = {value.name: value for value in decoder.graph.outputs}
     for name in cross:
         made = values[name]
@@ -32,10 +32,10 @@ def split_halves(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         made.name = f"{name}/made"
         reroute(uses_of(made), cut)
         decoder.graph.inputs.append(cut)
-    _keep_outputs(decoder, [value.name or "" for value in model.graph.outputs if value.name not in cross])
+    keep_outputs(decoder, [value.name or "" for value in model.graph.outputs if value.name not in cross])
     for half in (encoder, decoder):
         tidy(half)
-        _drop_idle_inputs(half)
+        drop_idle_inputs(half)
     return encoder, decoder
 
 
@@ -110,16 +110,58 @@ def cache_of_decoder(model: ir.Model) -> KvCacheSpec:
     return cache
 
 
-def _keep_outputs(model: ir.Model, names: Iterable[str]) -> None:
+def keep_outputs(model: ir.Model, names: Iterable[str]) -> None:
+    """Leave the outputs of these names, in place."""
     values = {value.name: value for value in model.graph.outputs}
     kept = [values[name] for name in names]
     model.graph.outputs.clear()
     model.graph.outputs.extend(kept)
 
 
-def _drop_idle_inputs(model: ir.Model) -> None:
+def drop_idle_inputs(model: ir.Model) -> None:
     """Remove inputs that nothing reads, in place."""
     given = {id(value) for value in model.graph.outputs}
     for value in list(model.graph.inputs):
         if not value.uses() and id(value) not in given:
             model.graph.inputs.remove(value)
+
+
+def join_graphs(model: ir.Model, other: ir.Model, prefix: str) -> None:
+    """Put another graph's nodes, inputs and outputs behind the model's own, in place.
+
+    What both hold (a table of embeddings) is there once; a name that is taken gets `prefix`.
+    """
+    taken = _all_values(model.graph)
+    inputs, outputs, weights = list(other.graph.inputs), list(other.graph.outputs), other.graph.initializers
+    for name, value in list(weights.items()):
+        own = model.graph.initializers.get(name)
+        del weights[name]
+        if own is not None and same_content(own, value):
+            value.replace_all_uses_with(own)
+            continue
+        if name in taken:
+            value.name = f"{prefix}/{name}"
+        model.graph.register_initializer(value)
+    nodes = list(other.graph)
+    kept = {id(value) for value in outputs}
+    names = {node.name for node in model.graph}
+    other.graph.inputs.clear()
+    other.graph.outputs.clear()
+    other.graph.remove(nodes)
+    for node in nodes:
+        if node.name in names:
+            node.name = f"{prefix}/{node.name}"
+        for value in node.outputs:
+            if id(value) not in kept and value.name in taken:
+                value.name = f"{prefix}/{value.name}"
+        model.graph.append(node)
+    model.graph.inputs.extend(inputs)
+    model.graph.outputs.extend(outputs)
+    model.opset_imports.update(other.opset_imports)
+    for key, function in other.functions.items():
+        model.functions.setdefault(key, function)
+
+
+def _all_values(graph: ir.Graph) -> set[str | None]:
+    made = (value.name for node in graph for value in node.outputs)
+    return {*made, *graph.initializers, *(value.name for value in graph.inputs)}

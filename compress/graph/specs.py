@@ -27,12 +27,6 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     return _make_specs([value for value in model.graph.inputs if not value.is_initializer()])
 
 
-def specs_fed(model: ir.Model, float_inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Return what a graph reads: what the float graph does, but for a decoder, whose cache may have another form."""
-    keeps = any(is_cache(value.name or "") for value in model.graph.outputs)
-    return input_specs(model) if keeps else float_inputs
-
-
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
     return _make_specs(model.graph.outputs)
 

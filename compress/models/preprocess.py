@@ -292,12 +292,17 @@ def _read_image(folder: Path) -> ImagePreprocess:
         raise SourceError(
             f"preprocess: {folder} has no preprocessor_config.json; add `preprocess: {{kind: image, ...}}`"
         )
+    return make_image_preprocess(config, path, grey=_read_object(folder / "config.json").get("num_channels") == 1)
+
+
+def make_image_preprocess(config: dict[str, Any], path: Path, grey: bool = False) -> ImagePreprocess:
+    """Make the preprocessing that an image processor of transformers is described by. SourceError: it makes more."""
     resize, crop = _read_resize_and_crop(config, path)
     normalize = config.get("do_normalize", True)
     return ImagePreprocess(
         resize=resize,
         crop=crop,
-        channels="L" if _read_object(folder / "config.json").get("num_channels") == 1 else "RGB",
+        channels="L" if grey else "RGB",
         scale=float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
         mean=tuple(map(float, config["image_mean"])) if normalize else (0.0,),
         std=tuple(map(float, config["image_std"])) if normalize else (1.0,),

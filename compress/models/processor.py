@@ -53,23 +53,45 @@ class Processor:
         "input_ids" int64 [t], with as many tokens for each image as the model has features of it, and by name what else
         there is, [n, ...]: pixels, sizes, kinds of tokens. UsageError.
         """
+        return self.expand(text, images)[1]
+
+    def expand(self, text: str, images: Sequence[Array]) -> tuple[str, dict[str, Array]]:
+        """Return what the processor tokenizes for a text that names images, and what `encode` does. UsageError."""
         from PIL.Image import fromarray
 
         pictures = [
             fromarray(image.squeeze(-1) if image.shape[2:] == (1,) else image).convert("RGB") for image in images
         ]
         processor = self.auto_processor
+        listener = _Listener(processor.tokenizer)
         try:
+            processor.tokenizer = listener
             with quiet(), without_films():
                 made = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise UsageError(f"the model's processor fails on its text and {len(images)} images ({said})") from error
+        finally:
+            processor.tokenizer = listener.tokenizer
         odd = [name for name, values in made.items() if not isinstance(values, torch.Tensor)]
         if odd:
             raise UsageError(f"the model's processor gives {odd[0]} of several shapes: give one image a conversation")
         arrays = {name: _to_array(values) for name, values in made.items() if name != MASK}
-        return {**arrays, IDS: arrays[IDS][0].astype(np.int64)}
+        return listener.heard, {**arrays, IDS: arrays[IDS][0].astype(np.int64)}
+
+
+class _Listener:
+    """A tokenizer in a processor, and the last text that it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.heard = tokenizer, ""
+
+    def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.heard = text if isinstance(text, str) else "".join(text or ())
+        return self.tokenizer(text, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
 
 
 def _to_array(values: torch.Tensor) -> Array:

@@ -55,6 +55,8 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
     export += ["one sample at a time"] if fixed_batch(inputs.facts.inputs) == 1 else []
     export += ["weights in files"] if stays_in_files(recipe, inputs.facts) else []
+    if inputs.sight is not None and inputs.chats is not None:
+        export += [to_json(inputs.sight.images), inputs.chats.digest]
     plugins = list_plugins(recipe)
     source = cache_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
     float_graph = cache_key("export", source, export)

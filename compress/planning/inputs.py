@@ -10,6 +10,7 @@ from pathlib import Path
 
 from compress.data.chat import ChatEncoder, image_columns
 from compress.data.inspect import DataFacts, inspect_data
+from compress.data.sight import Sight, find_sight
 from compress.errors import PlanError, SourceError, place_errors
 from compress.facts import ModelFacts, SampleShapes
 from compress.models.answers import describe_not_followed
@@ -38,6 +39,7 @@ from compress.planning.input_checks import (
     suggest_states,
 )
 from compress.planning.students import list_students, locate_student, look_at_students
+from compress.recipe.exports import GraphExport
 from compress.recipe.schema import Recipe
 from compress.store.cache import default_root
 from compress.store.digests import FileDigests, identify_file
@@ -77,6 +79,8 @@ class Inputs:
     """What was not looked at, in words for a sentence."""
     run: ModelRun | None = None
     """Of a torch model, on the meta device."""
+    sight: Sight | None = None
+    """How images reach a model that also sees, of which a graph is written."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -141,6 +145,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     passed_over = check_weights(opened, facts.unread)
     look = partial(check_token_ids, opened.module, spec.task, preprocess, facts.inputs, tokenizer)
     passed_over += check_samples(spec.task, data, facts, look, preprocess, problems)
+    sight, unseen = _find_sight(recipe, chats)
+    problems += unseen
     return Inputs(
         recipe,
         preprocess,
@@ -158,6 +164,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(_list_weight_files(recipe, source)),
         tuple(passed_over),
         run,
+        sight,
     )
 
 
@@ -177,6 +184,17 @@ def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
     if not task.chats:
         return None
     return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code, task.sees)
+
+
+def _find_sight(recipe: Recipe, chats: ChatEncoder | None) -> tuple[Sight | None, list[str]]:
+    """Return how images reach a model that also sees, where its graph is written, or why a runtime cannot read any."""
+    index = next((i for i, export in enumerate(recipe.export) if isinstance(export, GraphExport)), None)
+    if index is None or chats is None or not chats.sees:
+        return None, []
+    try:
+        return find_sight(chats), []
+    except SourceError as error:
+        return None, [f"export.{index}: {problem}" for problem in error.problems]
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:

@@ -273,7 +273,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
         assert inputs.run is not None
         module = copy_without_weights(inputs.run.module)
         try:
-            cache = find_states(getattr(module, "wrapped", module))
+            cache = find_states(getattr(module, "wrapped", module), sight=inputs.sight)
         except NotExportable as error:
             return [f"export.{graphs[0][0]}: {problem}" for problem in error.problems]
         except (CompressError, *USER_ERRORS):
@@ -366,6 +366,10 @@ def _collect_notes(inputs: Inputs) -> tuple[Note, ...]:
     if recipe.has_onnx and any(EXPERTS in layer.name for layer in inputs.facts.layers):
         notes.append(
             Note("slow", "an ONNX graph computes all experts for every token; engines that route read checkpoints")
+        )
+    if inputs.sight is not None:
+        notes.append(
+            Note("info", "onnxruntime-genai has a layout of its own for models that see, which is not written")
         )
     measured = measurement_note(recipe, inputs.facts, data["evaluation"].n_samples)
     of_size = (note_missing_float(recipe, inputs.facts), note_narrow_source(recipe, inputs.facts))

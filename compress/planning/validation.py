@@ -48,6 +48,7 @@ from runtime.metrics import MEASURED, SIZES
 from runtime.tasks import find_task
 from runtime.words import size_text
 
+SEEING_WAYS = "use target: onnxruntime-cpu, or target: transformers"
 STAGES = ("model", "blocks", "graph")
 """In the order in which they run."""
 DECODER = (TensorSpec("", "int64", ("batch", "sequence")), TensorSpec("", "float32", ("batch", "past", "total")))
@@ -276,7 +277,15 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         if (form, name) in seen:
             problems.append(f"{where}: a second file for target {name}; give each target once")
         seen.add((form, name))
-        for pass_ in recipe.passes:
+        sees = find_torch_task(recipe.model.task).sees and isinstance(export, GraphExport)
+        if sees and not name.startswith("onnxruntime"):
+            problems.append(f"{where}: {name} is not given the graphs of a model that also sees; {SEEING_WAYS}")
+        for index_, pass_ in enumerate(recipe.passes):
+            if sees and pass_.stage_on(facts) == "graph":
+                problems.append(
+                    f"passes.{index_}: {pass_.kind} works on one exported graph, and a model that also sees has two: "
+                    "round its weights (rtn, gptq, awq)"
+                )
             if name != recipe.target and (text := pass_.explain_refusal(target)):
                 problems.append(f"{where}: {text}")
             if isinstance(export, CheckpointExport | GgufExport) and pass_.stage_on(facts) == "graph":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.bundle.files import find_encoder
-from runtime.bundle.manifest import MOST_THREADS
+from runtime.bundle.files import find_encoder, find_vision
+from runtime.bundle.manifest import IMAGE_FEATURES, MOST_THREADS
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import State, TensorSpec, as_sequence, has_batch
 from runtime.errors import BundleError, UsageError
@@ -215,6 +216,57 @@ class EncoderDecoderSession:
 
 
 @dataclass(frozen=True)
+class SeeingSession:
+    """A decoder and what sees for it: `look` gives what the decoder reads in the places of images' tokens."""
+
+    path: Path
+    """The decoder's file."""
+    vision: Session
+    decoder: Session
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Return the decoder's inputs."""
+        return self.decoder.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Return the decoder's outputs."""
+        return self.decoder.outputs
+
+    @property
+    def pixels(self) -> TensorSpec:
+        """Return the input that one image's pixels are."""
+        return self.vision.inputs[0]
+
+    def look(self, images: Sequence[Array]) -> Feeds:
+        """Return the features of images, by name [n, width], one image after another.
+
+        `images`: pixels of one each or of several, as a processor gives them. UsageError for another size.
+        """
+        size = math.prod(int(side) for side in self.pixels.shape)
+        if odd := next((image for image in images if image.size % size), None):
+            raise UsageError(f"pixels {odd.shape} are not of images {list(self.pixels.shape)}, which the model takes")
+        each = [one for image in images for one in image.reshape(-1, *self.pixels.shape)]
+        made = [self.vision.run({self.pixels.name: np.ascontiguousarray(one, self.pixels.dtype)}) for one in each]
+        empty = no_features(self.inputs)
+        return {name: np.concatenate([none, *(given[name] for given in made)]) for name, none in empty.items()}
+
+    def run(self, feeds: Feeds, outputs: Sequence[str] | None = None) -> Feeds:
+        return self.decoder.run(feeds, outputs)
+
+    def close(self) -> None:
+        self.vision.close()
+        self.decoder.close()
+
+
+def no_features(inputs: Sequence[TensorSpec]) -> Feeds:
+    """Return what a decoder with these inputs reads of images where there are none: features without rows."""
+    names = [IMAGE_FEATURES.format(i=i) for i in range(len(inputs))]
+    return {spec.name: np.zeros((0, *map(int, spec.shape[1:])), spec.dtype) for spec in inputs if spec.name in names}
+
+
+@dataclass(frozen=True)
 class SequenceSession:
     """A model that hands states from call to call, as one that reads whole sequences: `run` makes a call for each step.
 
@@ -288,7 +340,7 @@ def write_states(states: Sequence[State]) -> str:
 
 
 def open_model(backend: Backend, path: Path, threads: int, options: Options) -> Session:
-    """Open the model's file on a backend, an encoder-decoder with its encoder. BundleError, UsageError.
+    """Open the model's file on a backend, with its encoder or what sees for it. BundleError, UsageError.
 
     With STATES among the options it reads whole sequences.
     """
@@ -296,7 +348,9 @@ def open_model(backend: Backend, path: Path, threads: int, options: Options) -> 
         states = tuple(from_json(State, state, STATES) for state in json.loads(str(options[STATES])))
         rest = {name: value for name, value in options.items() if name != STATES}
         return read_sequences(backend.open(path, threads, rest), states)
-    encoder = find_encoder(path)
+    encoder, vision = find_encoder(path), find_vision(path)
+    if vision is not None and backend.decoders:
+        return SeeingSession(path, backend.open(vision, threads, options), backend.open(path, threads, options))
     if encoder is None:
         return backend.open(path, threads, options)
     if not backend.decoders:

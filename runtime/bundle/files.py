@@ -99,14 +99,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def model_files(model: Path) -> tuple[Path, ...]:
-    """Return the .onnx file, that of its encoder where it is an encoder-decoder, and the external data that they name.
+    """Return the .onnx file, that of its encoder or of what sees for it, and the external data that they name.
 
     BundleError if one is missing or outside the model's folder: the names come from a file that we do not trust.
     """
     if not model.is_file():
         raise BundleError(f"{model}: the model file is missing")
-    encoder = find_encoder(model)
-    graphs = (model,) if encoder is None else (model, encoder)
+    graphs = (model, *(other for other in (find_encoder(model), find_vision(model)) if other is not None))
     data = [inside(model.parent, name) for name in sorted({name for graph in graphs for name in external_files(graph)})]
     missing = [path.name for path in data if not path.is_file()]
     if missing:
@@ -122,6 +121,16 @@ def find_encoder(model: Path) -> Path | None:
     """Return the encoder that lies beside the .onnx file of an encoder-decoder's decoder; None of any other model."""
     encoder = model.with_name(ENCODER)
     return encoder if model != encoder and encoder.is_file() else None
+
+
+VISION = "vision.onnx"
+"""Name of what makes features of one image, beside a decoder that also sees."""
+
+
+def find_vision(model: Path) -> Path | None:
+    """Return what sees for the decoder in that .onnx file, and lies beside it; None of any other model."""
+    vision = model.with_name(VISION)
+    return vision if model != vision and vision.is_file() else None
 
 
 def single_file(path: Path) -> tuple[Path, ...]:

@@ -35,6 +35,9 @@ def _check_range(record: object, name: str, least: int, most: int) -> None:
 LOGITS_TO_KEEP = "logits_to_keep"
 """An input of a decoder's graph that need not be given, int64 [1], with transformers' name: of how many of the last
 tokens there are to be logits; 0: of all."""
+IMAGE_FEATURES = "image_features.{i}"
+"""What a decoder that also sees reads in the places of images' tokens, float [n, width]: of all images of a call, one
+after another; no rows where there are none. Its vision.onnx gives those of one image under the same names."""
 PAST, PRESENT = "past_key_values.{layer}.{kind}", "present.{layer}.{kind}"
 """What a decoder's layer keeps between calls: names of an input and an output; layer from 0, kind is key, value, ..."""
 SELF_PAST, SELF_PRESENT = "past_key_values.{layer}.decoder.{kind}", "present.{layer}.decoder.{kind}"
@@ -171,7 +174,7 @@ class Artifact:
     folder.
 
     Of an encoder-decoder the decoder's .onnx file, beside which its encoder lies as encoder.onnx; `inputs`, `outputs`
-    and `size_bytes` are of both together.
+    and `size_bytes` are of both together. Of a decoder that also sees, beside which vision.onnx lies, `size_bytes` is.
     """
     target: str
     """The backend it was made for."""
@@ -235,6 +238,22 @@ class Generation:
         for name, token in (*single.items(), *(("eos_token_ids", token) for token in self.eos_token_ids)):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name} {token} is not in the vocabulary of {self.vocab_size}")
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """How images come into the prompt of a decoder that also sees."""
+
+    marker: str
+    """What the chat template writes where an image is."""
+    text: str
+    """What is tokenized in its place; it holds the token of images once for each row of an image's features."""
+    preprocess: dict[str, object]
+    """A `runtime.encode.images.ImagePreprocess`: pixels as vision.onnx reads them."""
+
+    def __post_init__(self) -> None:
+        if not self.marker:
+            raise ValueError("marker is empty: nothing says where an image is")
 
 
 @dataclass(frozen=True)
@@ -492,6 +511,8 @@ class Manifest:
     """Metrics of the recipe's own."""
     generation: Generation | None = None
     """Of a model that generates text: what generating needs to know."""
+    images: PromptImages | None = None
+    """Of one that also sees, where its graphs are in the bundle."""
     source_bytes: int | None = None
     """Of the weight files that the model came in, where the bundle holds no baseline to run."""
     score: BuildScore | None = None

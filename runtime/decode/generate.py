@@ -1,7 +1,8 @@
 """Generate text after a prompt: one call for the prompts, then one for each further token of all of them.
 
 A prompt is encoded as an evaluation text is (`runtime.encode.language`), a chat as its template says, with nothing
-added. Text comes out as tokens do: never half a character, never what belongs to a stop string.
+added; images in it are read as the model's own processor reads them. Text comes out as tokens do: never half a
+character, never what belongs to a stop string.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any, Literal
 import numpy as np
 
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import Generation
+from runtime.bundle.manifest import Generation, PromptImages
+from runtime.bundle.records import from_json
 from runtime.decode.kv_cache import Decoder
 from runtime.decode.rules import NO_RULES, Rules
 from runtime.decode.sampling import Sampling, choose
-from runtime.encode.chat import check_messages, render_chat
+from runtime.encode.chat import check_messages, place_images, render_chat, split_contents, take_images
+from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
 from runtime.encode.language import LanguageEncoder
 from runtime.errors import UsageError
 from runtime.metrics import NonFiniteOutputs
@@ -110,6 +113,8 @@ class Generator:
     encoder: LanguageEncoder
     settings: Generation
     model_dir: Path
+    images: PromptImages | None = None
+    """How images come into a chat's prompt; None: the model sees none."""
 
     def generate(self, prompts: Sequence[Any], request: Request) -> list[GeneratedText]:
         """Answer each prompt, all in one batch; errors as in `stream`."""
@@ -117,11 +122,7 @@ class Generator:
 
     def continue_tokens(self, ids: Sequence[Array], request: Request) -> list[GeneratedText]:
         """Answer prompts that are tokens already, int64 [t] each, as `generate` does."""
-        return collect_results(
-            self._generate_pieces(
-                ids, self._limit_new_tokens(ids, request), request.sampling(self.settings), request.stop
-            )
-        )
+        return collect_results(self._generate_pieces([(prompt, []) for prompt in ids], request))
 
     def stream(self, prompts: Sequence[Any], request: Request) -> Pieces:
         """Yield (row, text) as soon as text is certain; a row's texts joined are its answer. Returns all answers.
@@ -129,21 +130,32 @@ class Generator:
         UsageError, before anything runs, for no prompt, one without tokens or with ids beyond the vocabulary, one that
         leaves no room for the answer, and settings out of range; NonFiniteOutputs if the model gives NaN.
         """
-        ids = [self.encode(prompt, request.chat) for prompt in prompts]
-        if not ids:
+        read = [self.encode(prompt, request.chat) for prompt in prompts]
+        if not read:
             raise UsageError("no prompt: give at least one text")
-        n_new, sampling = self._limit_new_tokens(ids, request), request.sampling(self.settings)
-        return self._generate_pieces(ids, n_new, sampling, request.stop)
+        return self._generate_pieces(read, request)
 
-    def encode(self, prompt: Any, chat: bool = False) -> Array:
-        """Return a prompt's tokens, int64 [t]: of a text, or with `chat` of what a user says or a list of messages."""
+    def encode(self, prompt: Any, chat: bool = False) -> tuple[Array, list[Array]]:
+        """Return a prompt's tokens, int64 [t], and the pixels of its images: of a text, or with `chat` of what a user
+        says or a list of messages, whose parts may be images: {"type": "image", "image": path, array or Pillow image}.
+        """
         if not chat:
             if not isinstance(prompt, str):
                 raise UsageError(f"a prompt is a text, not {type(prompt).__name__}; messages need chat")
-            return self.encoder.prompt(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        rendered = render_chat(self.model_dir, check_messages(messages))
-        return self.encoder.check_ids(np.array(self.encoder.tokens(rendered), np.int64), "the prompt")
+            return self.encoder.prompt(prompt), []
+        messages = check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        if self.images is None:
+            text, pixels = render_chat(self.model_dir, messages), list[Array]()
+        else:
+            turns, given = take_images(messages)
+            text = place_images(render_chat(self.model_dir, split_contents(turns)), len(given), self.images)
+            pixels = [self._read_image(image, self.images) for image in given]
+        return self.encoder.check_ids(np.array(self.encoder.tokens(text), np.int64), "the prompt"), pixels
+
+    def _read_image(self, image: Any, images: PromptImages) -> Array:
+        """Return an image's pixels as the model's processor makes them."""
+        spec = from_json(ImagePreprocess, images.preprocess, "images.preprocess")
+        return normalize_pixels(batch_pixels([image], spec), spec)
 
     def _limit_new_tokens(self, ids: Sequence[Array], request: Request) -> int:
         """Return how many tokens to generate at most; UsageError where they do not fit into the model's context."""
@@ -156,9 +168,13 @@ class Generator:
             )
         return n_new
 
-    def _generate_pieces(self, ids: Sequence[Array], n_new: int, sampling: Sampling, stop: Sequence[str]) -> Pieces:
-        rows = [Answer(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), stop)) for prompt in ids]
-        start = partial(self.decoder.start, ids, self.decoder.room(ids, n_new))
+    def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
+        """Generate after prompts that are read: tokens and pixels of each."""
+        ids, sampling = [prompt for prompt, _ in read], request.sampling(self.settings)
+        n_new = self._limit_new_tokens(ids, request)
+        rows = [Answer(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), request.stop)) for prompt in ids]
+        features = self.decoder.look([image for _, pixels in read for image in pixels])
+        start = partial(self.decoder.start, ids, self.decoder.room(ids, n_new), features)
         return generate_rows(start, self.decoder.step, rows, n_new, self.settings.eos_token_ids, sampling)
 
 

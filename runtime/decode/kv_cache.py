@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.backends import EncoderDecoderSession, Feeds, Resident, Session, Stateful
+from runtime.backends import EncoderDecoderSession, Feeds, Resident, SeeingSession, Session, Stateful, no_features
 from runtime.backends.base import check_open
 from runtime.backends.onnxruntime_cpu import Binding, DeviceValue, OnnxRuntimeSession, failures, make_value
 from runtime.bundle.columns import Array
@@ -45,17 +45,21 @@ class Keys(Protocol):
 class Decoder:
     """One batch of texts at a time: `start` reads the prompts, `step` one further token of each.
 
-    Both give the logits of the next token, float32 [n, vocab]. BundleError for a graph that does not have the cache
-    that `cache` describes, or that fails; UsageError for a backend that keeps none, or a text that outgrows its buffer.
+    Both give the logits of the next token, float32 [n, vocab]. Of a model that also sees, `look` gives what `start`
+    reads in the places of images. BundleError for a graph that does not have the cache that `cache` describes, or that
+    fails; UsageError for a backend that keeps none, or a text that outgrows its buffer.
     """
 
     def __init__(self, session: Session, cache: KvCacheSpec | None) -> None:
+        self._seeing = session if isinstance(session, SeeingSession) else None
+        session = session.decoder if isinstance(session, SeeingSession) else session
         if not isinstance(session, (OnnxRuntimeSession, Resident, Stateful)):
             raise UsageError("text is not generated on this backend: it keeps no cache between calls")
         if cache is None:
             raise BundleError(f"{session.path}: its manifest describes no key-value cache; build the bundle again")
         self.cache = cache
         self._inputs = {spec.name: spec for spec in session.inputs}
+        self._no_features = no_features(session.inputs)
         wanted = {"input_ids", "attention_mask", "logits"}
         if not isinstance(session, Stateful):
             wanted |= {name for pair in cache.pairs() for name in pair}
@@ -73,8 +77,19 @@ class Decoder:
         """Return the capacity that prompts and answers of `n_new` tokens take."""
         return max(map(len, prompts)) + n_new
 
-    def start(self, prompts: Sequence[Array], capacity: int) -> Array:
-        """Read prompts, int64 [t] each, into a new cache with room for `capacity` tokens a row."""
+    def look(self, images: Sequence[Array]) -> Feeds:
+        """Return the features of images, pixels of one each. UsageError for images where the model sees none."""
+        if self._seeing is None:
+            if images:
+                raise UsageError("the model reads texts alone, and there are images")
+            return {}
+        return self._seeing.look(images)
+
+    def start(self, prompts: Sequence[Array], capacity: int, features: Feeds | None = None) -> Array:
+        """Read prompts, int64 [t] each, into a new cache with room for `capacity` tokens a row.
+
+        `features`: of the prompts' images, in their order, as `look` gives them.
+        """
         lengths = np.array([len(prompt) for prompt in prompts])
         self._total = width = int(lengths.max())
         self._lengths, self._capacity = lengths, capacity
@@ -89,7 +104,7 @@ class Decoder:
             self._mask[:, width:] = 1
         self.keys.begin(len(prompts), capacity)
         last = lengths - 1 if self.cache.shared_buffer else np.full(len(prompts), width - 1)
-        logits = self._run(ids, positions(self._mask[:, :width]), width - int(last.min()))
+        logits = self._run(ids, positions(self._mask[:, :width]), width - int(last.min()), features)
         result: Array = logits[np.arange(len(prompts)), last - width].astype(np.float32)
         return result
 
@@ -107,9 +122,10 @@ class Decoder:
         if n_tokens > self._capacity:
             raise UsageError(f"{n_tokens} tokens do not fit into a cache made for {self._capacity}")
 
-    def _run(self, ids: Array, position_ids: Array, n_logits: int = 0) -> Array:
+    def _run(self, ids: Array, position_ids: Array, n_logits: int = 0, features: Feeds | None = None) -> Array:
         """Run one call on ids [n, t]; return the logits of the last tokens [n, `n_logits` or more, vocab]."""
         feeds = {"input_ids": ids, "attention_mask": self._mask[:, : self._total], "position_ids": position_ids}
+        feeds |= features or self._no_features
         given = feeds.keys() & self._inputs.keys()
         given_feeds = {name: np.ascontiguousarray(feeds[name], self._inputs[name].dtype) for name in given}
         return self.keys.call(given_feeds, n_logits)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from runtime.backends import Feeds, Session
+from runtime.backends import Feeds, SeeingSession, Session, no_features
 from runtime.backends.onnxruntime_cpu import OnnxRuntimeSession
 from runtime.bundle.columns import Array, Columns, count
 from runtime.bundle.manifest import find_cache
@@ -51,7 +51,8 @@ def score(
     KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
     "reference_nll": float64 [N]}; each also of parts of `part` tokens, "part_nll" [N, P], 0 where a sample has no more.
     Samples are what `LanguageEncoder.samples` makes of the columns; where these have a "loss_mask", only the tokens
-    that it marks are summed and counted. The result does not depend on the samples' order.
+    that it marks are summed and counted. The result does not depend on the samples' order. Of a model that also sees,
+    a column of its pixels' name holds those of each sample's images.
     UsageError for samples that do not fit, a sample of one token, and models whose vocabularies differ; BundleError for
     a graph without logits [batch, sequence, vocab].
     """
@@ -67,7 +68,7 @@ def score(
         raise UsageError(f"column '{LOSS_MASK}' marks no token that is predicted: there is nothing to score")
     sessions = [session] if reference_session is None else [session, reference_session]
     pieces: list[list[TokenNumbers]] = [[] for _ in sequences]
-    for row, places, logits in logit_pieces(sessions, language, sequences, batch_size, progress):
+    for row, places, logits in logit_pieces(sessions, language, sequences, batch_size, progress, columns=samples):
         counted = None if masks is None else masks[row][1:][places]
         pieces[row].append(measure_tokens(logits, sequences[row][1:][places], counted))
     return sum_tokens([_join_numbers(of_row) for of_row in pieces], reference_session is not None, part)
@@ -117,24 +118,25 @@ def logit_pieces(
     batch_size: int,
     progress: Progress = no_progress,
     most_bytes: int = LOGITS_BYTES,
+    columns: Columns | None = None,
 ) -> Iterator[tuple[int, slice, list[Array]]]:
     """Yield (sample, places, each model's logits [places, vocab] after these of its tokens), longest samples first.
 
     Places of a sample come in order; the last token is only predicted: the models do not read it. Logits last until the
-    next.
+    next. `columns`: of the samples, where there may be images; a text with some is read whole.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, below 1")
-    readers = [_Reader(session, replace(encoder, inputs=session.inputs)) for session in sessions]
+    readers = [_Reader(session, replace(encoder, inputs=session.inputs), columns or {}) for session in sessions]
     vocab = max(vocab_size(session) for session in sessions) or encoder.vocab_size or 1
     batches = list(split_batches(sequences, batch_size, vocab, most_bytes))
     for number in progress(range(len(batches)), "batches of texts"):
         rows = batches[number]
         batch = [sequences[row][:-1] for row in rows]
         n_bytes = 4 * len(batch) * len(batch[0]) * vocab  # of several rows no more than `most_bytes`
-        n_pieces = -(-n_bytes // most_bytes) if all(reader.past for reader in readers) else 1
-        for places in cut_evenly(len(batch[0]), n_pieces):
-            all_logits = [reader.read(batch, places) for reader in readers]
+        whole = not all(reader.past for reader in readers) or any(reader.find_images(rows) for reader in readers)
+        for places in cut_evenly(len(batch[0]), 1 if whole else -(-n_bytes // most_bytes)):
+            all_logits = [reader.read(batch, places, rows) for reader in readers]
             sizes = {logits.shape[-1] for logits in all_logits}
             if len(sizes) > 1:
                 raise UsageError(f"the models' vocabularies differ: {', '.join(map(str, sorted(sizes)))} logits")
@@ -152,8 +154,13 @@ def cut_evenly(n: int, n_pieces: int) -> list[slice]:
 class _Reader:
     """A session that reads batches of texts: whole, or a text in pieces where its graph gives what it keeps."""
 
-    def __init__(self, session: Session, encoder: LanguageEncoder) -> None:
+    def __init__(self, session: Session, encoder: LanguageEncoder, columns: Columns) -> None:
+        self._seeing = session if isinstance(session, SeeingSession) else None
+        if self._seeing is None and no_features(session.inputs):
+            raise UsageError("the decoder reads features of images, and was opened without what sees for it")
+        session = session.decoder if isinstance(session, SeeingSession) else session
         self._session, self._encoder = session, encoder
+        self._pixels = columns.get(self._seeing.pixels.name, ()) if self._seeing is not None else ()
         outputs = {spec.name: spec for spec in session.outputs}
         pairs = _find_pairs(session) if isinstance(session, OnnxRuntimeSession) and vocab_size(session) else ()
         self.past = dict(pairs) if all(present in outputs for _, present in pairs) else {}
@@ -161,9 +168,16 @@ class _Reader:
         self._kept: Feeds = {}
         self._room = np.zeros(0, outputs["logits"].dtype) if self.past else None
 
-    def read(self, batch: Sequence[Array], places: slice) -> Array:
-        """Return the logits [n, places, vocab] of these places; those before have been read."""
+    def find_images(self, rows: Sequence[int]) -> list[Array]:
+        """Return the pixels of these samples' images."""
+        known = [np.asarray(self._pixels[row]) for row in rows] if len(self._pixels) else []
+        return [pixels for pixels in known if pixels.size]
+
+    def read(self, batch: Sequence[Array], places: slice, rows: Sequence[int]) -> Array:
+        """Return the logits [n, places, vocab] of these places of samples `rows`; those before have been read."""
         feeds, session = self._encoder.feeds(batch), self._session
+        if self._seeing is not None:
+            feeds |= self._seeing.look(self.find_images(rows))
         if self._room is None or not isinstance(session, OnnxRuntimeSession):
             return run_logits(session, feeds)
         ends = places.stop == feeds[IDS].shape[1]

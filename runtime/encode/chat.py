@@ -16,12 +16,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from runtime.bundle.manifest import PromptImages
 from runtime.encode.texts import read_config
 from runtime.errors import BundleError, MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.isolated import python_command, python_environment
 
 Messages = Sequence[Mapping[str, Any]]
 """{"role": "user", "content": "..."}, the oldest first."""
+Turns = list[dict[str, Any]]
+"""The same with whatever else the template reads of a turn."""
+TEXT, IMAGE = "text", "image"
+"""Types of the parts that a message's content may be a list of, and the keys of what is in them."""
+FILES = (IMAGE, "path", "url")
+"""Keys under one of which a part of type image has it; without them images are given beside, in their order."""
+NOT_READ = ("image_url", "video", "audio")
+"""Types of parts of a message that nothing here reads."""
+ASSISTANT = "assistant"
 SECONDS, START_SECONDS = 5.0, 60.0
 """For one prompt; for the process to start."""
 MOST_TEMPLATE = 2**20
@@ -62,6 +74,70 @@ def check_messages(messages: Any) -> Messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UsageError(f"message {i} has no role: give {{'role': 'user', 'content': '...'}}")
     return messages
+
+
+def ask_about(images: Sequence[Any], question: str | None, answer: str | None = None) -> Turns:
+    """Return the conversation in which a question about images is answered."""
+    asked = [{"type": IMAGE, IMAGE: image} for image in images]
+    said = [] if question is None else [{"type": TEXT, TEXT: question}]
+    turns: Turns = [{"role": "user", "content": [*asked, *said]}]
+    return turns if answer is None else [*turns, {"role": ASSISTANT, "content": answer}]
+
+
+def take_images(turns: Messages, others: Sequence[Any] = ()) -> tuple[Turns, list[Any]]:
+    """Return a conversation without its images, and these in order; those that it names no file of are `others`.
+
+    UsageError where `others` are not as many as have none.
+    """
+    found: list[Any] = []
+    rest = list(others)
+
+    def take(part: Any) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        part = {key: value for key, value in part.items() if value is not None}  # parquet fills in what others have
+        if part.get("type") in NOT_READ:
+            raise UsageError(f"a message has a part of type {part['type']}: give texts, and images as {{type: image}}")
+        if part.get("type") != IMAGE:
+            return part
+        named = [part[key] for key in FILES if key in part]
+        if not named and not rest:
+            raise UsageError(f"the conversation names more images than there are ({len(found)}): give each its file")
+        found.append(named[0] if named else rest.pop(0))
+        return {"type": IMAGE}
+
+    taken = [
+        {**turn, "content": [take(part) for part in turn["content"]]}
+        if isinstance(turn.get("content"), list | tuple | np.ndarray)
+        else dict(turn)
+        for turn in turns
+    ]
+    if rest:
+        raise UsageError(
+            f"{len(rest)} images are not named in the conversation: put {{type: image}} where each belongs"
+        )
+    return taken, found
+
+
+def split_contents(turns: Messages) -> Turns:
+    """Return turns with every content as a list of parts, as templates of models that see read it."""
+    return [
+        {**turn, "content": [{"type": TEXT, TEXT: turn["content"]}]}
+        if isinstance(turn.get("content"), str)
+        else dict(turn)
+        for turn in turns
+    ]
+
+
+def place_images(text: str, n_images: int, images: PromptImages) -> str:
+    """Return a rendered conversation with what stands for an image's tokens in the place of each. UsageError."""
+    found = text.count(images.marker)
+    if found != n_images:
+        raise UsageError(
+            f"the conversation names {n_images} images, and its chat template writes {images.marker!r} {found} times: "
+            "leave it out of the texts"
+        )
+    return text.replace(images.marker, images.text)
 
 
 class TemplateProcess:

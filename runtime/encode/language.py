@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take, take_texts
+from runtime.bundle.manifest import IMAGE_FEATURES
 from runtime.bundle.records import PYDANTIC_CONFIG, check_file_name
 from runtime.encode.texts import encode_texts, load_tokenizer
 from runtime.errors import UsageError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 FEEDS = ("input_ids", "attention_mask", "position_ids")
 CACHE = "past_key_values."
 """How the names begin of inputs that are what a decoder keeps of earlier tokens."""
+FEATURES = IMAGE_FEATURES.partition("{")[0]
+"""And of those that are features of images."""
 IDS, LOSS_MASK, POSITIONS = "input_ids", "loss_mask", "position_ids"
 """Columns of samples that are tokens already: their ids; 1 for each token whose prediction counts, else 0; and, of rows
 that hold several samples, each token's place in its own."""
@@ -160,7 +163,10 @@ class LanguageEncoder:
         return ids
 
     def feeds(self, sequences: Sequence[Array]) -> dict[str, Array]:
-        """Return token ids, int64 [t] each, as one batch: [n, T], padded on the right with mask 0; caches are empty."""
+        """Return token ids, int64 [t] each, as one batch: [n, T], padded on the right with mask 0; caches are empty.
+
+        There are no images; whoever has some puts their features in place of the empty ones.
+        """
         width = max(map(len, sequences))
         ids = np.zeros((len(sequences), width), np.int64)
         mask = np.zeros((len(sequences), width), np.int64)
@@ -200,7 +206,7 @@ def make_language_encoder(
     BundleError if the tokenizer cannot be read; UsageError for inputs that do not fit.
     """
     names = [i.name for i in inputs]
-    other = [i.name for i in inputs if i.name not in FEEDS and not i.name.startswith(CACHE)]
+    other = [i.name for i in inputs if i.name not in FEEDS and not i.name.startswith((CACHE, FEATURES))]
     if other or "input_ids" not in names:
         raise UsageError(
             f"a language model takes {', '.join(FEEDS)} and caches, {CACHE}...; this one takes "
@@ -224,7 +230,12 @@ def positions(mask: Array) -> Array:
 
 
 def empty_past(spec: TensorSpec, n_rows: int) -> Array:
-    """Return a cache input before any token: nothing along the axis that grows, zeros where sizes are fixed."""
+    """Return a cache input before any token: nothing along the axis that grows, zeros where sizes are fixed.
+
+    Of images' features no rows.
+    """
+    if spec.name.startswith(FEATURES):
+        n_rows = 0
     if sum(isinstance(size, str) for size in spec.shape[1:]) > 1:
         raise UsageError(f"cache input '{spec.name}' {spec.shape}: all sizes but one must be numbers")
     return np.zeros((n_rows, *(size if isinstance(size, int) else 0 for size in spec.shape[1:])), spec.dtype)

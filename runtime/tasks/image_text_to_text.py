@@ -6,7 +6,7 @@ from runtime.tasks.text_generation import TextGeneration
 
 
 class ImageTextToText(TextGeneration):
-    """Continue a text beside which there may be images. The build scores its answers; no graph of it is run."""
+    """Continue a text in which there may be images."""
 
     name = "image-text-to-text"
     about = "text, token by token, by a model that also sees"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from runtime.bundle.format import load_manifest, seal_bundle, verify_files
 from runtime.bundle.manifest import Manifest
+from runtime.bundle.records import from_json
+from runtime.encode.images import ImagePreprocess
 from runtime.encode.preprocess import spec_from_dict
 from runtime.errors import UsageError
 from runtime.tasks import TASKS
@@ -29,6 +31,8 @@ def write_bundle(staging: Path, manifest: Manifest) -> Manifest:
 def check_manifest(manifest: Manifest) -> None:
     """Raise ValueError where the samples' encoding, the task, or what it asks of the manifest are not as they must."""
     spec_from_dict(manifest.preprocess)
+    if manifest.images is not None:
+        from_json(ImagePreprocess, manifest.images.preprocess, "manifest.images.preprocess")
     if manifest.task not in TASKS:
         raise ValueError(f"manifest.task: {manifest.task!r} is not one of {', '.join(TASKS)}")
     try:

@@ -171,8 +171,8 @@ def test_questions_and_conversations_with_images_are_the_same_samples(home: Path
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "graph": (
-        {"target": "onnxruntime-cpu", "export": [{"kind": "onnx"}]},
-        "is written as checkpoint, not as onnx; use target: transformers",
+        {"target": "openvino", "export": [{"kind": "onnx"}]},
+        "openvino is not given the graphs of a model that also sees; use target: onnxruntime-cpu, or target: transf",
     ),
     "cut": ({"preprocess": {"kind": "language", "max_length": 16}}, "tokens with those of its images, more than"),
     "packed": (

@@ -170,6 +170,20 @@ def bundle_bytes(bundle: Path) -> dict[str, str]:
 def serve(bundle: Path, samples: str, cwd: Path) -> dict[str, Any]:
     """Predict and evaluate where nothing of the build side can be imported. `samples`: a Python expression."""
     code = f"""
+with runtime.open_bundle(sys.argv[1]) as bundle:
+    outputs = bundle.predict({samples})
+    shapes = {{name: list(np.shape(v)) if isinstance(v, np.ndarray) else [len(v)] for name, v in outputs.items()}}
+    shapes |= {{"prediction": [len(outputs.predictions)]}} if outputs.predictions else {{}}
+    finite = all(np.isfinite(v).all() for v in outputs.values() if isinstance(v, np.ndarray) and v.dtype != object)
+    print(json.dumps({{"shapes": shapes, "finite": bool(finite), "metrics": bundle.evaluate()}}))
+"""
+    answer: dict[str, Any] = run_alone(code, cwd, str(bundle))
+    return answer
+
+
+def run_alone(code: str, cwd: Path, *args: str) -> Any:
+    """Run Python code where nothing of the build side can be imported; return the JSON that it prints."""
+    alone = f"""
 import json, sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -178,19 +192,11 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 import numpy as np
 import runtime
-with runtime.open_bundle(sys.argv[1]) as bundle:
-    outputs = bundle.predict({samples})
-    shapes = {{name: list(np.shape(v)) if isinstance(v, np.ndarray) else [len(v)] for name, v in outputs.items()}}
-    shapes |= {{"prediction": [len(outputs.predictions)]}} if outputs.predictions else {{}}
-    finite = all(np.isfinite(v).all() for v in outputs.values() if isinstance(v, np.ndarray) and v.dtype != object)
-    print(json.dumps({{"shapes": shapes, "finite": bool(finite), "metrics": bundle.evaluate()}}))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(bundle)], capture_output=True, text=True, cwd=cwd, check=False
-    )
+{code}"""
+    command = [sys.executable, "-c", alone, *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    return json.loads(done.stdout)
 
 
 def compress_elsewhere(args: Sequence[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

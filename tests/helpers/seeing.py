@@ -39,8 +39,8 @@ VISION: dict[str, Any] = {
 NORMAL: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
-def write_tokens(folder: Path, image: str) -> dict[str, int]:
-    """Write a tokenizer that knows every byte and SPECIAL, and a template; return the ids of SPECIAL."""
+def write_tokens(folder: Path, image: str, **named: str) -> dict[str, int]:
+    """Write a tokenizer that knows every byte and SPECIAL, `named` among them, and a template; return their ids."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -50,7 +50,7 @@ def write_tokens(folder: Path, image: str) -> dict[str, int]:
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    config = {**names, "tokenizer_class": "TokenizersBackend", "add_bos_token": False}
+    config = {**names, **named, "tokenizer_class": "TokenizersBackend", "add_bos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", f"'{image}'"))
     return {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -68,10 +68,46 @@ def write_llava(folder: Path, **sizes: Any) -> Path:
         image_token_id=ids["<image>"],
         vision_feature_layer=-1,
     )
-    size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-    write_json(folder, "preprocessor_config.json", image_processor_type="CLIPImageProcessor", **size, **NORMAL)
-    processor = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    write_json(folder, "processor_config.json", processor_class="LlavaProcessor", image_token="<image>", **processor)
+    write_clip_processor(folder)
+    return save(config, folder)
+
+
+def write_vip(folder: Path) -> Path:
+    """A Llama that reads what several layers of a CLIP tower say of each patch."""
+    import transformers
+
+    folder.mkdir(parents=True)
+    ids = write_tokens(folder, "<image>")
+    config = transformers.VipLlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=ids["<image>"],
+        vision_feature_layer=[-1, -2],
+    )
+    write_clip_processor(folder)
+    return save(config, folder)
+
+
+def write_gemma(folder: Path) -> Path:
+    """A Gemma 3: the tokens of an image see one another, in both directions, within windows, too."""
+    import transformers
+
+    folder.mkdir(parents=True)
+    named = {"boi_token": "<|vision_start|>", "image_token": "<|image_pad|>", "eoi_token": "<|vision_end|>"}
+    ids = write_tokens(folder, "<|vision_start|>", **named)
+    vision = {name: size for name, size in VISION.items() if name != "projection_dim"}
+    text = {**TEXT, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**{**vision, "image_size": 32}),
+        text_config=transformers.Gemma3TextConfig(**{**text, "query_pre_attn_scalar": 16}),
+        mm_tokens_per_image=4,
+        image_token_index=ids["<|image_pad|>"],
+        boi_token_index=ids["<|vision_start|>"],
+        eoi_token_index=ids["<|vision_end|>"],
+    )
+    size = {"size": {"height": 32, "width": 32}, "do_pan_and_scan": False}
+    write_json(folder, "preprocessor_config.json", image_processor_type="Gemma3ImageProcessor", **size, **NORMAL)
+    write_json(folder, "processor_config.json", processor_class="Gemma3Processor", image_seq_length=4)
     return save(config, folder)
 
 
@@ -117,6 +153,13 @@ def write_mllama(folder: Path) -> Path:
     write_json(folder, "preprocessor_config.json", image_processor_type="MllamaImageProcessor", **size, **NORMAL)
     write_json(folder, "processor_config.json", processor_class="MllamaProcessor")
     return save(config, folder)
+
+
+def write_clip_processor(folder: Path) -> None:
+    size = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    write_json(folder, "preprocessor_config.json", image_processor_type="CLIPImageProcessor", **size, **NORMAL)
+    processor = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    write_json(folder, "processor_config.json", processor_class="LlavaProcessor", image_token="<image>", **processor)
 
 
 def write_json(folder: Path, name: str, **values: Any) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from chats import CHATML, GEMMA, LLAMA, MARKED, MISTRAL, REASONING, REWRITING, TURNS, write_chat_tokenizer
 
-from compress.data.chat import ChatEncoder, cut_windows, find_places, pack_rows, read_tools, read_turns, take_images
+from compress.data.chat import ChatEncoder, cut_windows, find_places, pack_rows, read_tools, read_turns
 from compress.data.inspect import inspect_data
 from compress.data.samples import load_samples
 from compress.errors import SourceError
 from compress.specs import ChatSpec, DataSpec, MessageKeys
+from runtime.encode.chat import take_images
 from runtime.errors import UsageError
 
 KEYS = MessageKeys()

@@ -136,7 +136,7 @@ def test_a_repetition_penalty_beyond_all_bounds_repeats_nothing(opened: Callable
     with opened() as bundle:
         ids = bundle.generate("Once", max_new_tokens=40, repetition_penalty=1e9).token_ids
         assert len(set(ids)) == len(ids)
-        assert not set(ids) & set(bundle.generator().encode("Once").tolist())
+        assert not set(ids) & set(bundle.generator().encode("Once")[0].tolist())
 
 
 # ends

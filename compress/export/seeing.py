@@ -1,0 +1,240 @@
+"""What of a model sees, as a graph of its own: one image's pixels to the features that its decoder reads.
+
+No family's modules are looked for. The model's forward pass is run on what its processor makes of an image, and its
+`get_image_features` listened to: what that is given is what sees, and what it gives comes to the decoder's graph as
+inputs. All that is done with features, the model's own code does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from compress.blocks.untouched import leave_untouched
+from compress.data.sight import WAY_OUT, Sight
+from compress.errors import NotExportable
+from compress.export.onnx import Weight, export_program, silence
+from compress.models.processor import IDS, MASK
+from runtime.bundle.manifest import IMAGE_FEATURES
+
+LOOK = "get_image_features"
+"""How transformers calls what makes features of images."""
+CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+"""The variable of the environment by which it checks no values."""
+THREE_AXES = "get_rope_index"
+"""And what counts positions by where images lie and how large they are."""
+
+
+class _Seen(Exception):
+    """The features have been made: nothing behind them is of what sees."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of `get_image_features`. `look`: that method; `given`: its arguments, with `pixels` among them."""
+
+    part: nn.Module
+    look: Callable[..., Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    pixels: Tensor
+
+    def repeat(self, pixels: Tensor) -> Any:
+        """Return what the call gives of other pixels."""
+        leaves, tree = tree_flatten(self.given)
+        args, kwargs = tree_unflatten([pixels if leaf is self.pixels else leaf for leaf in leaves], tree)
+        with _leave_unchecked():
+            return self.look(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What of a model sees. `part`: has `get_image_features`; `tree`: of what that gives.
+
+    `leaves`: what is in that, of tensors their shapes; `rows`: the numbers of those that have a row for each token of
+    an image. The decoder gets no other tensor.
+    """
+
+    part: nn.Module
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+    rows: tuple[int, ...]
+    sight: Sight
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the features in both graphs."""
+        return [IMAGE_FEATURES.format(i=i) for i in range(len(self.rows))]
+
+    def make_features(self, n: int, device: torch.device | None = None) -> list[Tensor]:
+        """Return features [n, width] of nothing."""
+        return [torch.zeros(n, self.leaves[row][-1], device=device) for row in self.rows]
+
+    @contextmanager
+    def give(self, features: Sequence[Tensor]) -> Iterator[None]:
+        """Let the model find these features, [n, width] each, whatever its pixels are, while the context is open."""
+        leaves = [None if isinstance(leaf, torch.Size) else leaf for leaf in self.leaves]
+        for row, given in zip(self.rows, features, strict=True):
+            sizes = [given.shape[0] if size == self.sight.n_tokens else size for size in self.leaves[row][:-1]]
+            leaves[row] = given.reshape(*sizes, given.shape[-1])
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return tree_unflatten(leaves, self.tree)
+
+        with _exchange([self.part], lambda _: answer), _Placing(), _leave_unchecked():
+            yield
+
+    def list_arguments(self, ids: Tensor, total: int) -> dict[str, Tensor]:
+        """Return what the forward pass reads beside tokens, of which there are `total`; images are in `ids` alone."""
+        marks = pad((ids == self.sight.token_id).to(torch.int64), (total - ids.shape[1], 0))
+        given = {name: torch.from_numpy(values).to(ids.device) for name, values in self.sight.example.items()}
+        return {name: marks if name in self.sight.marks else given[name] for name in given.keys() - {IDS, MASK}}
+
+
+@contextmanager
+def _leave_unchecked() -> Iterator[None]:
+    """Leave out what transformers checks of values while the context is open: a graph has none yet."""
+    before = os.environ.get(CHECKS)
+    os.environ[CHECKS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[CHECKS]
+        os.environ.update({} if before is None else {CHECKS: before})
+
+
+class _Placing(TorchFunctionMode):
+    """Put features in the places of images' tokens by numbering these.
+
+    What the exporter makes of `masked_scatter` lists every number's place, and fails where there are fewer features.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return (place_rows if func is Tensor.masked_scatter else func)(*args, **(kwargs or {}))
+
+
+def place_rows(embeddings: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Return embeddings [batch, t, width] with the rows of `source` in their order where `mask` is true.
+
+    Where the rows are fewer than the places, further places stay as they are.
+    """
+    rows = source.reshape(-1, embeddings.shape[-1])
+    places = mask.expand_as(embeddings)[..., 0]  # [batch, t]
+    number = places.flatten().to(torch.int64).cumsum(0).reshape(places.shape) - 1
+    held = places & (number < rows.shape[0])
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # there may be none to choose
+    return torch.where(held[..., None], padded[torch.where(held, number, -1)], embeddings)
+
+
+class _Vision(nn.Module):
+    """The model as a function of one image's pixels -> features [tokens, width], in the order of `Tower.rows`."""
+
+    def __init__(self, wrapped: nn.Module, tower: Tower, asked: Asked) -> None:
+        super().__init__()
+        self.wrapped, self.tower, self.asked = wrapped, tower, asked
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        leaves = tree_leaves(self.asked.repeat(pixels))
+        return [leaves[row].reshape(-1, leaves[row].shape[-1]) for row in self.tower.rows]
+
+
+def find_tower(module: nn.Module, sight: Sight) -> Tower:
+    """Return what of the model sees, found by running it. Raises NotExportable where no graph can hold that."""
+    name = type(module).__name__
+    if any(hasattr(type(part), THREE_AXES) for part in module.modules()):
+        raise NotExportable(
+            f"{name}: the positions of its texts depend on their images, and a graph counts them from the mask; "
+            f"{WAY_OUT}"
+        )
+    try:
+        with silence(), leave_untouched(module), torch.no_grad():
+            asked = _listen(module, sight)
+            leaves, tree = tree_flatten(asked.repeat(asked.pixels))
+    except NotExportable:
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise NotExportable(f"{name}: what sees of it cannot be a graph of its own ({said}); {WAY_OUT}") from error
+    kept = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    shapes = {i: leaf for i, leaf in enumerate(kept) if isinstance(leaf, torch.Size)}
+    rows = tuple(i for i, shape in shapes.items() if _has_rows(shape, sight.n_tokens))
+    if not rows:
+        found = ", ".join(str(list(shape)) for shape in shapes.values())
+        text = f"an image is {sight.n_tokens} tokens of its processor's, and its features are {found}"
+        raise NotExportable(f"{name}: {text}; {WAY_OUT}")
+    return Tower(asked.part, tree, kept, rows, sight)
+
+
+def _has_rows(shape: Sequence[int], n_tokens: int) -> bool:
+    """Return whether a tensor is [n_tokens, width], with axes of one before."""
+    return len(shape) > 1 and sorted(shape[:-1])[-1] == n_tokens and all(size in (1, n_tokens) for size in shape[:-1])
+
+
+def _listen(module: nn.Module, sight: Sight) -> Asked:
+    """Return how the forward pass asks for the features of an image. Raises NotExportable where it does not."""
+    heard: list[Asked] = []
+    parts = [part for part in module.modules() if hasattr(type(part), LOOK)]
+    feeds = {name: torch.from_numpy(values) for name, values in sight.example.items()}
+
+    def listen(part: nn.Module) -> Callable[..., Any]:
+        look = getattr(part, LOOK)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            heard.append(Asked(part, look, (args, kwargs), feeds[sight.pixels]))
+            raise _Seen
+
+        return ask
+
+    with suppress(_Seen), _exchange(parts, listen), _leave_unchecked():
+        module(**feeds, use_cache=False, return_dict=True)
+    if not heard or not any(leaf is feeds[sight.pixels] for leaf in tree_leaves(heard[0].given)):
+        raise NotExportable(
+            f"{type(module).__name__}: its forward pass does not ask {LOOK} of the pixels that it is given; {WAY_OUT}"
+        )
+    return heard[0]
+
+
+@contextmanager
+def _exchange(parts: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Let `get_image_features` of these modules be what `make` gives for each, while the context is open."""
+    before = [vars(part).get(LOOK) for part in parts]
+    for part, exchanged in zip(parts, [make(part) for part in parts], strict=True):
+        vars(part)[LOOK] = exchanged
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            vars(part).pop(LOOK)
+            vars(part).update({LOOK: own} if own is not None else {})
+
+
+def export_vision(module: nn.Module, tower: Tower, opset: int, weights: Mapping[str, Weight] | None = None) -> ir.Model:
+    """Export what sees as a float32 graph of one image; layers keep the names of their modules. `weights`: as of
+    `export_program`. Raises NotExportable.
+    """
+    with silence(), leave_untouched(module), torch.no_grad():
+        asked = _listen(module, tower.sight)
+    model = export_program(
+        _Vision(module, tower, asked).eval(),
+        f"{type(module).__name__}, what sees of it",
+        kwargs={"pixels": asked.pixels},
+        input_names=[tower.sight.pixels],
+        output_names=tower.names,
+        dynamic_shapes={"pixels": {}},
+        opset=opset,
+        weights=weights,
+    )
+    for value, row in zip(model.graph.outputs, tower.rows, strict=True):
+        value.shape = ir.Shape([tower.sight.n_tokens, tower.leaves[row][-1]])
+    return model
