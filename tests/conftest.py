@@ -44,6 +44,7 @@ SHARED = {
     "tests/compress/export/test_refill.py": "exported decoders",
     "tests/compress/export/test_weights_in_files.py": "exported decoders",
     "tests/compress/graph/test_group_query_attention.py": "exported decoders",
+    "tests/compress/graph/test_last_logits.py": "exported decoders",
     "tests/e2e/test_chats.py": "a decoder's cached results",
     "tests/e2e/test_cli_golden.py": "quickstart",
     "tests/e2e/test_gguf_files.py": "a decoder's cached results",
