@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 BUILD_SIDE := $(VENV)/.installed-build
 ALL := $(VENV)/.installed
-# One thread for each of the processes; Python keeps what it compiled, because tests start many processes.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# One thread for each of the processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_SITE := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

@@ -37,13 +37,19 @@ def notebooks() -> list[Path]:
 
 
 def execute(
-    path: Path, folder: Path, bench: str = "", before: str = "", replaced: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    folder: Path,
+    bench: str = "",
+    before: str = "",
+    replaced: Mapping[str, str] = MappingProxyType({}),
+    cache: Path | None = None,
 ) -> NotebookNode:
     """Return the notebook `path` with the outputs of a run in `folder`, where all its files go. The file stays.
 
     `bench` is what the notebook sees as COMPRESS_BENCH, whatever it is outside. `before`: code that its kernel runs
-    first, unseen. `replaced`: text of its cells -> what is run instead; ValueError for one that no cell holds. Raises
-    CellExecutionError with the traceback of the first cell that fails.
+    first, unseen. `replaced`: text of its cells -> what is run instead; ValueError for one that no cell holds.
+    `cache`: where finished results lie; None for an empty one. Raises CellExecutionError with the traceback of the
+    first cell that fails.
     """
     notebook = nbformat.read(path, as_version=4)
     for old, new in replaced.items():
@@ -60,7 +66,7 @@ def execute(
         "PYTHONPATH": os.pathsep.join(filter(None, (str(NOTEBOOKS.parent), os.environ.get("PYTHONPATH")))),
         "COMPRESS_BENCH": bench,
         "CI": "true",  # no bars, which would be kept
-        "COMPRESS_CACHE": str(folder / "cache"),
+        "COMPRESS_CACHE": str(cache or folder / "cache"),
         "IPYTHONDIR": str(folder / "ipython"),
         "TMPDIR": str(folder),  # the notebooks' own temporary folders
     }
