@@ -58,7 +58,7 @@ SHARED = {
     "tests/e2e/test_tags.py": "quickstart",
 }
 """File -> what it shares with others, which one process therefore makes once for all of them."""
-LONGEST = ("tests/test_notebooks.py", "tests/e2e/", "tests/compress/work/test_learning_resume.py", *SHARED)
+LONGEST = ("tests/test_", "tests/shelf/", "tests/e2e/", "tests/compress/work/test_learning_resume.py", *SHARED)
 """What takes longest comes first, so that two processes end together."""
 
 

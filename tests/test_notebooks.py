@@ -71,14 +71,9 @@ def test_there_are_notebooks_and_the_readme_lists_each() -> None:
     assert [path.name for path in notebooks() if f"]({path.name})" not in readme] == []
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Finished results that the notebooks share, as those of one user do."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @every_notebook
-def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path, cache: Path) -> None:
+def test_it_runs_and_draws_what_is_kept_of_it(path: Path, tmp_path: Path) -> None:
+    cache = tmp_path.parent / "cache of the notebooks"  # one for all, as a user has
     with forked_kernels():  # raises what cells do
         done = execute(path, tmp_path, before=QUICK_JUDGE, replaced=SHORTER.get(path.stem, {}), cache=cache)
     done = cleaned(done)

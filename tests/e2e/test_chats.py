@@ -36,7 +36,7 @@ CUT: dict[str, Any] = {"preprocess": {"kind": "language", "max_length": 48}}
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model whose template has no marks, and conversations. Not to be written to."""
     folder = tmp_path_factory.mktemp("chats")
-    chat_folder(folder / "lm", LLAMA, initializer_range=0.1)
+    chat_folder(folder / "lm", LLAMA, initializer_range=0.1, num_hidden_layers=1)
     write_chats(folder / "calibration.jsonl", 6)
     write_chats(folder / "evaluation.jsonl", 12, seed=1)
     write_chats(folder / "train.jsonl", 12, seed=2)

@@ -77,7 +77,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **ROUTED},
     "deepseek_v32": {**LATENT, **ROUTED, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
     "mimo_v2_flash": {**ROUTED, "head_dim": 16, "v_head_dim": 8, "swa_head_dim": 16, "swa_v_head_dim": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "num_hidden_layers": 1,
+    },
     "jamba": {
         "num_experts": 2,
         "num_experts_per_tok": 1,
