@@ -353,6 +353,16 @@ def end_with_window(made: Metadata, window: int, architecture: str) -> None:
         del made.values[key]
 
 
+def write_all(writer: Any) -> None:
+    """Write what a GGUFWriter was given, its tensors in memory, and close its file."""
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
 def add_key(writer: Any, key: str, value: Any) -> None:
     """Add a key to what a GGUFWriter will write, under the type that its value has."""
     if isinstance(value, bool):

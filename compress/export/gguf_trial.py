@@ -33,7 +33,7 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain, tied_names
 from compress.blocks.sizes import UNFIT_NUMBERS, transformers_config
-from compress.export.gguf_metadata import Metadata, add_key, describe_config, end_with_window
+from compress.export.gguf_metadata import Metadata, add_key, describe_config, end_with_window, write_all
 from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, list_tensors, mask_numbers
 from compress.models.huggingface import quiet
 from runtime.processes.isolated import last_line, python_command, python_environment
@@ -320,12 +320,7 @@ def _write_small(
         writer.add_tensor(entry.written, np.ascontiguousarray(array, np.float32))
     for written, factors in made.factors.items():
         writer.add_tensor(written, factors)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    write_all(writer)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 
 from compress.blocks.squares import Squares
 from compress.errors import SourceError
+from compress.export.gguf_metadata import write_all
 from compress.export.gguf_tensors import OUTPUT, TensorEntry, import_gguf
 from compress.facts import Note
 
@@ -51,12 +52,7 @@ def write_imatrix(folder: Path, architecture: str, entries: Iterable[TensorEntry
         writer.add_tensor(entry.written + SUMS, np.stack([each.sums for each in parts]).astype(np.float32))
         writer.add_tensor(entry.written + COUNTS, np.array([[each.n_rows] for each in parts], np.float32))
         n_tensors += 1
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    write_all(writer)
     text = f"{FILE}: inputs of {n_tensors} tensors over {n_rows} tokens, for `llama-quantize --imatrix`"
     return Note("info", text)
 
