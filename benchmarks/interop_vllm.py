@@ -70,16 +70,21 @@ SHAPE = {
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 RECURRENT = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
+"""Its kernels for CPUs have sizes of their own: 128 channels, and outputs that 32 divides (two numbers a head)."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "mixtral": EXPERTS,
     "qwen3_next": EXPERTS | RECURRENT | {"shared_expert_intermediate_size": 64},
-    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm2": {
+        "conv_dim": 128,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
 }
 """transformers' model type -> what its configuration has beside SHAPE."""
 G32 = "group_size: 32"
