@@ -81,6 +81,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"position_embeddings|n_positions|context_length|(seq|model)_(max_)?len|max_.*length|^n_ctx$|max_seq", POSITIONS),
     (r"sliding_window$|window_size$|local_attention$", WINDOW),
     (r"attention_chunk_size", 2 * WINDOW),
+    (r"mm_tokens_per_image", 4),
     (r"chunk_size_feed", 0),
     (r"(^|_)chunk_size$", 8),
     (r"index_topk", 8),
@@ -127,8 +128,8 @@ SECTIONS = ((4, 2, 2), (2, 1, 1), (3, 3, 2))
 """Of a turned head's halves, that are turned by time, height and width: as many of each as some models have here."""
 SEEING = " +images"
 """What stands behind the names of families that also see."""
-IMAGE_TOKEN, SIDE = 5, 64
-"""Of an image, as `SIZES` has it; a side of it where a configuration says none."""
+IMAGE_TOKEN, SIDE, LONG = 5, 64, 4096
+"""Of an image, as `SIZES` has it; a side of it where a configuration says none; tokens of the longest text with one."""
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja")
 PARTS = ("graph", "checkpoint")
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
@@ -281,6 +282,7 @@ def try_graph(folder: Path, recipe: Path) -> str:
 def try_looking(folder: Path) -> str:
     """Compare greedy tokens of the float graphs, in our runtime, with transformers' own after prompts with an image."""
     source = locate(ModelSpec(source=f"dir:{folder}/model", task="image-text-to-text"), folder)
+    lengthen(folder / "model/config.json")
     try:
         check_processor(load_config(source))
         reference, module = (load_whole(source) for _ in range(2))
@@ -296,9 +298,8 @@ def try_looking(folder: Path) -> str:
     decoder, random = Decoder(session, cache_of(graph)), np.random.default_rng(0)
     rows = [random.integers(IMAGE_TOKEN + 1, VOCABULARY, n).tolist() for n in PROMPTS]
     rows = [[*row, *[IMAGE_TOKEN] * sight.n_tokens * (i != 1), *row[::-1]] for i, row in enumerate(rows)]
-    images = [
-        None if i == 1 else random.standard_normal(sight.example[sight.pixels].shape, np.float32) for i in range(3)
-    ]
+    shape = sight.example[sight.pixels].shape
+    images: list[np.ndarray | None] = [None if i == 1 else draw_pixels(random, shape) for i in range(3)]
     features = decoder.look([image for image in images if image is not None])
     got, worst = decoder.start([np.array(row) for row in rows], max(map(len, rows)) + GREEDY, features), 0.0
     for step in range(GREEDY):
@@ -313,6 +314,17 @@ def try_looking(folder: Path) -> str:
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
         got = decoder.step(tokens) if step < GREEDY - 1 else got
     return RIGHT
+
+
+def draw_pixels(random: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
+    return np.asarray(random.standard_normal(shape), np.float32)
+
+
+def lengthen(config: Path) -> None:
+    """Let the language part of a model read more tokens than an image has."""
+    record = json.loads(config.read_text(encoding="utf-8"))
+    record.get("text_config", {})["max_position_embeddings"] = LONG
+    config.write_text(json.dumps(record), encoding="utf-8")
 
 
 def look_and_read(model: Any, sight: Sight, row: Sequence[int], image: np.ndarray | None) -> torch.Tensor:
@@ -330,13 +342,13 @@ def make_sight(module: Any) -> Sight:
     vision = getattr(module.config, "vision_config", None)
     side = getattr(vision, "image_size", None) or SIDE
     height, width = side if isinstance(side, list | tuple) else (side, side)
-    pixels = np.random.default_rng(1).standard_normal((1, 3, height, width), np.float32)
+    pixels = draw_pixels(np.random.default_rng(1), (1, 3, height, width))
     try:
         with torch.no_grad():
             found = module.model.get_image_features(torch.from_numpy(pixels), return_dict=True).pooler_output
     except Exception as error:
         raise SourceError(
-            f"what sees of it reads more than one image's pixels ({shorten(repr(error), 120)})"
+            f"what sees of a tiny one does not run on one image's pixels ({shorten(repr(error), 120)})"
         ) from error
     first = found[0] if isinstance(found, list | tuple) else found
     n_tokens = int(np.prod(first.shape[:-1]))

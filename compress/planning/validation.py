@@ -280,10 +280,10 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         sees = find_torch_task(recipe.model.task).sees and isinstance(export, GraphExport)
         if sees and not name.startswith("onnxruntime"):
             problems.append(f"{where}: {name} is not given the graphs of a model that also sees; {SEEING_WAYS}")
-        for index_, pass_ in enumerate(recipe.passes):
+        for number, pass_ in enumerate(recipe.passes):
             if sees and pass_.stage_on(facts) == "graph":
                 problems.append(
-                    f"passes.{index_}: {pass_.kind} works on one exported graph, and a model that also sees has two: "
+                    f"passes.{number}: {pass_.kind} works on one exported graph, and a model that also sees has two: "
                     "round its weights (rtn, gptq, awq)"
                 )
             if name != recipe.target and (text := pass_.explain_refusal(target)):

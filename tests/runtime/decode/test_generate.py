@@ -246,10 +246,10 @@ def test_a_chat_is_what_the_template_makes_of_it(make_decoder_bundle: MakeBundle
     config = {"bos_token": {"content": "<s>"}, "chat_template": CHAT}
     with open_bundle(make_decoder_bundle(config=config)) as bundle:
         encoder = bundle.generator()
-        ids = encoder.encode("hi", chat=True).tolist()
+        ids = encoder.encode("hi", chat=True)[0].tolist()
         assert ids == [256, *byte_ids(tiny, "[user]hi\n[assistant]")]
         messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
-        assert encoder.encode(messages, chat=True).tolist() == [
+        assert encoder.encode(messages, chat=True)[0].tolist() == [
             256,
             *byte_ids(tiny, "[system]s\n[user]hi\n[assistant]"),
         ]
