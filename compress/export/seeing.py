@@ -35,8 +35,8 @@ THREE_AXES = "get_rope_index"
 """And what counts positions by where images lie and how large they are."""
 
 
-class _Seen(Exception):
-    """The features have been made: nothing behind them is of what sees."""
+class _FeaturesAsked(Exception):
+    """The model has asked for features: how is all that is wanted of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ def _listen(module: nn.Module, sight: Sight) -> Asked:
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             heard.append(Asked(part, look, (args, kwargs), feeds[sight.pixels]))
-            raise _Seen
+            raise _FeaturesAsked
 
         return ask
 
-    with suppress(_Seen), _exchange(parts, listen), _leave_unchecked():
+    with suppress(_FeaturesAsked), _exchange(parts, listen), _leave_unchecked():
         module(**feeds, use_cache=False, return_dict=True)
     if not heard or not any(leaf is feeds[sight.pixels] for leaf in tree_leaves(heard[0].given)):
         raise NotExportable(
