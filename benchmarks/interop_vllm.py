@@ -82,6 +82,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | RECURRENT | {"shared_expert_intermediate_size": 64},
     "lfm2": {
         "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["conv", "conv", "full_attention", "conv"],
     },
