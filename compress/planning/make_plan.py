@@ -427,7 +427,7 @@ def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWo
     way = "take a machine with more, or make room"
     if hasattr(dict(zip(pass_names(passes), passes, strict=True)).get(largest.name), "batch_size"):
         way = "give it a smaller batch_size, or shorter samples"
-    elif largest.name == JUDGING and timed is not None and timed.n_bytes > free / 2:
+    elif largest.name == JUDGING and timed is not None and largest.memory_bytes - timed.n_bytes <= free:
         way = f"give validate.benchmark a smaller {timed.key}"
     needed = f"{largest.name} takes about {size_text(largest.memory_bytes)} of memory"
     return [Note("warning", f"{needed}, and {size_text(free)} are free here: {way}")]

@@ -17,7 +17,7 @@ from runtime.decode.answers import score_answers
 from runtime.decode.scoring import score
 from runtime.encode.preprocess import Preprocessor, make_preprocessor, spec_from_dict, split_samples
 from runtime.encode.texts import WINDOW, TextEncoder
-from runtime.errors import UsageError
+from runtime.errors import BundleError, UsageError
 from runtime.progress import Progress, no_progress
 from runtime.tasks import find_task
 from runtime.tasks.base import TEXT_COLUMNS, BatchFacts, Task
@@ -84,8 +84,14 @@ def encoding_views(task: str, columns: Columns) -> list[dict[str, Any]]:
 def bundle_preprocessor(root: Path, manifest: Manifest, inputs: tuple[TensorSpec, ...]) -> Preprocessor:
     """Return what feeds a model of the bundle in `root`.
 
-    The tokenizer lies beside the candidate, whichever artifact runs.
+    The tokenizer lies beside the candidate, whichever artifact runs. BundleError where an input has a type that numpy
+    lacks.
     """
+    for spec in inputs:
+        try:
+            np.dtype(spec.dtype)
+        except TypeError as error:
+            raise BundleError(f"{root}: the input '{spec.name}' is {spec.dtype}, which numpy does not have") from error
     folder = (root / manifest.artifact("candidate").path).parent
     vocab_size = manifest.generation.vocab_size if manifest.generation else None
     return make_preprocessor(spec_from_dict(manifest.preprocess), inputs, folder, vocab_size)

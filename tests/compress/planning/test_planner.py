@@ -143,22 +143,24 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_work_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path, host: Host) -> None:
     """An image of the digits is float32 [1, 8, 8]: 256 bytes."""
-    size = "validate.benchmark.throughput_batch_size=8192"
+    n = 1 << 16
+    size = f"validate.benchmark.throughput_batch_size={n}"
     plain, large = planned(tmp_path), planned(tmp_path, size)
     timed = find_timed_batch(large.inputs)
     assert timed is not None
-    assert (timed.key, timed.n_samples, timed.feed_bytes) == ("throughput_batch_size", 8192, 8192 * 256)
-    assert timed.activation_bytes == 8192 * large.before.peak_activation_bytes > 0
+    assert (timed.key, timed.n_samples, timed.feed_bytes) == ("throughput_batch_size", n, n * 256)
+    assert timed.activation_bytes == n * large.before.peak_activation_bytes > 0
     assert max(plain.forecast.memory_bytes, timed.n_bytes) < large.forecast.memory_bytes
-    host.memory_bytes = large.forecast.memory_bytes
-    assert planned(tmp_path, size).notes == large.notes
-    host.memory_bytes = large.forecast.memory_bytes - 1
-    (note,) = set(planned(tmp_path, size).notes) - set(large.notes)
-    assert note.level == "warning" and note.text.startswith("judging takes about ")
-    assert note.text.endswith(" are free here: give validate.benchmark a smaller throughput_batch_size")
-    host.memory_bytes = plain.forecast.memory_bytes - 1
-    (note,) = set(planned(tmp_path).notes) - set(plain.notes)
-    assert note.text.endswith(" are free here: take a machine with more, or make room")
+
+    def find_warning(memory_bytes: int) -> str:
+        host.memory_bytes = memory_bytes
+        return "".join(note.text for note in planned(tmp_path, size).notes if " are free here" in note.text)
+
+    assert not find_warning(2 * large.forecast.memory_bytes)
+    said = find_warning(large.forecast.memory_bytes - timed.n_bytes // 2)  # this process may hold more by now
+    assert said.startswith("judging takes about ")
+    assert said.endswith(" are free here: give validate.benchmark a smaller throughput_batch_size")
+    assert find_warning(100 << 20).endswith(" are free here: take a machine with more, or make room")
 
 
 def test_a_timed_batch_counts_what_is_timed(tmp_path: Path) -> None:

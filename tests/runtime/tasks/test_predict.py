@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runtime.encode.preprocess import ImagePreprocess, TensorPreprocess, TextPre
 from runtime.errors import BundleError, UsageError
 from runtime.tasks.base import classify
 from runtime.tasks.manifest import verify
-from runtime.tasks.predict import encoding_views, run_samples
+from runtime.tasks.predict import bundle_preprocessor, encoding_views, run_samples
 
 TEXTS = ["the cat sat on the mat", "dog", "", "the dog ran far", "dog", "cat", "the mat", "a b c d e f g h i j"]
 PAIRS = ["dog ran", "dog", "cat", "", "dog", "the cat sat on the mat", "far", "a"]
@@ -52,6 +53,13 @@ def test_fixed_batch_of_the_model_is_kept(tmp_path: Path, tiny: Any, image_colum
     expected = run(tiny, free, tiny.image_spec, "image-classification", image_columns)["logits"]
     out = run(tiny, fixed, tiny.image_spec, "image-classification", image_columns)["logits"]
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_manifest_with_an_input_of_no_type_is_refused(image_bundle: Path) -> None:
+    manifest = verify(image_bundle)
+    (spec,) = manifest.artifact("candidate").inputs
+    with pytest.raises(BundleError, match="the input 'x' is onnx, which numpy does not have"):
+        bundle_preprocessor(image_bundle, manifest, (replace(spec, dtype="onnx"),))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
