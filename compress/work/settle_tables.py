@@ -39,13 +39,11 @@ Pass = TypeVar("Pass", bound=WeightPass)
 
 
 def settle_tables(config: Pass, model: StreamedModel, context: PassContext) -> tuple[Pass, Settled]:
-    """Return the pass with a scheme for each table that the recipe leaves open; as it is where there is none.
+    """Return the pass with a scheme for each of the tables that its recipe leaves open, of which there are some.
 
     Those that cost least get the fewer bits first, as long as all of them cost next to nothing. What a killed run
     measured is kept in `context.work`. PassError where there is no data.
     """
-    if not config.open_tables:
-        return config, Settled()
     costs: Mapping[str, float] | None = recall(context, FILE)
     if costs is None:
         costs = _measure_costs(config, model, context)
