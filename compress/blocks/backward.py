@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.blocks.work import AFTER, BEFORE, BatchFlow, Planned, Work
 from compress.context import PassContext
 from compress.errors import PassError
+from compress.rounding.products import Compute
 from compress.store.durable import temporary_folder
 
 Cotangent = Callable[[int, Tensor, Tensor | None], Tensor]
@@ -60,7 +61,7 @@ def send_back(
     context: PassContext,
     batches: Sequence[MicroBatch],
     cotangent: Cotangent,
-    compute: Literal["float32", "bfloat16"] = "float32",
+    compute: Compute = "float32",
 ) -> Generator[BackwardBlock, None, None]:
     """Yield the parts of a model, last first: what is behind the blocks, each block, what is before them.
 
@@ -73,7 +74,7 @@ def send_back(
         [batch for _, batch in mine],
         Holder(None),
         False,
-        getattr(torch, compute),
+        compute,
         torch.device(context.device),
     )
     with ExitStack() as held:

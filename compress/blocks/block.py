@@ -22,6 +22,7 @@ from compress.blocks.tables import Tables
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme
+from compress.rounding.products import Compute, products_in
 from compress.rounding.quantized_weight import QuantizedWeight
 
 Visit = Callable[[InputGroup, Tensor], None]
@@ -65,7 +66,7 @@ class Part:
     store: WeightStore
     float_outputs: Callable[[int], Tensor] | None = None
     runs_on: bool = True
-    compute: torch.dtype = torch.float32
+    compute: Compute = "float32"
     device: torch.device = CPU
     together: bool = True
     lazy: bool = False
@@ -133,7 +134,7 @@ class BlockWork:
 
     def forward(self, i: int) -> Tensor:
         """Return the hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
-        with self._autocast_context():
+        with products_in(self.part.compute):
             out = self._run(i)
         return out.float() if out.is_floating_point() else out
 
@@ -189,7 +190,7 @@ class BlockWork:
             visit(input_group, self.drop_padding(x, i))
 
         def advance(go: Callable[[], None]) -> None:
-            with self._autocast_context():
+            with products_in(self.part.compute):
                 go()
 
         runs = [self._bind_run(i) for i in range(len(self.calls))]
@@ -322,11 +323,6 @@ class BlockWork:
         if rows is not None and len(flat) == rows.numel():
             flat = flat[rows.reshape(-1)]
         return flat
-
-    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
-        if self.part.compute == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.part.device.type, self.part.compute, cache_enabled=False)
 
     def _read_weight(self, layer: str) -> Tensor:
         if self.part.lazy:

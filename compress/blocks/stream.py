@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from compress.blocks.work import AFTER, BEFORE, Planned, Work
 from compress.context import PassContext, PassResult
 from compress.errors import PassError
 from compress.facts import InputGroup
+from compress.rounding.products import Compute
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel
@@ -54,14 +55,14 @@ class Stream:
         data: bool = True,
         input_groups_outside: bool = True,
         offload: bool = False,
-        compute: Literal["float32", "bfloat16"] = "float32",
+        compute: Compute = "float32",
         rows: int | None = None,
         tables: bool = False,
         lazy: bool = False,
     ) -> None:
         self.model, self.context, self.lazy = model, context, lazy
         self.float_too, self.data = float_too and data, data
-        self.compute, self.device = getattr(torch, compute), torch.device(context.device)
+        self.compute, self.device = compute, torch.device(context.device)
         self.timings: list[dict[str, Any]] = []
         self._folder, self._owner = _open_work_folder(context.work)
         self._offload = offload

@@ -26,14 +26,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 class StreamUse:
     """How a pass uses a stream.
 
-    `float_too`, `compute`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
+    `float_too`: as of `Stream` and `BlockWork`. `rounded`: the layers that it works on (None:
     all). At an input group it holds `squares` matrices [in, in] at once, and `copies` of the weights of those layers;
     the defaults are those of `gptq`. `lazy`: as of `Stream`; one copy beside the weight is right then: a folder of
     2.5 GB took 629 MiB in all, and 677 are foretold with it.
     """
 
     float_too: bool = False
-    compute: str = "float32"
     rounded: Collection[str] | None = None
     squares: float = 4
     copies: float = 5
@@ -129,9 +128,8 @@ class _At:
         """Return the bytes held while a forward stops at an input group: input, residual and norm, then the pass's
         work."""
         n_inputs = self.n_inputs(input_group)
-        item = 2 if self.use.compute == "bfloat16" and input_group.how != "norm" else FLOAT_BYTES
-        row = item * n_inputs + 2 * FLOAT_BYTES * self.width
-        others = 2 * item * n_inputs * min(self.n_rows, activations.ROWS)  # of the one that is on its way
+        row = FLOAT_BYTES * (n_inputs + 2 * self.width)
+        others = 2 * FLOAT_BYTES * n_inputs * min(self.n_rows, activations.ROWS)  # of the one that is on its way
         return row * self.n_rows + max(others, self.work(input_group))
 
     def work(self, input_group: InputGroup) -> float:

@@ -34,6 +34,7 @@ from compress.blocks.store import WeightStore
 from compress.blocks.tables import find_tables, row_reader
 from compress.facts import InputGroup
 from compress.rounding.outputs import first_output
+from compress.rounding.products import Compute
 
 if TYPE_CHECKING:
     from compress.blocks.streamed import StreamedModel
@@ -64,7 +65,7 @@ class Work:
         batches: Sequence[MicroBatch] | None,
         holder: Holder,
         float_too: bool,
-        compute: torch.dtype,
+        compute: Compute,
         device: torch.device = CPU,
         together: bool = True,
         lazy: bool = False,

@@ -325,7 +325,6 @@ class _Run:
         assert structure is not None
         use = StreamUse(
             float_too=cost.float_blocks,
-            compute=getattr(pass_, "compute", "float32"),
             rounded=self.find_rounded(number),
             lazy=not pass_.needs_forward,
             copies=StreamUse.copies if pass_.needs_forward else 1,

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compress.rounding.gram import Compute
 from compress.rounding.grid import Grid, power_of_two
+from compress.rounding.products import Compute, products_in
 from compress.rounding.quantized_weight import keep_zeros
 
 BLOCK = 128
@@ -40,7 +40,7 @@ def descend(
     `zero_mask` [out, in]: True where the level stays that of zero, which it is in `quantized`. `rescale`: scales may
     change.
     """
-    work = _Descent(weight, gram, added, quantized, grid, getattr(torch, compute), zero_mask, rescale)
+    work = _Descent(weight, gram, added, quantized, grid, compute, zero_mask, rescale)
     for _ in range(sweeps):
         work.sweep()
     return work.quantized.T.contiguous(), replace(grid, scales=work.scales.T.contiguous())
@@ -56,7 +56,7 @@ class _Descent:
         added: Tensor,
         quantized: Tensor,
         grid: Grid,
-        dtype: torch.dtype,
+        compute: Compute,
         zero_mask: Tensor | None,
         rescale: bool = True,
     ) -> None:
@@ -71,7 +71,7 @@ class _Descent:
         self.zero_mask = None if zero_mask is None else zero_mask.T.contiguous()
         self.size = weight.shape[1] // len(self.scales)
         self.left = (weight - grid.values(quantized)).T.contiguous()
-        self.rough_left = self.left.to(dtype)
+        self.compute = compute
 
     def sweep(self) -> None:
         """Update every level once, and every scale."""
@@ -83,12 +83,10 @@ class _Descent:
             if self.rescale and self.size <= BLOCK:
                 for first in range(start, stop, self.size):
                     self._rescale(first, start, stop, residual)
-            self.rough_left[start:stop] = self.left[start:stop]
         if self.rescale and self.size > BLOCK:
             for first in range(0, n, self.size):
                 stop = first + self.size
                 self._rescale(first, first, stop, self._compute_residual(first, stop))
-                self.rough_left[first:stop] = self.left[first:stop]
 
     def _compute_damped_gram(self, start: int, stop: int) -> Tensor:
         """Return the damped Gram matrix of the columns [start, stop) among themselves."""
@@ -98,9 +96,10 @@ class _Descent:
 
     def _compute_residual(self, start: int, stop: int) -> Tensor:
         """Return the residual of the columns [start, stop) as they are now, float32 [block, out]."""
-        rows = self.gram[start:stop].to(self.rough_left.dtype, copy=True)
+        rows = self.gram[start:stop].clone()
         rows[:, start:stop].diagonal().add_(self.added[start:stop])
-        return (rows @ self.rough_left).float()
+        with products_in(self.compute):
+            return rows @ self.left
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
         """Set the best levels of the columns [start, stop), one after the other; return the residual afterwards."""

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from compress.formats.schemes import WeightScheme
 from compress.rounding.descent import descend
-from compress.rounding.gram import Compute
 from compress.rounding.grid import Grid, finite, fit_grid, power_of_two
+from compress.rounding.products import Compute, products_in
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight, join_rows, keep_zeros, zeros_to_keep
 
 BLOCK = 128
@@ -224,7 +224,6 @@ def round_columns(
     zero_mask = None if zero_mask is None else zero_mask.T[order].contiguous()
     quantized = torch.empty_like(left)
     pivots = factor.diagonal().tolist()
-    rough = getattr(torch, rules.compute)
     for start in range(0, n, rules.block):
         stop = min(start + rules.block, n)
         errors = left.new_empty(stop - start, left.shape[1])  # [block, out]
@@ -241,7 +240,8 @@ def round_columns(
                 keep_zeros(level, zero_mask[column], None if zeros is None else zeros[g])
             rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
             torch.div(rest, pivots[column], out=errors[k])
-        left[stop:] -= factor[start:stop, stop:].to(rough).T @ errors.to(rough)
+        with products_in(rules.compute):
+            left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     placed = torch.empty_like(quantized)
     placed[order] = quantized
     return placed.T.contiguous()

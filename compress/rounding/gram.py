@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
 from compress.graph.run import Feeds, open_session, run_tokens, tap
+from compress.rounding.products import Compute, products_in
 
-Compute = Literal["float32", "bfloat16"]
-ROWS = 1024
-"""Multiplied at once in bfloat16, whose products come out with 8 bits: their sum in float32 evens that out."""
+MIRRORED = 1024
+"""Rows that are mirrored at once."""
 STRIPES = 4
 """The product is symmetric: of so many stripes of columns, each is multiplied with those up to itself alone."""
 
@@ -24,30 +23,25 @@ NARROW = 512
 class Gram:
     """The sum of x x^T over rows x [in], of which `mean` gives the mean in float32.
 
-    Products of float32 are summed in float64, so that no order of the sums is seen in the result; those of bfloat16,
-    which have 8 bits, in float32. Rows lie on `device`.
+    Products are summed in float64, so that no order of the sums is seen in the result. Rows lie on `device`.
     """
 
     def __init__(self, width: int, compute: Compute = "float32", device: torch.device | None = None) -> None:
-        self.dtype = getattr(torch, compute)
-        summed = torch.float64 if compute == "float32" else torch.float32
-        self.total = torch.zeros(width, width, dtype=summed, device=device)
+        self.compute = compute
+        self.total = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.n_rows = 0
 
     def add(self, rows: Tensor) -> None:
         """Add x x^T of each of `rows` [n, in] to the sum."""
         self.n_rows += len(rows)
-        rows = rows.to(self.dtype)
-        for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
-            self._add_stripes(part)
-
-    def _add_stripes(self, rows: Tensor) -> None:
-        """Add the upper triangle of the product, stripe by stripe."""
+        rows = rows.float()
         width = rows.shape[1]
         step = width if width < NARROW else -(-width // STRIPES)
-        for start in range(0, width, step):
+        for start in range(0, width, step):  # the upper triangle of the product, stripe by stripe
             stripe = rows[:, start : start + step]
-            self.total[: start + step, start : start + step] += rows[:, : start + step].T @ stripe
+            with products_in(self.compute):
+                product = rows[:, : start + step].T @ stripe
+            self.total[: start + step, start : start + step] += product
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
         """Return (X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.
@@ -65,8 +59,8 @@ class Gram:
 def _mirror(upper: Tensor) -> None:
     """Copy the upper triangle into the lower one, in place."""
     n = len(upper)
-    for start in range(0, n, ROWS):
-        stop = min(start + ROWS, n)
+    for start in range(0, n, MIRRORED):
+        stop = min(start + MIRRORED, n)
         corner = upper[start:stop, start:stop].triu_()
         corner += corner.triu(1).T
         upper[stop:, start:stop] = upper[start:stop, stop:].T

@@ -21,7 +21,8 @@ from compress.formats.targets import Target
 from compress.passes.awq import Awq
 from compress.rounding.activations import round_inputs
 from compress.rounding.awq import RoundedInputs, Scaling, search_scales
-from compress.rounding.gram import Compute, Gram, explain_no_gram
+from compress.rounding.gram import Gram, explain_no_gram
+from compress.rounding.products import Compute
 from compress.work.block_layers import (
     BlockLayers,
     block_layers,

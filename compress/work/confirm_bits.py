@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from compress.passes.mixed_bits import COMPARED_TOKENS
 from compress.passes.weight_only import WeightPass
 from compress.rounding.learned_batches import NEXT_TOKENS, UNLEARNED, divergence, mark_next_tokens, soften_logits
 from compress.rounding.outputs import gives_logits
+from compress.rounding.products import Compute
 from compress.store.progress import no_log
 from compress.work.contexts import BlockContext
 from runtime.encode.language import IDS
@@ -78,7 +79,7 @@ def compare_rounded(
     round_model: RoundModel[Pass],
     model: StreamedModel,
     context: PassContext,
-    compute: Literal["float32", "bfloat16"],
+    compute: Compute,
 ) -> BitsComparison:
     """Return what is lost of a model that two passes rounded, on the first of the calibration data."""
     few = replace(context, batches=take_first(context.batches, COMPARED_TOKENS), work=None, log=no_log)
@@ -93,7 +94,7 @@ def compare_rounded(
     return BitsComparison((one.outputs, other.outputs), (first, second), noise)
 
 
-def measure_loss(model: StreamedModel, context: PassContext, compute: Literal["float32", "bfloat16"]) -> OutputLoss:
+def measure_loss(model: StreamedModel, context: PassContext, compute: Compute) -> OutputLoss:
     """Return what a rounded model loses of its values before rounding, on `context.batches`."""
     with open_last_block(Stream(model, context, float_too=True, compute=compute, rows=SCORED_ROWS)) as block:
         logits = block.name in (AFTER, "") and gives_logits(model.build())

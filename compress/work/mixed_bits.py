@@ -35,8 +35,9 @@ from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget, C
 from compress.passes.weight_only import WeightPass
 from compress.rounding.allocate import OutOfReach
 from compress.rounding.budgets import BudgetMissed, Prices, choose_measured
-from compress.rounding.gram import Compute, Gram
+from compress.rounding.gram import Gram
 from compress.rounding.outputs import gives_logits
+from compress.rounding.products import Compute
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight
 from compress.work.bit_budgets import price_bits
 from compress.work.block_layers import list_layers, matrix, name_errors
