@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ def micro_batches(
         for batch in batches
         for piece in _split_feeds({name: batch[name] for name in with_others(parameters, batch)}, most)
     ):
-        if waiting and (_sample_shapes(feeds) != _sample_shapes(waiting[0]) or _count_rows([*waiting, feeds]) > most):
+        if waiting and (_sample_shapes(feeds) != _sample_shapes(waiting[0]) or count_rows([*waiting, feeds]) > most):
             yield _concat_feeds(waiting, parameters)
             waiting = []
         waiting.append(feeds)
@@ -106,7 +106,8 @@ def _count_rows_per_sample(feeds: Feeds) -> int:
     return first.shape[1] if first.ndim == 2 and first.dtype.kind in "iu" else ROWS_OF_OTHERS
 
 
-def _count_rows(many: list[Feeds]) -> int:
+def count_rows(many: Sequence[Feeds]) -> int:
+    """Return how many rows of hidden states the samples become, tokens that are padding among them."""
     return sum(len(next(iter(feeds.values()))) * _count_rows_per_sample(feeds) for feeds in many)
 
 
@@ -121,7 +122,7 @@ def _concat_feeds(many: list[Feeds], parameters: Mapping[str, str]) -> MicroBatc
     }
     mask = feeds.get(parameters.get(MASK, MASK))
     rows = mask.bool() if mask is not None and mask.dim() == 2 and not bool(mask.all()) else None
-    return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else _count_rows(many))
+    return MicroBatch(feeds, rows, int(rows.sum()) if rows is not None else count_rows(many))
 
 
 class HeldTensor:

@@ -11,10 +11,11 @@ from compress.facts import LayerDecision, LayerFacts, ModelFacts, PassPlan
 from compress.formats.schemes import Scheme
 from compress.formats.targets import Target
 from compress.passes.base import Stage
-from compress.passes.weight_only import WeightPass, with_problems
+from compress.passes.calibrated import CalibratedWeightPass
+from compress.passes.weight_only import with_problems
 
 
-class Awq(WeightPass):
+class Awq(CalibratedWeightPass):
     """Activation-aware scales for each input group that a module before it can take them from, then ranges that clip.
 
     Where the scheme rounds inputs, too, the search counts what that loses under the scales, on a sample of rows.
@@ -23,7 +24,6 @@ class Awq(WeightPass):
     """
 
     stage: ClassVar[Stage] = "blocks"
-    needs_calibration: ClassVar[bool] = True
     calibration_runs: ClassVar[float] = 4.0
 
     kind: Literal["awq"] = "awq"
@@ -31,8 +31,6 @@ class Awq(WeightPass):
     """Round the weights, too."""
     steps: Annotated[int, Field(ge=1)] = 20
     """Exponents tried for each input group."""
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """The type of products in forward passes and Gram matrices; bfloat16 is faster on CPUs that have it."""
 
     def stage_on(self, facts: ModelFacts) -> Stage:
         return "blocks"

@@ -1,12 +1,10 @@
-"""The precision in which large products are computed. Torch."""
+"""The precision in which large products are computed; passes name it without torch, which is imported by its use."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal
-
-import torch
 
 Compute = Literal["float32", "bfloat16"]
 
@@ -18,6 +16,8 @@ def products_in(compute: Compute) -> Iterator[None]:
     On GPUs, whose float32 units know no bfloat16, that is TF32. Where products come out in bfloat16, as of autocast,
     X^T X loses what makes it positive: of Qwen2.5-Coder 0.5B, 19 layers needed 10 to 100 times the damping.
     """
+    import torch
+
     if compute == "float32":
         yield
         return

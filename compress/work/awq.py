@@ -36,14 +36,16 @@ from compress.work.block_layers import (
     round_tables,
     weigh_both_uses,
 )
+from compress.work.settle_compute import settle_compute
 
 
 def apply_awq(config: Awq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
     """Scale, and perhaps round, a streamed model. Raises PassError naming the layer."""
-    stream = Stream(model, context, compute=config.compute, tables=config.takes_tables and config.round)
+    config, computing = settle_compute(config, model, context)
+    stream = Stream(model, context, compute=config.products, tables=config.takes_tables and config.round)
     for block in stream:
         _BlockScaling(config, block, block_layers(config, block, context.target), context.target).run()
-    return stream.result()
+    return computing.add_to(stream.result())
 
 
 ROWS_OF_PART, MOST_PARTS = 16, 32
@@ -103,13 +105,13 @@ class _BlockScaling:
 
     def _visit(self, input_group: InputGroup, rows: Tensor) -> None:
         if input_group not in self.seen:
-            self.seen[input_group] = _Seen(rows.shape[1], self.config.compute, rows.device)
+            self.seen[input_group] = _Seen(rows.shape[1], self.config.products, rows.device)
         self.seen[input_group].add(rows)
 
     def _scale(self, input_group: InputGroup) -> None:
         names = self.layers.of(input_group.layers)
         width = self.layers.facts[names[0]].shape[1]
-        seen = self.seen.pop(input_group, None) or _Seen(width, self.config.compute, self.block.part.device)
+        seen = self.seen.pop(input_group, None) or _Seen(width, self.config.products, self.block.part.device)
         gram, n_rows = seen.gram.mean(sum_over_processes)
         magnitude = sum_over_processes(seen.magnitude).float() / max(n_rows, 1)
         trouble = explain_no_gram(gram, n_rows)

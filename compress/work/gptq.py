@@ -51,6 +51,7 @@ from compress.work.block_layers import (
     weigh_both_uses,
 )
 from compress.work.mixed_bits import settle_bits
+from compress.work.settle_compute import settle_compute
 
 UNREAD = "no calibration data reaches it"
 
@@ -60,9 +61,10 @@ def apply_gptq(
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _round_graph(config, model, context)
+    config, computing = settle_compute(config, model, context)
     make_rounding = partial(_make_rounding, config, context.target)
-    config, settled = settle_bits(config, model, context, make_rounding, _round_layers, config.compute)
-    return settled.add_to(_round_layers(config, model, context))
+    config, bits = settle_bits(config, model, context, make_rounding, _round_layers, config.products)
+    return computing.then(bits).add_to(_round_layers(config, model, context))
 
 
 def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassResult[GraphState]:
@@ -121,7 +123,7 @@ def _make_notes(config: Gptq, group: list[GraphLayer], hessian: Hessian | None, 
 
 
 def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    stream = Stream(model, context, compute=config.compute, tables=config.takes_tables)
+    stream = Stream(model, context, compute=config.products, tables=config.takes_tables)
     for block in stream:
         rounding = _BlockRounding(config, block, block_layers(config, block, context.target), context.target)
         if rounding.layers.schemes:
@@ -143,7 +145,7 @@ def _make_rounding(config: Gptq, target: Target, gram: Tensor) -> Callable[[Tens
 
 
 def _gptq_rules(config: Gptq, scheme: Scheme, target: Target) -> GptqRules:
-    return GptqRules(may_be_negative(scheme, target), block=config.block_size, compute=config.compute)
+    return GptqRules(may_be_negative(scheme, target), block=config.block_size, compute=config.products)
 
 
 def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
@@ -180,7 +182,7 @@ class _BlockRounding:
         names = self.layers.of(input_group.layers)
         if names:
             if input_group not in self.grams:
-                self.grams[input_group] = Gram(rows.shape[1], self.config.compute, rows.device)
+                self.grams[input_group] = Gram(rows.shape[1], self.config.products, rows.device)
             self.grams[input_group].add(rows)
             self.inputs.see(names, rows)
 
@@ -190,7 +192,7 @@ class _BlockRounding:
         if not names:
             return
         width = self.layers.facts[names[0]].shape[1]
-        seen = self.grams.pop(input_group, None) or Gram(width, self.config.compute, self.block.part.device)
+        seen = self.grams.pop(input_group, None) or Gram(width, self.config.products, self.block.part.device)
         gram, n_rows = seen.mean(sum_over_processes)
         if trouble := explain_no_gram(gram, n_rows):
             self.left |= dict.fromkeys(names, trouble)  # `finish` rounds them to the nearest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import architectures
@@ -19,6 +20,7 @@ from compress.context import PassResult
 from compress.formats.schemes import WeightScheme
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
+from compress.passes.awq import Awq
 from compress.rounding.descent import descend
 from compress.rounding.gptq import (
     GptqRules,
@@ -32,7 +34,7 @@ from compress.rounding.gram import Gram, gram_matrix
 from compress.rounding.grid import fit_grid, round_to_grid
 from compress.rounding.measure import output_cosine
 from compress.rounding.state import GraphState
-from compress.work import apply_pass
+from compress.work import apply_pass, settle_compute
 
 
 def correlated(n: int = 48, rows: int = 400, seed: int = 0) -> Tensor:
@@ -355,3 +357,24 @@ def test_experts_without_tokens_are_rounded_by_what_the_others_read() -> None:
             weight = net.get_submodule(name).weight.detach()
             same = result.model.store.quantized(name).values == round_to_grid(weight, WeightScheme(4, 16)).values
             assert same.all() == is_nearest, name
+
+
+@pytest.mark.parametrize(
+    ("config", "worth", "expected"),
+    [
+        (Gptq(bits=4, group_size=16), 0.0, {"compute": "bfloat16"}),
+        (Awq(bits=4, group_size=16), 0.0, {"compute": "bfloat16"}),
+        (Gptq(bits=4, group_size=16, compute="float32"), 0.0, {}),
+        (Gptq(bits=4, group_size=16), settle_compute.WORTH, {}),
+    ],
+)
+def test_products_are_computed_in_what_is_sooner_of_large_models(
+    config: Gptq | Awq, worth: float, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settle_compute, "WORTH", worth)
+    monkeypatch.setattr(settle_compute, "GAIN", 1e9)
+    result = apply_pass(
+        config, streaming.streamed(streaming.llama()), streaming.context(streaming.texts(), tmp_path / "work")
+    )
+    assert result.settled == expected
+    assert (tmp_path / "work" / settle_compute.FILE).exists() == bool(expected)

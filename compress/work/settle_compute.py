@@ -1,0 +1,60 @@
+"""`compute: auto`: the precision in which this machine multiplies large matrices sooner."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+
+from compress.blocks.activations import count_rows
+from compress.blocks.sharing import from_main
+from compress.blocks.streamed import StreamedModel
+from compress.context import PassContext
+from compress.facts import Note
+from compress.passes.calibrated import CalibratedWeightPass
+from compress.rounding.products import Compute, products_in
+from compress.work.block_layers import list_layers
+from compress.work.settled import Settled, keep, recall
+from runtime.clock.turns import time_in_turns
+
+FILE = "compute.json"
+"""In a pass's folder of unfinished work: what was chosen, so that a killed run goes on in it."""
+WORTH = 1e12
+"""Multiplications of one forward pass of all data, from which on it is asked: some 15 seconds of a core. Below that the
+same recipe gives the same bytes on every machine."""
+GAIN = 0.7
+"""Of the float32 time, that bfloat16 must stay below: 0.5 with AMX; 1.7 on a processor that has AVX-512 without it."""
+ROWS = 1024
+Pass = TypeVar("Pass", bound=CalibratedWeightPass)
+
+
+def settle_compute(config: Pass, model: StreamedModel, context: PassContext) -> tuple[Pass, Settled]:
+    """Return the pass with what its products are computed in, where its recipe leaves that open; else as it is."""
+    if config.compute != "auto":
+        return config, Settled()
+    shapes = [layer.shape for layer in list_layers(model) if len(layer.shape) == 2 and layer.role != "table"]
+    if count_rows(context.batches) * sum(map(math.prod, shapes)) < WORTH:
+        return config, Settled()
+    record = recall(context, FILE)
+    if record is None:
+        record = from_main({"compute": _find_faster(max(shape[1] for shape in shapes), context.device)})
+        keep(context, FILE, record)
+    compute: Compute = record["compute"]
+    note = Note("info", f"{config.kind}: compute: {compute}, the sooner here")
+    context.log(note.text)
+    return config.model_copy(update={"compute": compute}), Settled({"compute": compute}, (note,))
+
+
+def _find_faster(width: int, device: str) -> Compute:
+    """Return what X^T X of rows [ROWS, width] is computed sooner in."""
+    rows = torch.ones(ROWS, width, device=device)
+
+    def multiply(compute: Compute) -> None:
+        with products_in(compute):
+            float((rows.T @ rows)[0, 0])  # a GPU has done it when the number is there
+
+    calls = [lambda _: multiply("float32"), lambda _: multiply("bfloat16")]
+    turns = time_in_turns(calls, 10, budget_s=2.0, one_thread=torch.get_num_threads() == 1)
+    before, after = turns.typical_ms
+    return "bfloat16" if after < GAIN * before else "float32"
