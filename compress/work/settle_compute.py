@@ -42,7 +42,6 @@ def settle_compute(config: Pass, model: StreamedModel, context: PassContext) -> 
         keep(context, FILE, record)
     compute: Compute = record["compute"]
     note = Note("info", f"{config.kind}: compute: {compute}, the sooner here")
-    context.log(note.text)
     return config.model_copy(update={"compute": compute}), Settled({"compute": compute}, (note,))
 
 

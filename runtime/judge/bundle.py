@@ -331,9 +331,10 @@ def run_beside(
     """
     before, after = pair(manifest, backend)
     with ExitStack() as stack:
-        session, reference = (
+        # The larger one first: its largest weight is held twice while it is opened.
+        reference, session = (
             open_variant(stack, root, variant, threads or count_cores())
-            for variant in (after, replace(before, options=find_backend(backend).exact))
+            for variant in (replace(before, options=find_backend(backend).exact), after)
         )
         return split_sides(_run(root, manifest, columns, session, reference, progress))
 
