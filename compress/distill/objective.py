@@ -26,6 +26,7 @@ from compress.distill.losses import (
     relative_error,
     set_loss,
 )
+from compress.distill.vocabulary import measure_in_pieces
 from compress.distill.watch import Seen
 from compress.errors import PassError
 from runtime.bundle.detections import Detections
@@ -89,8 +90,17 @@ def next_token_logits_term(temperature: float) -> Term:
 
     def term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
         chosen = _mask_predicted(batch)
-        gaps = divergence(student.first[:, :-1][chosen], teacher.first[:, :-1][chosen], temperature)
-        return _mean_by_row(gaps, chosen)
+        own, other = student.first[:, :-1][chosen], teacher.first[:, :-1][chosen]
+        if student.head is None or teacher.head is None:
+            return _mean_by_row(divergence(own, other, temperature), chosen)
+        answer = teacher.head
+
+        def measure(logits: Tensor, tokens: slice) -> Tensor:
+            with torch.no_grad():
+                wanted = answer(other[tokens])
+            return divergence(logits, wanted, temperature)
+
+        return _mean_by_row(measure_in_pieces(measure, own, student.head), chosen)
 
     return term
 
@@ -113,8 +123,14 @@ def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     """Return the cross-entropy of every token given those before it, mean over a text's."""
     chosen = _mask_predicted(batch)
     ids = batch.feeds["input_ids"][:, 1:][chosen]
-    gaps = F.cross_entropy(student.first[:, :-1][chosen].float(), ids, reduction="none")
-    return _mean_by_row(gaps, chosen)
+    own = student.first[:, :-1][chosen]
+    if student.head is None:
+        return _mean_by_row(F.cross_entropy(own.float(), ids, reduction="none"), chosen)
+
+    def measure(logits: Tensor, tokens: slice) -> Tensor:
+        return F.cross_entropy(logits.float(), ids[tokens], reduction="none")
+
+    return _mean_by_row(measure_in_pieces(measure, own, student.head), chosen)
 
 
 def token_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:

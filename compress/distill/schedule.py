@@ -25,6 +25,10 @@ EVALUATING = 0.1
 ResNet-56 on one thread one on 2,500 images takes six steps' time: twenty of them left a training of a minute nine."""
 
 
+ROOM = 0.7
+"""Part of the memory left that the samples of a step may take together: gradients of activations lie beside these."""
+
+
 @dataclass(frozen=True)
 class TrainingSchedule:
     """How to train.

@@ -27,6 +27,7 @@ from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.schedule import (
+    ROOM,
     Rows,
     TrainingSchedule,
     is_evaluation_due,
@@ -49,6 +50,7 @@ from compress.store.training_state import (
     restore_module,
     restore_optimizer,
 )
+from runtime.processes.memory import available_bytes
 from runtime.progress import Progress
 
 with warnings.catch_warnings():
@@ -62,6 +64,12 @@ TINY = 1e-12
 FILE = "training.safetensors"
 MOMENTUM = 0.9
 """Of SGD."""
+MEASURED_BYTES = 2**28
+"""Of what is learned, from which on samples are taken in parts where memory asks for it; smaller models fit."""
+REDUCED_BYTES = 2
+"""Of a number in bfloat16."""
+COPIES_TO_COME = 2
+"""Of what is learned, beside the moments: the gradients, and the state while it is saved."""
 LARGEST_NORM = 1.0
 """Of all gradients together, to which they are clipped."""
 
@@ -150,7 +158,7 @@ def try_schedule(module: nn.Module, dataset: Dataset, schedule: TrainingSchedule
     0.096 held out at its start: after 28 steps AdamW at 6e-6 had lost least there; at 1.6e-3, the best by the steps'
     own loss, 300 steps came to 0.064). The module is left as it was, on the CPU in eval mode; nothing is saved.
     """
-    start = module_state(module)
+    start = learned_state(module)
     training = _Training(module, dataset, schedule, options)
     training.held = training.held[:0]
     training.run()
@@ -180,14 +188,38 @@ class _Training:
         check_sizes(len(self.rows), schedule, self.size, options.name)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = _make_optimizer(module, schedule, options.rates)
-        self.log, self.best = TrainLog(), module_state(module)
+        self.log, self.best = TrainLog(), learned_state(module)
         self.average = Average(self.module, schedule.ema_decay) if schedule.ema_decay else None
         file = None if options.work is None else options.work / FILE
         self.saved = SavedRun(file, self.rank == 0, schedule.save_seconds)
         self.begun = time.monotonic()
-        self.at_once = schedule.batch_size
-        """Samples; fewer once the device's memory was full."""
+        self.at_once = self._fit_samples()
+        """Samples; fewer where memory holds no more, or once the device's was full."""
         self._check_same_start()
+
+    def _fit_samples(self) -> int:
+        """Return how many samples of a step go through the module together: all of them, or as many as memory holds.
+
+        What one needs is measured in a forward pass, of large models. A GPU says by itself when it is full.
+        """
+        wanted = self.schedule.batch_size
+        n_learned = sum(p.numel() * p.element_size() for p in self.parameters)
+        if self.device.type != "cpu" or wanted == 1 or n_learned < MEASURED_BYTES:
+            return wanted
+        step = self.dataset.batch(step_rows(self.rows, self.schedule, 0), None)
+        self.module.eval()
+        first, held = part(step, 0, len(step.rows)), [*self.module.parameters(), *step.feeds.values()]
+        kept = measure_kept_bytes(lambda: self._compute_loss(first), held)
+        if self.schedule.precision == "bfloat16":  # matrices are kept in it, however many samples there are
+            kept -= sum(p.numel() * REDUCED_BYTES for p in self.parameters if p.dim() > 1)
+        moments = 1 if self.schedule.optimizer == "sgd" else 2
+        to_come = int(n_learned * (COPIES_TO_COME + moments))
+        room = ROOM * (available_bytes() - to_come)
+        fitting = int(max(min(room // max(kept, 1), wanted), 1))
+        if fitting < wanted:
+            text = f"memory holds {fitting} of a step's {wanted} samples at once; they are taken in parts"
+            self.options.log(f"{self.options.name}: {text}")
+        return fitting
 
     def run(self) -> None:
         """Run all steps that are left."""
@@ -299,11 +331,11 @@ class _Training:
         """Take the loss on what is held out and keep the best state; where nothing is held out, keep the last."""
         with self.average.in_place() if self.average is not None else nullcontext():
             if not len(self.held):
-                self.best, self.log.best_step = module_state(self.module), self.log.step
+                self.best, self.log.best_step = learned_state(self.module), self.log.step
                 return
             begun = time.monotonic()
             if self.log.look(self._compute_held_out_loss()):
-                self.best = module_state(self.module)
+                self.best = learned_state(self.module)
             self.log.evaluating_s += time.monotonic() - begun
         self.options.log(line(self.options.name, self.log, self.schedule, self._seconds()))
 
@@ -335,7 +367,7 @@ class _Training:
 
     def _tensors(self) -> Tensors:
         """Return all that changes in a run, but for the log."""
-        tensors = add_prefix("now", module_state(self.module)) | add_prefix("best", self.best)
+        tensors = add_prefix("now", learned_state(self.module)) | add_prefix("best", self.best)
         tensors |= add_prefix("optimizer", optimizer_state(self.optimizer))
         return tensors | ({} if self.average is None else add_prefix("average", self.average.state()))
 
@@ -370,6 +402,31 @@ class _Training:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all processes."""
         return self.accelerator.reduce(tensor, "sum") if self.size > 1 else tensor
+
+
+def learned_state(module: nn.Module) -> Tensors:
+    """Copy, as `module_state` does, all but the parameters that are not learned, which stay as they are."""
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in distinct(module).items()
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+
+
+def measure_kept_bytes(loss: Callable[[], Tensor], held: Sequence[Tensor]) -> int:
+    """Return the bytes that a forward pass keeps for its gradients, beside tensors that are `held` anyway."""
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        given = loss()  # held until all is counted, or a place in memory might be counted as another's
+    places = {tensor.untyped_storage().data_ptr() for tensor in held}
+    del given
+    return sum(size for place, size in kept.items() if place not in places)
 
 
 def _make_optimizer(module: nn.Module, schedule: TrainingSchedule, rates: Mapping[str, float]) -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.blocks.forward import name_outputs, remove_hooks_on_exit
 from compress.blocks.materialise import plain
+from compress.distill.vocabulary import Head
 from compress.errors import PassError
 
 Feeds = Mapping[str, Tensor]
@@ -20,11 +21,15 @@ Feeds = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Seen:
-    """One forward pass: the model's outputs by name, and by module what it gave and its attention map [b, h, T, T]."""
+    """One forward pass: the model's outputs by name, and by module what it gave and its attention map [b, h, T, T].
+
+    `head`: makes logits of the first output, hidden states [b, T, D]; None where that is the logits.
+    """
 
     outputs: dict[str, Tensor]
     hidden: dict[str, Tensor] = field(default_factory=dict)
     maps: dict[str, Tensor] = field(default_factory=dict)
+    head: Head | None = None
 
     @property
     def first(self) -> Tensor:
@@ -35,11 +40,19 @@ class Seen:
 class Watched(AbstractContextManager["Watched"]):
     """A module that tells what the named parts of it gave at each call. Inside `with` only.
 
-    `kind`: the pass that watches, for messages.
+    `kind`: the pass that watches, for messages. `head`: the output layer, which is left out.
     """
 
-    def __init__(self, kind: str, module: nn.Module, hidden: Sequence[str] = (), maps: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        module: nn.Module,
+        hidden: Sequence[str] = (),
+        maps: Sequence[str] = (),
+        head: Head | None = None,
+    ) -> None:
         self.kind, self.module, self.hidden, self.maps = kind, module, tuple(hidden), tuple(maps)
+        self.head = head
         self.handles: list[RemovableHandle] = []
         self.given: dict[str, Any] = {}
 
@@ -57,12 +70,13 @@ class Watched(AbstractContextManager["Watched"]):
     def __call__(self, feeds: Feeds) -> Seen:
         """Run the module and return what it gave. PassError where a module that is watched was not called."""
         self.given.clear()
-        outputs = name_outputs(self.module(**feeds))
+        with nullcontext() if self.head is None else self.head.pass_over():
+            outputs = name_outputs(self.module(**feeds))
         silent = [name for name in (*self.hidden, *self.maps) if name not in self.given]
         if silent:
             raise PassError(f"{self.kind}: the model runs without calling {silent[0]}; map another module")
         hidden = {name: self._read_tensor(name) for name in self.hidden}
-        seen = Seen(outputs, hidden, {name: self.given[name][1] for name in self.maps})
+        seen = Seen(outputs, hidden, {name: self.given[name][1] for name in self.maps}, self.head)
         self.given.clear()
         return seen
 

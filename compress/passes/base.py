@@ -22,13 +22,16 @@ class DataSize:
     """How much data a pass sees: samples for calibration and training.
 
     `sample_rows`: tokens of a calibration sample, 1 where it is no text; `filled`: how long a usual sample of training
-    is, as a part of the longest.
+    is, as a part of the longest. `found`: the model as the passes before leave it; None: as it came. `free_bytes`: of
+    memory, which samples that are learned from together may take; None: as many as they are.
     """
 
     calibration: int = 0
     train: int = 0
     sample_rows: int = 1
     filled: float = 1.0
+    found: ModelFacts | None = None
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.facts import LayerDecision, ModelFacts, Note, PassPlan
+from compress.facts import LayerDecision, LayerFacts, ModelFacts, Note, PassPlan
 from compress.formats.targets import Target
 from compress.passes.choosing import refuse_rounded
 from compress.passes.distill_student import Student, student_facts
-from compress.passes.training import LearningPass
+from compress.passes.training import HEADS, LARGE_TABLE, LearningPass
 from compress.specs import Record
+from compress.tasks import find_torch_task
 from runtime.tasks import find_task
 
 
@@ -53,8 +54,18 @@ class Distill(LearningPass):
     def find_learner(self, facts: ModelFacts) -> ModelFacts:
         return student_facts(self.student, facts)[0]
 
+    def kept_tables(self, facts: ModelFacts, learner: ModelFacts) -> tuple[LayerFacts, ...]:
+        if find_torch_task(facts.task).loss != "next tokens" or self.output is not None:
+            return ()
+        sizes = {layer.name: layer.shape for layer in facts.layers}
+        large = [layer for layer in learner.distinct_layers() if layer.n_weights >= LARGE_TABLE]
+        return tuple(
+            layer for layer in large if (layer.is_table or layer.role in HEADS) and sizes.get(layer.name) == layer.shape
+        )
+
     def check(self, facts: ModelFacts, target: Target) -> PassPlan:
         problems, task = self.training_problems(facts), find_task(facts.task)
+        given = facts
         facts, more, who = student_facts(self.student, facts)
         problems += [f"distill: {problem}" for problem in more]
         problems += [*refuse_rounded(self.kind, facts), *self.term_problems(facts)]
@@ -63,4 +74,7 @@ class Distill(LearningPass):
         decisions = tuple(LayerDecision(layer.name, layer.type, "distilled") for layer in facts.layers)
         notes = [Note("info", f"distill: learns by {self.describe_loss(facts.task)}")]
         notes += [Note("info", f"distill: the student: {who}")] if who else []
+        if kept := self.kept_tables(given, facts):
+            names = ", ".join(layer.name for layer in kept)
+            notes.append(Note("info", f"distill: not trained, as they are the teacher's: {names}"))
         return PassPlan(facts, decisions, tuple(notes), tuple(problems))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.schedule import EVALUATIONS, Optimizer, Precision, TrainingSchedule
-from compress.facts import FLOAT_BYTES, ModelFacts, Note
+from compress.distill.schedule import EVALUATIONS, ROOM, Optimizer, Precision, TrainingSchedule
+from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Note
 from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
 from compress.tasks import find_torch_task
 from compress.tasks.base import Loss
 from runtime.bundle.detections import Detections
+from runtime.clock.machine import cpu_info
 from runtime.tasks import find_task
 from runtime.words import did_you_mean, size_text
 
@@ -47,6 +48,16 @@ KEPT_COPIES = 3
 """Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
 LONGEST = 1.5
 """Times what a batch's texts are usually padded to, that the longest of a run is."""
+LARGE_TABLE = 2**24
+"""Weights of a table of embeddings, or of an output layer, from which on it is left as the teacher has it, and logits
+are made of few tokens at a time: with 512 tokens, those of such a layer weigh more than the activations of a block."""
+HEADS = ("head", "tied")
+"""Roles of an output layer."""
+PIECE_BYTES = 2**30
+"""Of the logits of few tokens, both models', and what a loss makes of them."""
+LEARNED_COPIES = 4.5
+"""Float copies of what is learned beside itself, where tables are not: gradients, two moments, the best, and in
+bfloat16 half a one, or a state as it is saved."""
 TRAINED_COPIES = 9
 """Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 Weight = Annotated[float, Field(gt=0)]
@@ -177,15 +188,38 @@ class TrainingPass(Pass):
         schedule = self.make_schedule(data.train, 0)
         evaluations = schedule.steps / schedule.evaluate_every * self.held_out * data.train
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
-        runs = tried * FORWARDS * schedule.steps * schedule.batch_size + 2 * evaluations
-        half = self.precision == "bfloat16"
-        outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
-        activations = int(self.batch_size * min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
+        learner, half = self.find_learner(data.found or facts), self.expects_bfloat16
+        kept, pieces = self.kept_tables(facts, learner), self.has_pieces(learner)
+        forward = 1 + (FORWARDS - 1) * learner.macs / max(facts.macs, 1) if kept else FORWARDS
+        runs = tried * forward * schedule.steps * schedule.batch_size + 2 * evaluations
+        counted = [layer for layer in learner.layers if not (pieces and layer.role in HEADS)]
+        outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in counted)
+        sample = int(min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
+        n_kept = sum(layer.n_bytes for layer in kept)
+        learned = learner.n_bytes - n_kept
+        held = TRAINED_COPIES * facts.n_bytes
+        if kept:
+            held = learner.n_bytes + (facts.n_bytes - n_kept) // (1 + half) + int(LEARNED_COPIES * learned)
+        held += PIECE_BYTES * pieces
         return PassCost(
             runs * data.filled * (BFLOAT16 if half else 1),
-            TRAINED_COPIES * facts.n_bytes + activations,
-            STATE_COPIES * facts.n_bytes,
+            held + fit_samples(self.batch_size, sample, data.free_bytes, held) * sample,
+            STATE_COPIES * learned if kept else STATE_COPIES * facts.n_bytes,
         )
+
+    @property
+    def expects_bfloat16(self) -> bool:
+        """Return whether steps will be made in bfloat16, as far as a plan can tell: of `auto`, by the processor."""
+        return self.precision == "bfloat16" or (self.precision == "auto" and "amx_bf16" in cpu_info()[1])
+
+    def has_pieces(self, facts: ModelFacts) -> bool:
+        """Return whether logits are made of few tokens at a time: of a language model whose output layer is large."""
+        by_token = find_torch_task(facts.task).loss == "next tokens"
+        return by_token and any(layer.role in HEADS and layer.n_weights >= LARGE_TABLE for layer in facts.layers)
+
+    def kept_tables(self, facts: ModelFacts, learner: ModelFacts) -> tuple[LayerFacts, ...]:
+        """Return the layers that the learner keeps as they are in `facts`, the teacher: none where all are trained."""
+        return ()
 
     def find_learner(self, facts: ModelFacts) -> ModelFacts:
         """Return the facts of the model that is trained, which keeps activations for its gradients."""
@@ -413,6 +447,13 @@ class LearningPass(TrainingPass):
         text = f"{self.kind}: {schedule.steps} steps of {schedule.batch_size} samples"
         kept = f"its outputs are kept on disk ({size_text(n_bytes)})" if n_bytes else "it is run in every step"
         return [Note("info", f"{text}; the teacher: {kept}" if self.needs_teacher(facts.task) else text)]
+
+
+def fit_samples(wanted: int, sample_bytes: int, free_bytes: int | None, held_bytes: int) -> int:
+    """Return how many samples go through a model together in memory that is free, `held_bytes` taken by the rest."""
+    if free_bytes is None:
+        return wanted
+    return max(min(wanted, int(ROOM * (free_bytes - held_bytes)) // max(sample_bytes, 1)), 1)
 
 
 def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:

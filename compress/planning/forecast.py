@@ -37,6 +37,7 @@ from runtime.bundle.manifest import fixed_batch
 from runtime.clock.machine import count_cores
 from runtime.decode.scoring import LOGITS_BYTES, REDUCED_AT_ONCE
 from runtime.measure.benchmark import choose_backend
+from runtime.processes.memory import available_bytes
 
 START, EXPORT, BASELINE = "start", "export to float ONNX", "baseline outputs"
 SCORING, RUNNING = "scoring the model in torch", "running both models on the samples"
@@ -176,14 +177,15 @@ def forecast(
     timed: TimedBatch | None = None,
     durations: Durations | None = None,
     latency: LatencyForecast | None = None,
+    found: Sequence[ModelFacts] = (),
 ) -> Forecast:
     """Estimate the memory, disk and time that a recipe takes, as the sum of what each piece of work needs.
 
     `decisions`: what each pass will do to the layers; not given, it is taken to work on all. `timed`: the largest batch
     that judging times. `durations`: what stages took on this machine. `latency`: what was measured of models that were
-    made like the recipe's.
+    made like the recipe's. `found`: the model as each pass finds it; not given, as it came.
     """
-    run = _Run(recipe, before, after, volumes, decisions, timed, durations or Durations(), latency)
+    run = _Run(recipe, before, after, volumes, decisions, timed, durations or Durations(), latency, found)
     stages = run.list_stages()
     return Forecast(max(stage.memory_bytes for stage in stages), *run.disk_bytes(), tuple(stages))
 
@@ -200,6 +202,7 @@ class _Run:
     timed: TimedBatch | None
     durations: Durations
     latency: LatencyForecast | None
+    found: Sequence[ModelFacts]
 
     def list_stages(self) -> list[StageForecast]:
         """Return the stages of the run, in order."""
@@ -456,7 +459,9 @@ class _Run:
     def cost(self, number: int) -> PassCost:
         """Return what a pass estimates of itself."""
         calibration, train = (self.volumes.samples.get(name, 0) for name in ("calibration", "train"))
-        size = DataSize(calibration, train, self.calibration.a_sample, self.volumes.filled)
+        found = self.found[number] if self.found else None
+        rows = self.calibration.a_sample
+        size = DataSize(calibration, train, rows, self.volumes.filled, found, available_bytes())
         return self.recipe.passes[number].estimate_cost(self.before, size)
 
 

@@ -109,7 +109,8 @@ def make_plan(
     held = sum(found.n_samples * sample_bytes(found.shapes) for found in inputs.data.values())
     volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread, held)
     about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), find_durations(recipe, store.root))
-    expected = forecast(*about)
+    found = [before, *(planned.plan.facts for planned in done)][: len(done)]
+    expected = forecast(*about, found=found)
     checkpoints = [_check_checkpoint(inputs, index, schemes, done) for index in range(len(recipe.export))]
     checkpoints.append(_check_gguf(inputs, schemes))
     checkpoints += [check_importance(inputs, index, planned.plan) for index, planned in enumerate(done)]
@@ -143,7 +144,7 @@ def make_plan(
     runs = timed and not before.classless
     latency, of_speed = forecast_latency(inputs, keys, store.root, twins, log) if runs else (None, [])
     if latency is not None and not latency.blocks:  # of a few blocks nothing follows about memory
-        expected = forecast(*about, latency)
+        expected = forecast(*about, latency, found)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
     notes = (*notes, *of_speed, *of_gates, *_warn_of_memory(inputs, expected, work))

@@ -33,6 +33,7 @@ from compress.work.training import (
     describe_kept_steps,
     describe_training,
     gather_numbers,
+    keep_tables,
     make_dataset,
     objective,
     teacher_module,
@@ -48,8 +49,10 @@ def apply_distill(config: Distill, loaded: TorchModel, context: ModelContext) ->
     trainset, teacher = _prepare_training(config, loaded, context)
     student = loaded.module
     config, changes = settle_changes(config, loaded, teacher, trainset, context)
+    student.requires_grad_(True)
+    kept = keep_tables(config, loaded, teacher, trainset)
     with objective(config, loaded, student, teacher, trainset, context) as goal:
-        pupil = nn.ModuleDict({"student": student.requires_grad_(True), "projections": goal.projections})
+        pupil = nn.ModuleDict({"student": student, "projections": goal.projections})
         fresh = config.student is not None and config.student.separate  # its zeros are no pass's, but where it begins
         options = TrainOptions(NAME, context.log, context.progress, context.work, device=context.device)
         options = options if fresh else replace(options, after_step=zero_keeper(student))
@@ -57,7 +60,7 @@ def apply_distill(config: Distill, loaded: TorchModel, context: ModelContext) ->
         config, dataset, settled = settle_schedule(config, changes, pupil, dataset_of, options, context)
         log = train(pupil, dataset, config.make_schedule(trainset.n, context.seed), options)
     student.requires_grad_(False)
-    return settled.add_to(_make_result(loaded, log, goal.notes))
+    return settled.add_to(_make_result(loaded, log, (*kept, *goal.notes)))
 
 
 def begin_distill(config: Distill, loaded: TorchModel, context: ModelContext) -> TorchModel:

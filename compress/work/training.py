@@ -42,11 +42,12 @@ from compress.distill.student import rename_inputs
 from compress.distill.teacher import Answer, keep_outputs
 from compress.distill.train import Dataset
 from compress.distill.training_log import TrainLog, numbers, summary
+from compress.distill.vocabulary import Head, find_head, reduce_weights, share_tables
 from compress.distill.watch import Seen, Watched, attention_modules, module_names
 from compress.errors import PassError
 from compress.facts import Note
 from compress.models.load import TorchModel
-from compress.passes.training import UNIFORM, LearningPass, Terms
+from compress.passes.training import LARGE_TABLE, UNIFORM, LearningPass, Terms
 from compress.structure.find import find_structure
 from compress.tasks import find_torch_task
 from compress.work.contexts import TrainingContext
@@ -104,6 +105,15 @@ def teacher_module(kind: str, context: TrainingContext, student: TorchModel) -> 
     return rename_inputs(module, given.parameters, student.parameters)
 
 
+def keep_tables(config: LearningPass, loaded: TorchModel, teacher: nn.Module, trainset: TrainSet) -> tuple[Note, ...]:
+    """Freeze, in place, the large tables of a language model that are still the teacher's, and share them with it."""
+    if find_torch_task(loaded.task).loss != "next tokens":
+        return ()
+    head = find_head(loaded.module, batches_of(config, trainset, loaded)(np.arange(1), None).feeds, LARGE_TABLE)
+    names = share_tables(loaded.module, teacher, head, LARGE_TABLE)
+    return (Note("info", f"{config.kind}: not trained: {', '.join(names)}, as the teacher has them"),) if names else ()
+
+
 def batches_of(config: LearningPass, trainset: TrainSet, loaded: TorchModel) -> BatchOf:
     """Return a function that makes batches: samples as the model reads them, images changed at random."""
     changes = config.changes
@@ -133,8 +143,15 @@ def objective(
     the teacher's, modules that cannot be compared.
     """
     terms, batch_of = config.terms(loaded.task), batches_of(config, trainset, loaded)
+    by_token = find_torch_task(loaded.task).loss == "next tokens" and terms.output is None
+    reduced = config.precision == "bfloat16"
+
+    def head_of(module: nn.Module, like: Head | None = None) -> Head | None:
+        layer = find_head(module, batch_of(np.arange(1), None).feeds, LARGE_TABLE) if by_token else None
+        return None if layer is None else Head(layer, reduced, like)
+
     if teacher is None:
-        with use_fused_attention(student), Watched(config.kind, student) as watched:
+        with use_fused_attention(student), Watched(config.kind, student, head=head_of(student)) as watched:
             yield Objective(
                 _make_loss(_weigh_terms(terms, NOTHING, loaded), watched, _no_answer, "none"), nn.ModuleDict()
             )
@@ -143,20 +160,26 @@ def objective(
     _check_outputs(pair, config.kind)
     compared = _pair_modules(terms, pair, config, config.make_schedule(trainset.n, context.seed).seed)
     pooling = terms.pooling(loaded.task)
+    own_head = head_of(student)
+    other_head = head_of(teacher, own_head)
+    if own_head is None or other_head is None:
+        own_head = other_head = None
     with ExitStack() as stack:
         if terms.attention is None:
             stack.enter_context(use_fused_attention(student, teacher))
         hidden, maps = compared.hidden, compared.maps
         watched = stack.enter_context(
-            Watched(config.kind, student, [own for own, _ in hidden], [own for own, _ in maps])
+            Watched(config.kind, student, [own for own, _ in hidden], [own for own, _ in maps], own_head)
         )
         answering = stack.enter_context(
-            Watched(config.kind, teacher, [other for _, other in hidden], [other for _, other in maps])
+            Watched(config.kind, teacher, [other for _, other in hidden], [other for _, other in maps], other_head)
         )
         answer = _make_answer(answering, teacher, pooling)
         again = trainset.redraw is None  # a sample that is drawn anew has another answer
         if context.work is not None and again and config.cache_bytes(loaded, trainset.n):
             answer = keep_outputs(answer, lambda rows: batch_of(rows, None), trainset.n, context.work, context.progress)
+        elif reduced:
+            reduce_weights(teacher)  # from here on it is run in autocast alone
         weighted = _weigh_terms(terms, compared, loaded)
         yield Objective(_make_loss(weighted, watched, answer, pooling), compared.projections, compared.notes)
 
@@ -297,7 +320,8 @@ def _make_loss(
 
 def zero_keeper(module: nn.Module) -> Callable[[int], None]:
     """Return a function that puts back the zeros that matrices and kernels have now."""
-    masks = [(p, p.detach() != 0) for p in module.parameters() if p.dim() > 1 and bool((p == 0).any())]
+    matrices = [p for p in module.parameters() if p.requires_grad and p.dim() > 1]
+    masks = [(p, p.detach() != 0) for p in matrices if bool((p == 0).any())]
 
     def put_back(step: int) -> None:
         with torch.no_grad():

@@ -413,3 +413,28 @@ def test_tied_weights_are_saved_once() -> None:
     net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     net["b"].weight = net["a"].weight
     assert list(module_state(net)) == ["a.weight", "a.bias", "b.bias"]
+
+
+def test_a_step_is_taken_in_parts_that_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = replace(SCHEDULE, steps=5, freeze_batchnorm=True)
+    whole, log = taught(schedule)
+    sizes: list[int] = []
+    compute = loop._Training._compute_loss
+
+    def note(self: loop._Training, batch: Batch) -> torch.Tensor:
+        sizes.append(len(batch.rows))
+        return compute(self, batch)
+
+    monkeypatch.setattr(loop._Training, "_compute_loss", note)
+    net = conv_net().requires_grad_(True)
+    dataset, held = label_dataset(net, images()), list(net.parameters())
+    one, two = (dataset.batch(np.arange(n), None) for n in (1, 2))
+    kept, twice = (loop.measure_kept_bytes(lambda: dataset.loss(batch), held) for batch in (one, two))  # noqa: B023
+    assert 1.5 * kept < twice <= 2 * kept
+    monkeypatch.setattr(loop, "ROOM", 1.0)
+    monkeypatch.setattr(loop, "MEASURED_BYTES", 1)
+    learned = sum(p.numel() * p.element_size() for p in net.parameters())
+    monkeypatch.setattr(loop, "available_bytes", lambda: 4 * learned + int(3.5 * kept))
+    parts, cut = taught(schedule)
+    assert max(sizes) == 3 and near(parts, whole)
+    assert [loss for _, loss in cut.curve] == pytest.approx([loss for _, loss in log.curve], rel=1e-5)

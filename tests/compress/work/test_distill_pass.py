@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -535,3 +536,32 @@ def test_a_course_too_short_for_trials_says_so() -> None:
         Distill(optimizer="auto")
     with pytest.raises(ValueError, match="auto is for distill"):
         Qat(learning_rate="auto")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_language_model_learns_beside_tables_that_stay(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tables: the student's are the teacher's, and logits are made of two tokens at a time."""
+    tables = ("wrapped.model.embed_tokens.weight", "wrapped.lm_head.weight")
+    data, net = token_set(), llama()
+    net.model.layers.requires_grad_(False)
+    for parameter in net.model.layers.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+
+    def learn() -> tuple[TorchModel, Any]:
+        student = text_model(copy.deepcopy(net))
+        config = Distill(steps=10, batch_size=4, learning_rate=3e-3, held_out=0.25, precision=precision)
+        return student, apply_pass(config, student, options(data, lambda: text_model(llama())))
+
+    plain, _ = learn()
+    monkeypatch.setattr("compress.work.training.LARGE_TABLE", 1)
+    monkeypatch.setattr("compress.distill.vocabulary.PIECE_LOGITS", 2 * 64)
+    large, result = learn()
+    before = text_model(llama()).module.state_dict()
+    assert all(torch.equal(large.module.state_dict()[name], before[name]) for name in tables)
+    assert not torch.equal(plain.module.state_dict()[tables[0]], before[tables[0]])
+    assert (
+        result.notes[0].text
+        == "distill: not trained: wrapped.model.embed_tokens, wrapped.lm_head, as the teacher has them"
+    )
+    held = result.measured["distill: loss held out"]
+    assert min(held.values()) < 0.9 * held["0"]
