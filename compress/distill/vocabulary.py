@@ -58,7 +58,7 @@ def share_tables(student: nn.Module, teacher: nn.Module, head: nn.Linear | None,
 
 def reduce_weights(module: nn.Module) -> None:
     """Hold in bfloat16 the matrices that autocast would round to it in every call: the same outputs to the last bit."""
-    holders: dict[Tensor, list[nn.Module]] = {}
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
             holders.setdefault(parameter, []).append(part)
