@@ -23,11 +23,13 @@ from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
 from compress.pruning.compensate import compensate, explain_left_alone, follow_data
 from compress.pruning.depth import BlockOutputs, Removal, Skipping, least_error, shorten
 from compress.pruning.points import find_points
+from compress.rounding.products import products_in
 from compress.structure.dataflow import record
 from compress.structure.find import structure_of
 from compress.structure.removable import find_removable
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
+from compress.work.settle_compute import find_faster
 
 TRIED_BYTES = 2**30
 """Of the outputs on which blocks are tried one by one, that are kept."""
@@ -48,7 +50,9 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     skipping = Skipping(module, [block.name for block in blocks], sample)
     n_before, types = _n_weights(module), _types(module)
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
-    ranking = _rank_blocks(config, skipping, few, context)
+    tried = len(blocks) * sum(batch.n_rows for batch in few)
+    with products_in(find_faster(tried * n_before, context.device)):
+        ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
     removed = ranking.names[:n_gone]
     errors, left = _fit_without(config, skipping, removed, batches, few, context)

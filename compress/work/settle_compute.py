@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TypeVar
 
 import torch
@@ -21,11 +20,12 @@ from runtime.clock.turns import time_in_turns
 FILE = "compute.json"
 """In a pass's folder of unfinished work: what was chosen, so that a killed run goes on in it."""
 WORTH = 1e12
-"""Multiplications of one forward pass of all data, from which on it is asked: some 15 seconds of a core. Below that the
-same recipe gives the same bytes on every machine."""
+"""Multiplications of a forward pass of all data, or of all trials, from which on it is asked: some 15 seconds of a
+core. Below that the same recipe gives the same bytes on every machine."""
 GAIN = 0.7
 """Of the float32 time, that bfloat16 must stay below: 0.5 with AMX; 1.7 on a processor that has AVX-512 without it."""
-ROWS = 1024
+WIDTH = 1024
+"""Of the matrices that are multiplied to see."""
 Pass = TypeVar("Pass", bound=CalibratedWeightPass)
 
 
@@ -33,27 +33,31 @@ def settle_compute(config: Pass, model: StreamedModel, context: PassContext) -> 
     """Return the pass with what its products are computed in, where its recipe leaves that open; else as it is."""
     if config.compute != "auto":
         return config, Settled()
-    shapes = [layer.shape for layer in list_layers(model) if len(layer.shape) == 2 and layer.role != "table"]
-    if count_rows(context.batches) * sum(map(math.prod, shapes)) < WORTH:
+    n_weights = sum(layer.n_weights for layer in list_layers(model) if layer.role != "table")
+    work = count_rows(context.batches) * n_weights
+    if work < WORTH:
         return config, Settled()
     record = recall(context, FILE)
     if record is None:
-        record = from_main({"compute": _find_faster(max(shape[1] for shape in shapes), context.device)})
+        record = {"compute": find_faster(work, context.device)}
         keep(context, FILE, record)
     compute: Compute = record["compute"]
     note = Note("info", f"{config.kind}: compute: {compute}, the sooner here")
     return config.model_copy(update={"compute": compute}), Settled({"compute": compute}, (note,))
 
 
-def _find_faster(width: int, device: str) -> Compute:
-    """Return what X^T X of rows [ROWS, width] is computed sooner in."""
-    rows = torch.ones(ROWS, width, device=device)
+def find_faster(work: float, device: str) -> Compute:
+    """Return what this machine multiplies large matrices sooner in; float32 where `work` multiplications are few."""
+    if work < WORTH:
+        return "float32"
+    factor = torch.ones(WIDTH, WIDTH, device=device)
 
     def multiply(compute: Compute) -> None:
         with products_in(compute):
-            float((rows.T @ rows)[0, 0])  # a GPU has done it when the number is there
+            float((factor @ factor)[0, 0])  # a GPU has done it when the number is there
 
     calls = [lambda _: multiply("float32"), lambda _: multiply("bfloat16")]
     turns = time_in_turns(calls, 10, budget_s=2.0, one_thread=torch.get_num_threads() == 1)
     before, after = turns.typical_ms
-    return "bfloat16" if after < GAIN * before else "float32"
+    chosen: Compute = from_main("bfloat16" if after < GAIN * before else "float32")
+    return chosen
