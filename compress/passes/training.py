@@ -96,7 +96,7 @@ class TrainingPass(Pass):
     steps: Annotated[int, Field(gt=0)] | None = None
     """Steps of the optimizer, instead of `epochs`."""
     batch_size: Annotated[int, Field(gt=0)] = 64
-    """Samples that go through the model together, over all processes."""
+    """Samples of a step, over all processes. Of a large model they go through it in parts where memory holds fewer."""
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = 5e-4
     """The highest: it rises over a twentieth of the steps, then falls to zero as a cosine. auto: found by short trials
     from the state that training begins with, in a tenth of its steps, and raised by as much as longer trials wanted

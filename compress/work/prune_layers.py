@@ -19,7 +19,7 @@ from compress.errors import PassError
 from compress.facts import LayerDecision, ModelFacts, Note, Removable
 from compress.models.load import TorchModel
 from compress.passes.depth import rename_blocks
-from compress.passes.prune_layers import TRIED_ROWS, PruneLayers
+from compress.passes.prune_layers import TRIED_BYTES, TRIED_ROWS, PruneLayers
 from compress.pruning.compensate import compensate, explain_left_alone, follow_data
 from compress.pruning.depth import BlockOutputs, Removal, Skipping, least_error, shorten
 from compress.pruning.points import find_points
@@ -31,8 +31,6 @@ from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
 from compress.work.settle_compute import find_faster
 
-TRIED_BYTES = 2**30
-"""Of the outputs on which blocks are tried one by one, that are kept."""
 UNCONFIGURED = (
     "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
     "that lies beside it"
