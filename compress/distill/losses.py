@@ -20,7 +20,7 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
 
     T^2 keeps the size of the gradient as T grows (Hinton et al. 2015, arXiv:1503.02531, section 2).
     """
-    s, t = student.float() / temperature, teacher.float() / temperature
+    s, t = (logits.float() if temperature == 1 else logits.float() / temperature for logits in (student, teacher))
     # In this form loss and gradient of equal logits are 0 to the last bit: Adam would make steps of any rounding error.
     own, other = s.logsumexp(-1, keepdim=True), t.logsumexp(-1, keepdim=True)
     gap = (own - other).squeeze(-1)

@@ -446,7 +446,10 @@ def _make_optimizer(module: nn.Module, schedule: TrainingSchedule, rates: Mappin
     ]
     if schedule.optimizer == "sgd":
         return torch.optim.SGD(given, lr=schedule.learning_rate, momentum=MOMENTUM)
-    return torch.optim.AdamW(given, lr=schedule.learning_rate, eps=schedule.epsilon)
+    n_bytes = sum(p.numel() * p.element_size() for parameters in groups.values() for p in parameters)
+    # Of Qwen2.5-Coder 0.5B a step takes a fifth of the time fused, and other last bits.
+    fused = n_bytes >= MEASURED_BYTES
+    return torch.optim.AdamW(given, lr=schedule.learning_rate, eps=schedule.epsilon, fused=fused or None)
 
 
 def _reduce_gradients(parameters: Sequence[nn.Parameter], reduce: Callable[[Tensor], Tensor]) -> None:
