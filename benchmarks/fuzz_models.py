@@ -360,7 +360,7 @@ def in_this_process() -> Iterator[None]:
     from unittest.mock import patch
 
     sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parent)]
-    from shortcuts import quick_export, quick_judge  # type: ignore[import-not-found]
+    from shortcuts import quick_judge  # type: ignore[import-not-found]
 
     from compress.models import onnx_check, onnx_graph
 
@@ -372,7 +372,6 @@ def in_this_process() -> Iterator[None]:
         patch.object(onnx_graph, "_run_apart", run),
         patch.dict("os.environ", COMPRESS_TIMING="off"),
         quick_judge(),
-        quick_export(),
     ):
         yield
 

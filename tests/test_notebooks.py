@@ -24,11 +24,8 @@ shortcut.__enter__()
 """
 QUICK_JUDGE = f"""{QUICK_ALONE}
 import gc
-from shortcuts import quick_export
-exported = quick_export()
-exported.__enter__()
 gc.freeze()
-del gc, sys, quick_judge, quick_export
+del gc, sys, quick_judge
 """
 """What is drawn is of fewer measurements: no other backends, no probes of load time and memory."""
 ALONE = {"import runtime\nfrom runtime.report": f"{QUICK_ALONE}import runtime\nfrom runtime.report"}

@@ -27,6 +27,7 @@ from compress.export.parity import check_decoder_parity, check_encoder_decoder_p
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
 from compress.graph.halves import cross_names
+from compress.graph.run import Feeds
 from compress.graph.seeing import decoder_of
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
@@ -35,7 +36,7 @@ from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.planning.sets import Batches, example_feeds
 from compress.rounding.state import GraphState, restore_state
-from compress.store.cache import CachedResult, ResultCache
+from compress.store.cache import CachedResult, ResultCache, cache_key, hand_over
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
 from runtime.bundle.records import from_json, to_json
@@ -78,27 +79,43 @@ class FloatModel:
 def float_model(
     cache: ResultCache,
     key: str,
+    made_of: str,
     load: Callable[[], TorchModel | OnnxModel],
     batches: MakeBatches,
     opset: int,
     refilled: Callable[[], ir.Model | None] = lambda: None,
     sight: Sight | None = None,
+    on_reuse: Callable[[], None] = lambda: None,
 ) -> FloatModel:
     """Export the float graph, check parity on real inputs, keep it; weights are loaded only if the cache has none.
 
-    `refilled`: gives a graph to take in place of an export, if there is one and it passes the same check. `sight`: as
-    of `export_model`; a question about an image is then among what parity is checked with.
+    `made_of`: as in `CacheKeys`; the graph is also kept under what it is really made of, and one that is there already
+    is compared on these inputs instead of exported again: `on_reuse` is then called. `refilled`: gives a graph to take
+    in place of an export, if there is one and it passes the same check. `sight`: as of `export_model`; a question about
+    an image is then among what parity is checked with.
     """
 
     def write(folder: Path) -> dict[str, Any]:
-        loaded, given = load(), refilled()
+        loaded = load()
+        sample, called = batches(loaded.inputs), find_task(loaded.task).unit == "call"
+        example = example_feeds(sample[0], loaded.inputs) if called else sample[0]
+        graph_key = key_graph(made_of, loaded.task, example)
+        kept = None if isinstance(loaded, OnnxModel) else cache.get(graph_key)
+        given = refilled() if kept is None else load_graph(kept)
         try:
-            graph, inputs, outputs, parity = _export(loaded, batches, opset, given, sight)
+            graph, inputs, outputs, parity = _export(loaded, example, sample, batches, opset, given, sight)
         except ExportError:
             if given is None:
                 raise
-            graph, inputs, outputs, parity = _export(loaded, batches, opset, None, sight)
-        write_graph(graph, folder / GRAPH)
+            kept = None
+            graph, inputs, outputs, parity = _export(loaded, example, sample, batches, opset, None, sight)
+        if kept is not None:
+            on_reuse()
+            hand_over(kept.folder, folder)
+        else:
+            write_graph(graph, folder / GRAPH)
+            if isinstance(loaded, TorchModel):
+                keep_graph(cache, graph_key, folder)
         return {
             "inputs": to_json(inputs),
             "outputs": to_json(outputs),
@@ -109,10 +126,8 @@ def float_model(
 
     cached = cache.get(key) or cache.put(key, write)
     record = cached.record
-    with cached.hold() as folder:
-        state = GraphState(ir.load(folder / GRAPH))
     return FloatModel(
-        state,
+        GraphState(load_graph(cached)),
         tuple(from_json(TensorSpec, spec, "inputs") for spec in record["inputs"]),
         tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
         tuple(record["class_names"]),
@@ -121,17 +136,54 @@ def float_model(
     )
 
 
+def key_graph(made_of: str, task_name: str, example: Feeds) -> str:
+    """Return the key of a graph by what it is really made of: `made_of` as in `CacheKeys`, and an example's sizes.
+
+    The exporter runs the model on tensors without values, so that no sample's values are in a graph. Sizes stay in the
+    key although the axes are free: code may ask for them (`if x.shape[1] > 512`). Tokens of models that write texts are
+    exported with sizes of their own, and a decoder without any example.
+    """
+    task = find_task(task_name)
+    if task.decoder_only:
+        return made_of
+
+    def sizes(values: np.ndarray) -> Any:
+        return list(values.shape) if task.unit == "call" or values.dtype.kind == "f" else values.ndim
+
+    return cache_key("sizes", made_of, {name: [str(a.dtype), sizes(a)] for name, a in example.items()})
+
+
+def keep_graph(cache: ResultCache, key: str, folder: Path, record: Mapping[str, Any] | None = None) -> None:
+    """Keep the files of a folder, which hold a graph, under another key, too: second names, not copies."""
+
+    def write(draft: Path) -> dict[str, Any]:
+        hand_over(folder, draft)
+        return dict(record or {})
+
+    cache.put(key, write)
+
+
+def load_graph(cached: CachedResult) -> ir.Model:
+    """Return the graph of a result."""
+    with cached.hold() as folder:
+        return ir.load(folder / GRAPH)
+
+
 Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]
 """The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
 
 
 def _export(
-    loaded: TorchModel | OnnxModel, batches: MakeBatches, opset: int, given: ir.Model | None, sight: Sight | None
+    loaded: TorchModel | OnnxModel,
+    example: Feeds,
+    sample: Batches,
+    batches: MakeBatches,
+    opset: int,
+    given: ir.Model | None,
+    sight: Sight | None,
 ) -> Exported:
     """Export a model, or take the graph that is given, and compare the two: of a graph with caches in its own calls."""
-    sample = batches(loaded.inputs)
     if find_task(loaded.task).unit == "call":
-        example = example_feeds(sample[0], loaded.inputs)
         graph = given or export_model(loaded, example, opset)
         parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
         return graph, loaded.inputs, loaded.outputs, parity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.data.sight import Sight
 from compress.errors import ExportError
-from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches
+from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, keep_graph
 from compress.export.decoder import export_decoder
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import MASK, Feeds, clone
@@ -30,7 +30,7 @@ from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.models.batch_axis import TOLERANCE
 from compress.rounding.measure import relative_difference
 from compress.rounding.state import GraphState
-from compress.store.cache import ResultCache
+from compress.store.cache import CachedResult, ResultCache, hand_over
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import CACHE, FEATURES, POSITIONS
@@ -44,21 +44,32 @@ COMPARED_TOKENS = 64
 def float_model_in_files(
     cache: ResultCache,
     key: str,
+    made_of: str,
     streamed: StreamedModel,
     batches: MakeBatches,
     opset: int,
     context: PassContext,
     sight: Sight | None = None,
+    on_reuse: Callable[[], None] = lambda: None,
 ) -> FloatModel:
     """Return what `float_model` does of a decoder whose weights stay in `streamed.store`; so they do in the cache.
 
-    `context`: what the stream that gives torch's logits is made with. Raises ExportError.
+    `made_of`, `on_reuse`: as there. `context`: what the stream that gives torch's logits is made with. Raises
+    ExportError.
     """
 
     def write(folder: Path) -> dict[str, Any]:
-        graph, parity = _export_right(streamed, opset, batches, context, sight)
+        kept = cache.get(made_of)  # all of its key: a decoder is exported with sizes of its own
+        given = None if kept is None else _load_graph(kept, streamed.store)
+        graph, parity = _export_right(streamed, opset, batches, context, sight, given)
         read = decoder_of(graph)
-        weights = _save_without_weights(graph, folder / GRAPH)
+        if kept is not None and graph is given:
+            on_reuse()
+            hand_over(kept.folder, folder)
+            weights = kept.record["weights"]
+        else:
+            weights = _save_without_weights(graph, folder / GRAPH)
+            keep_graph(cache, made_of, folder, {"weights": weights})
         return {
             "inputs": to_json(input_specs(read)),
             "outputs": to_json(output_specs(read)),
@@ -67,8 +78,7 @@ def float_model_in_files(
         }
 
     cached = cache.get(key) or cache.put(key, write)
-    with cached.hold() as folder:
-        graph = _load_with_weights(folder / GRAPH, cached.record["weights"], streamed.store)
+    graph = _load_graph(cached, streamed.store)
     inputs, outputs = (
         tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")
     )
@@ -76,17 +86,31 @@ def float_model_in_files(
 
 
 def _export_right(
-    streamed: StreamedModel, opset: int, batches: MakeBatches, context: PassContext, sight: Sight | None
+    streamed: StreamedModel,
+    opset: int,
+    batches: MakeBatches,
+    context: PassContext,
+    sight: Sight | None,
+    given: ir.Model | None,
 ) -> tuple[ir.Model, float]:
-    """Return the graph and its parity: made of a few blocks, or where that is not the model, of all of them."""
-    graph = export_in_files(streamed, opset, sight=sight)
-    some = batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES]
-    some += [] if sight is None else [sight.make_feeds(some[0])]
-    try:
-        return graph, compare_in_pieces(streamed, graph, some, context)
-    except ExportError:
-        graph = export_in_files(streamed, opset, False, sight)
-        return graph, compare_in_pieces(streamed, graph, some, context)
+    """Return the first graph that is the model, and its parity: the given one, one made of a few blocks, or of all."""
+
+    def make_graphs() -> Iterator[ir.Model]:
+        if given is not None:
+            yield given
+        yield export_in_files(streamed, opset, sight=sight)
+        yield export_in_files(streamed, opset, False, sight)
+
+    failure: ExportError | None = None
+    for graph in make_graphs():
+        some = batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES]
+        some += [] if sight is None else [sight.make_feeds(some[0])]
+        try:
+            return graph, compare_in_pieces(streamed, graph, some, context)
+        except ExportError as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True, sight: Sight | None = None) -> ir.Model:
@@ -207,6 +231,11 @@ def _save_without_weights(graph: ir.Model, path: Path) -> dict[str, list[Any]]:
             plain.graph.inputs.append(value)
     ir.save(plain, path)
     return origins
+
+
+def _load_graph(cached: CachedResult, store: WeightStore) -> ir.Model:
+    with cached.hold() as folder:
+        return _load_with_weights(folder / GRAPH, cached.record["weights"], store)
 
 
 def _load_with_weights(path: Path, origins: dict[str, list[Any]], store: WeightStore) -> ir.Model:

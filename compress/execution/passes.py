@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from compress.models.batch_axis import TOLERANCE
 from compress.models.load import OnnxModel, TorchModel, load_model, load_torch_model
 from compress.passes import Pass
 from compress.passes.base import Stage
+from compress.planning.forecast import EXPORT
 from compress.planning.importance import read_importance
 from compress.planning.in_files import stays_in_files
 from compress.planning.measurements import pass_names
@@ -72,7 +73,7 @@ class RunContext:
     sets: dict[str, Samples]
     notes: tuple[Note, ...] = ()
     """Of the samples."""
-    resumed: Collection[str] = ()
+    resumed: set[str] = field(default_factory=set)
     """Names of the stages of which the cache has the result, or some of the work."""
 
 
@@ -156,15 +157,25 @@ def export(
     if stays_in_files(plan.recipe, plan.before):
         return _export_in_files(run, key, open_streamed(plan.inputs, None))
     batches = partial(Batches, samples, plan.inputs)
-    return float_model(run.cache, key, load, batches, plan.recipe.opset, refilled, plan.inputs.sight)
+    about = plan.recipe.opset, refilled, plan.inputs.sight, partial(_note_reuse, run)
+    return float_model(run.cache, key, plan.keys.made_of[key], load, batches, *about)
 
 
 def _export_in_files(run: RunContext, key: str, streamed: StreamedModel) -> FloatModel:
     """Return what `export` does of a language model whose weights stay in their files."""
     plan, samples = run.plan, _parity_samples(run)
     context = PassContext(**_list_fields(run, plan.before.inputs))
-    about = plan.recipe.opset, context, plan.inputs.sight
-    return float_model_in_files(run.cache, key, streamed, lambda specs: Batches(samples, plan.inputs, specs), *about)
+    about = plan.recipe.opset, context, plan.inputs.sight, partial(_note_reuse, run)
+    batches = partial(Batches, samples, plan.inputs)
+    return float_model_in_files(run.cache, key, plan.keys.made_of[key], streamed, batches, *about)
+
+
+def _note_reuse(run: RunContext) -> None:
+    """Say that a graph is taken from the cache; what the stage takes without an export tells nothing of later ones."""
+    run.run_log.log(
+        "the graph is that of an earlier run with these weights; it agrees with torch on this run's samples"
+    )
+    run.resumed.add(EXPORT)
 
 
 def _parity_samples(run: RunContext) -> Samples:

@@ -32,6 +32,7 @@ from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.untouched import count_free_sizes, leave_untouched
 from compress.errors import ExportError, NotExportable
+from compress.export.operator_tables import keep_operator_tables
 from compress.export.rotations import RealRotations
 from compress.facts import Note
 from compress.formats.schemes import PRESETS
@@ -380,7 +381,7 @@ def export_program(
     from onnxscript.optimizer import optimize_ir
 
     module = without_computed(module)
-    with silence(), leave_untouched(module), count_free_sizes(module), RealRotations():
+    with silence(), keep_operator_tables(), leave_untouched(module), count_free_sizes(module), RealRotations():
         try:
             program = torch.onnx.export(
                 module,

@@ -24,6 +24,7 @@ from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import ImageTextPreprocess, Seq2SeqPreprocess, TextPreprocess
 from runtime.measure.benchmark import graph_backend
 from runtime.plugins import BACKEND_GROUP, METRIC_GROUP, PASS_GROUP, TASK_GROUP, TORCH_TASK_GROUP, find_plugin
+from runtime.tasks import find_task
 from runtime.tasks.metrics import METRICS, is_own
 
 
@@ -35,6 +36,8 @@ class CacheKeys:
     graph if there are none. `torch_outputs`: those of a model of which no graph is written, before and after; `beside`:
     those of one whose graphs are run once, side by side.
     `exports`: the graph exported after each pass that is not over the graph; `outputs`: those of what each pass left.
+    `made_of`: key of an exported graph -> that of all that it is made of but for the sizes of its example, which
+    `compress.execution.cached` adds. The graph's own key also holds the samples on which it is compared with torch.
     """
 
     float_graph: str
@@ -45,6 +48,7 @@ class CacheKeys:
     beside: str
     exports: tuple[str, ...]
     outputs: tuple[str, ...]
+    made_of: Mapping[str, str]
 
 
 def cache_keys(inputs: Inputs) -> CacheKeys:
@@ -52,21 +56,30 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     recipe = inputs.recipe
     data = {name: _describe_set(inputs, name) for name in inputs.data}
     example = data.get("calibration") or data.get("evaluation")
-    export = [inputs.feeds, _describe_preprocess(inputs), recipe.opset, list(inputs.class_names), example]
-    export += ["one sample at a time"] if fixed_batch(inputs.facts.inputs) == 1 else []
-    export += ["weights in files"] if stays_in_files(recipe, inputs.facts) else []
+    form = [inputs.feeds, recipe.opset]
+    form += ["one sample at a time"] if fixed_batch(inputs.facts.inputs) == 1 else []
+    form += ["weights in files"] if stays_in_files(recipe, inputs.facts) else []
     if inputs.sight is not None and inputs.chats is not None:
-        export += [to_json(inputs.sight.images), inputs.chats.digest]
+        form += [to_json(inputs.sight.images), inputs.chats.digest]
+    compared = [_describe_preprocess(inputs), list(inputs.class_names), example]
+    made_of: dict[str, str] = {}
+
+    def graph_key(model: str) -> str:
+        made = cache_key("graph", model, form)
+        key = cache_key("export", made, compared)
+        made_of[key] = made
+        return key
+
     plugins = list_plugins(recipe)
     source = cache_key("plugins", inputs.digest, plugins) if plugins else inputs.digest
-    float_graph = cache_key("export", source, export)
+    float_graph = graph_key(source)
     keys, previous = [], source
     staged = [(pass_, pass_.stage_on(inputs.facts)) for pass_ in recipe.passes]
     for pass_, stage in ((pass_, stage) for pass_, stage in staged if stage != "graph"):
         uses = [*_list_dependencies(pass_, inputs, data), *_digest_student(pass_, inputs)]
         previous = cache_key(f"{stage} pass", previous, uses, _describe_preprocess(inputs))
         keys.append(previous)
-    exports = [cache_key("export", key, export) for key in keys]
+    exports = [graph_key(key) for key in keys]
     previous = passed_graph = exports[-1] if exports else float_graph
     for pass_ in (pass_ for pass_, stage in staged if stage == "graph"):
         previous = cache_key("pass", previous, _list_dependencies(pass_, inputs, data))
@@ -74,13 +87,25 @@ def cache_keys(inputs: Inputs) -> CacheKeys:
     judged = recipe.validate_
     how = ["exact", recipe.target, judged.batch_size, judged.benchmark.threads, to_json(recipe.postprocess)]
     how += _describe_detections(inputs)
-    baseline = cache_key("baseline", float_graph, data.get("evaluation"), how)
+    # not the samples that the graph was compared on, where they decide no size of the export's example
+    free = any(isinstance(size, str) for spec in inputs.facts.inputs for size in spec.shape[1:])
+    sized = example if free and find_task(recipe.model.task).unit == "call" else None
+    read = [_describe_preprocess(inputs), list(inputs.class_names), data.get("evaluation")]
+    baseline = cache_key("baseline", made_of[float_graph], sized, read, how)
     torch_outputs = cache_key("torch outputs", source, keys, data.get("evaluation"), _describe_preprocess(inputs))
     beside = cache_key("beside", torch_outputs, graph_backend(recipe), how)
     left = [*exports, *keys[len(exports) :]]
     outputs = [cache_key("pass outputs", key, baseline) for key in left]
     return CacheKeys(
-        float_graph, tuple(keys), passed_graph, baseline, torch_outputs, beside, tuple(exports), tuple(outputs)
+        float_graph,
+        tuple(keys),
+        passed_graph,
+        baseline,
+        torch_outputs,
+        beside,
+        tuple(exports),
+        tuple(outputs),
+        made_of,
     )
 
 

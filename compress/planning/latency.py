@@ -116,7 +116,8 @@ def _try_export(inputs: Inputs, keys: CacheKeys, keep: Kept) -> None:
     small = inputs.facts.n_bytes <= LARGEST_BYTES
     if is_timing_off() or not (recipe.has_onnx and inputs.facts.source == "torch" and small):
         return
-    if keep.read("exported", [keys.float_graph]) is not None:
+    key = [keys.made_of[keys.float_graph]]
+    if keep.read("exported", key) is not None:
         return
     try:
         loaded = build_torch_model(inputs.source, inputs.feeds)
@@ -125,7 +126,7 @@ def _try_export(inputs: Inputs, keys: CacheKeys, keep: Kept) -> None:
         raise PlanError(error.problems) from error
     except (CompressError, RuntimeFailure, ValueError, *USER_ERRORS):
         return  # of a twin: the run says it of the model itself
-    keep.write("exported", [keys.float_graph], {"inputs": [value.name for value in graph.graph.inputs]})
+    keep.write("exported", key, {"inputs": [value.name for value in graph.graph.inputs]})
 
 
 def _explain_no_forecast(inputs: Inputs) -> str | None:

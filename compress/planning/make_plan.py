@@ -268,7 +268,7 @@ def _check_decoder(inputs: Inputs, keys: CacheKeys, done: Sequence[_Done], root:
     graphs = [(index, recipe.target_of(e)) for index, e in enumerate(recipe.export) if isinstance(e, GraphExport)]
     if not graphs or not recipe.model.decoder_only or inputs.facts.source == "onnx":
         return []
-    keep, key = Kept(root), [keys.float_graph]
+    keep, key = Kept(root), [keys.made_of[keys.float_graph]]
     known = keep.read("decoder", key)
     if known is None:
         assert inputs.run is not None

@@ -171,7 +171,12 @@ class _FloatCalls:
 
 
 def example_feeds(feeds: Feeds, specs: Sequence[TensorSpec]) -> Feeds:
-    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant."""
-    if fixed_batch(specs) is None and len(next(iter(feeds.values()))) < 2:
-        return {name: np.concatenate([values, values]) for name, values in feeds.items()}
-    return feeds
+    """Return a batch of two samples where the batch is free, so that the exporter takes no size of 1 for a constant.
+
+    Two of any number: a set of fewer samples, whose first batch is smaller, is then exported the same.
+    """
+    if fixed_batch(specs) is not None:
+        return feeds
+    n = len(next(iter(feeds.values())))
+    alone = n < 2
+    return {name: np.concatenate([values, values]) if alone else values[:2] for name, values in feeds.items()}

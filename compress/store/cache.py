@@ -184,9 +184,9 @@ class ResultCache:
                     shutil.rmtree(draft)
 
 
-def hand_over(partial: Path, draft: Path) -> None:
-    """Put the files of a partial folder into a draft as well, without copying them where the file system can."""
-    for file in sorted(path for path in partial.iterdir() if path.is_file() and path.name != LABEL):
+def hand_over(folder: Path, draft: Path) -> None:
+    """Put the files of a partial folder or a result into a draft as well, not copied where the file system can."""
+    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in (LABEL, RECORD)):
         link_or_copy(file, draft / file.name)
 
 

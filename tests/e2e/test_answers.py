@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from makers import QUICK, apply, plan, serve, text_folder
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 from trained_models import learn
 
 from compress.data import load_samples
@@ -110,7 +110,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.mark.slow
 def test_a_model_that_answers(reader: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     folder, recipe = reader
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, folder)
     baseline, candidate = report.baseline.metrics, report.candidate.metrics
     assert baseline["squad_f1"] >= baseline["squad_exact_match"] > 0.8

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from makers import apply, plan
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 from small_audio import RATE, draw_tone, write_wave
 
 import runtime
@@ -69,7 +69,7 @@ def test_ctc(tmp_path: Path, cache: Path) -> None:
         "passes": [],
         "validate": JUDGED | {"gates": [{"metric": "cer", "max": 0.1}]},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, tmp_path)
     assert report.verdict in ("pass", "undecided")
     with runtime.open_bundle(tmp_path / "out") as bundle:
@@ -112,7 +112,7 @@ def test_depth(tmp_path: Path, cache: Path) -> None:
         "passes": [{"kind": "int8"}],
         "validate": JUDGED | {"gates": [{"metric": "cosine", "min": 0.7}]},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, tmp_path)
     assert report.verdict == "pass", report.gates
     with runtime.open_bundle(tmp_path / "out") as bundle:

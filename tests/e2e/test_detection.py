@@ -12,7 +12,7 @@ import torch
 from detecting import CLASSES, SIZE, draw_images, write_detector
 from makers import QUICK, apply, changed, plan, serve
 from PIL import Image
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 
 from compress.errors import CompressError
 from runtime import open_bundle
@@ -41,7 +41,7 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def found(squares: tuple[Path, dict[str, Any]], cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its bundle."""
     out = tmp_path_factory.mktemp("found") / "bundle"
-    with quick_judge(), quick_export():
+    with quick_judge():
         apply(squares[1], out, cache, squares[0])
     return out
 
@@ -140,7 +140,7 @@ def test_a_transformers_detector(squares: tuple[Path, dict[str, Any]], cache: Pa
         "passes": [{"kind": "int8", "restore": {"max_layers": 0}}],
         "validate": {"gates": [{"metric": "box_agreement", "min": 0.01}], "benchmark": QUICK},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         apply(recipe, tmp_path / "out", cache, squares[0])
     manifest = read_manifest(tmp_path / "out")
     assert [output.name for output in manifest.artifact("candidate").outputs] == ["logits", "pred_boxes"]
@@ -173,7 +173,7 @@ def test_a_head_that_chooses_its_boxes_stays_in_int8(
         passes=[{"kind": "int8", "placement": "auto", "restore": {"max_layers": 0}}],
         validate={"gates": [{"metric": "f1_at", "max_drop": 0.9}], "benchmark": QUICK},
     )
-    with quick_judge(), quick_export():
+    with quick_judge():
         apply(recipe, tmp_path / "out", cache, squares[0])
     assert "collapsed" not in (tmp_path / "out/compress.log").read_text()
     report = json.loads((tmp_path / "out/report.json").read_text())

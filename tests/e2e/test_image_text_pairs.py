@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import apply, plan, text_folder
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 
 import runtime
 from compress.errors import SourceError
@@ -107,7 +107,7 @@ def test_images_find_their_texts(clip: tuple[Path, dict[str, Any]], cache: Path,
     from transformers import AutoTokenizer, CLIPModel
 
     folder, recipe = clip
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, folder)
     assert report.verdict == "pass"
     found = report.candidate.metrics

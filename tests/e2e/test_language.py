@@ -21,7 +21,7 @@ from hosts import Host
 from makers import apply, bundle_bytes, plan, write_recipe
 from places import ROOT
 from safetensors.torch import load_file, save_file
-from shortcuts import quick_export, quick_judge, quick_reader
+from shortcuts import quick_judge, quick_reader
 from tiny_lm import CHARACTERS, LIKELY, language_folder, language_recipe
 
 import runtime
@@ -182,7 +182,7 @@ def test_the_command_prints_text(gptq: Path) -> None:
 
 
 def make_again(file: Path, folder: Path) -> None:
-    with quick_judge(), quick_reader(), quick_export():
+    with quick_judge(), quick_reader():
         apply_recipe(load_recipe(file), folder / "tiny", folder / "fresh", quiet=True)
 
 

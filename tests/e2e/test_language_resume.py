@@ -17,7 +17,7 @@ import torch
 from child_processes import start_process
 from makers import bundle_bytes, write_recipe
 from safetensors.numpy import load_file
-from shortcuts import QUICK_COMMAND, quick_export, quick_reader, unjudged
+from shortcuts import QUICK_COMMAND, quick_reader, unjudged
 from tiny_lm import LIKELY, language_folder, language_recipe
 
 from compress.blocks.blockfiles import write_block
@@ -52,7 +52,7 @@ def work(kill: tuple[int, str] | None, places: tuple[Path, Path, Path], done: Pa
             die()
         return path
 
-    with quick_reader(), quick_export(), unjudged(), pytest.MonkeyPatch.context() as patch:
+    with quick_reader(), unjudged(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("compress.blocks.stream.write_block", write)
         apply_recipe(load_recipe(places[0]), *places[1:], quiet=True)
     done.write_text(str(len(written)))

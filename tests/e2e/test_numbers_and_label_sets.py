@@ -10,7 +10,7 @@ import graphs
 import numpy as np
 import pytest
 from makers import apply, plan, serve, text_folder
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 
 import runtime
 from compress.data.samples import load_samples
@@ -88,7 +88,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 def test_a_model_of_two_numbers(numbers: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     folder, recipe = numbers
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, folder)
     assert report.verdict in ({"pass"} if graphs.sums_are_exact() else {"pass", "undecided"})  # VNNI is exact
     metrics = serve(tmp_path / "out", "{'features': np.zeros((3, 6), np.float32)}", tmp_path)["metrics"]
@@ -133,7 +133,7 @@ def test_a_folder_of_transformers_that_gives_numbers(cache: Path, tmp_path: Path
         "model": {"source": "dir:model", "task": "text-regression"},
         "data": {"evaluation": {"source": "jsonl:test.jsonl"}},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, tmp_path)
     assert report.candidate.metrics["mae"] > 0
 
@@ -202,7 +202,7 @@ class Logits:
 
 def test_a_model_of_several_labels(quarters: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     folder, recipe = quarters
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, folder)
     assert report.verdict == "pass"
     images, bright = draw_quarters(20, 4)

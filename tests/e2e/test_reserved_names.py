@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from makers import QUICK, apply, plan
 from onnx import helper
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 
 import runtime
 from compress.errors import CompressError
@@ -50,7 +50,7 @@ def write_model(folder: Path, inputs: Sequence[str], outputs: Sequence[str]) -> 
 @pytest.mark.parametrize(("inputs", "outputs"), [(("x",), (*RESERVED, "label")), (RESERVED, ("y",))])
 def test_reserved_names(inputs: Sequence[str], outputs: Sequence[str], cache: Path, tmp_path: Path) -> None:
     recipe = write_model(tmp_path, inputs, outputs)
-    with quick_judge(), quick_export():
+    with quick_judge():
         assert apply(recipe, tmp_path / "out", cache, tmp_path).verdict == "pass"
         assert validate(tmp_path / "out").verdict == "pass"
     samples = {name: np.load(tmp_path / "samples.npz")[name][:3] for name in inputs}

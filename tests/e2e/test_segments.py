@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from makers import QUICK, apply, plan, serve
 from PIL import Image
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 
 from compress.errors import SourceError
 from runtime import open_bundle
@@ -115,7 +115,7 @@ def segmenter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 @pytest.mark.slow
 def test_a_model_that_segments(segmenter: tuple[Path, dict[str, Any]], cache: Path, tmp_path: Path) -> None:
     folder, recipe = segmenter
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, folder)
     baseline, candidate = report.baseline.metrics, report.candidate.metrics
     assert report.verdict == "pass", report.gates
@@ -176,7 +176,7 @@ def test_segformer(segmenter: tuple[Path, dict[str, Any]], cache: Path, tmp_path
         "passes": [{"kind": "int8"}],
         "validate": {"gates": [{"metric": "pixel_agreement", "min": 0.6}], "benchmark": QUICK},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(hub, tmp_path / "out", cache, tmp_path)
     assert report.candidate.metrics["pixel_agreement"] > 0.8
     frozen = read_outputs(tmp_path / "out", read_manifest(tmp_path / "out"))["classes"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from exchanges import assert_no_exchange_passes, copy_baseline
 from makers import apply, plan, serve
-from shortcuts import quick_export, quick_judge
+from shortcuts import quick_judge
 from small_audio import RATE, TONES, draw_tone, train_spectrogram_model, write_tones, write_wave, write_waveform_model
 
 import runtime
@@ -61,7 +61,7 @@ def tones(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_trained_model_of_spectrograms(tones: Path, cache: Path, tmp_path: Path) -> None:
     train_spectrogram_model(tones / "model")
-    with quick_judge(), quick_export():
+    with quick_judge():
         report = apply(RECIPE, tmp_path / "out", cache, tones)
     assert report.verdict == "pass"
     path = tones / "test/low/000.wav"
@@ -94,7 +94,7 @@ def test_waveforms_of_several_lengths_with_a_mask(tones: Path, cache: Path, tmp_
         "passes": [],
         "validate": RECIPE["validate"] | {"gates": []},
     }
-    with quick_judge(), quick_export():
+    with quick_judge():
         apply(recipe, tmp_path / "out", cache, tones)
     rng = np.random.default_rng(5)
     sounds = [draw_tone("low", rng, seconds=seconds) / 32768 for seconds in (0.2, 0.3, 0.11)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from places import ROOT
-from shortcuts import quick_export, quick_judge, quick_reader
+from shortcuts import quick_judge, quick_reader
 
 from runtime.judge.advice import VNNI
 
@@ -28,7 +28,7 @@ def apply_golden(name: str, folder: Path) -> Path:
 
     recipe = shutil.copy(RECORDS / f"recipes/{name}.yaml", folder)
     out = folder / "out"
-    with quick_judge(), quick_reader(), quick_export():
+    with quick_judge(), quick_reader():
         done = CliRunner().invoke(app, ["apply", recipe, "--out", str(out), "--cache", str(folder / "cache")])
     assert done.exit_code in (0, 3), done.output  # 3: a gate fell short, which the numbers tell better
     return out

@@ -6,7 +6,6 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from runtime.report.report import Report, Side
 COMMAND = f"""
 import sys
 sys.path.append({str(HELPERS)!r})
-from shortcuts import few_rounds, quick_export, quick_judge
+from shortcuts import few_rounds, quick_judge
 from compress.cli import main
 """
-QUICK_COMMAND = f"{COMMAND}with quick_judge(), quick_export(): main()"
+QUICK_COMMAND = f"{COMMAND}with quick_judge(): main()"
 """What `python -m compress` does, cut short, in a process of its own."""
 FEW_ROUNDS_COMMAND = f"{COMMAND}with few_rounds(): main()"
 """What `python -m compress` does, on all backends and in fresh processes, which measure no longer than they must."""
@@ -115,25 +114,6 @@ def quick_check() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def quick_export() -> Iterator[None]:
-    """Export with one table of operators; torch makes one for each export, a third of a small model's time."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    tables = staticmethod(_find_tables())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", tables)
-        yield
-
-
-@cache
-def _find_tables() -> Callable[..., Any]:
-    """Return a function from an opset to its table, which remembers them; to be called before it takes its place."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    return cache(ONNXRegistry.from_torchlib)
-
-
 @pytest.fixture(scope="module")
 def judge_here() -> Iterator[None]:
     """Judge on all backends, in few rounds, in this process."""
@@ -144,5 +124,5 @@ def judge_here() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def quick_run() -> Iterator[None]:
     """All of them, for the tests of a folder whose conftest.py imports this."""
-    with quick_judge(), quick_reader(), quick_check(), quick_export():
+    with quick_judge(), quick_reader(), quick_check():
         yield

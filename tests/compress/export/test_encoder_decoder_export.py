@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from decoder_graphs import kinds
-from shortcuts import quick_export
 from small_answers import make_random
 
 from compress.errors import ExportError
@@ -52,8 +51,7 @@ def test_greedy_answers_are_those_of_transformers(kind: str, tmp_path: Path) -> 
         wanted = model.generate(**samples).tolist()
     model.set_attn_implementation("eager")
     feeds = {name: tensor.numpy() for name, tensor in samples.items()}
-    with quick_export():
-        save_graph(export_encoder_decoder(model, feeds), tmp_path / "model.onnx")
+    save_graph(export_encoder_decoder(model, feeds), tmp_path / "model.onnx")
     assert [file.name for file in model_files(tmp_path / "model.onnx")] == ["model.onnx", "encoder.onnx"]
     for backend, more in backends.items():
         session = open_model(BACKENDS[backend], tmp_path / "model.onnx", 1, more)

@@ -49,11 +49,11 @@ def opened(home: Path) -> StreamedModel:
     return streamed(deepcopy(make(KIND)), home / "model")
 
 
-def kept(home: Path) -> FloatModel:
-    """The graph of a model whose weights lie in files, which is exported once."""
-    model, feeds = opened(home), [feeds_of(0, 9), feeds_of(1, 10)]
+def kept(home: Path, key: str = "key", seed: int = 0) -> FloatModel:
+    """The graph of a model whose weights lie in files, which is exported once; `key`: of a run with texts of a seed."""
+    model, feeds = opened(home), [feeds_of(seed, 9), feeds_of(seed + 1, 10)]
     found = in_files.float_model_in_files(
-        ResultCache(home / "cache"), "key", model, lambda specs: feeds, OPSET, context()
+        ResultCache(home / "cache"), key, "made of", model, lambda specs: feeds, OPSET, context()
     )  # type: ignore[arg-type]
     assert found.parity is not None and found.parity < 1e-5
     return found
@@ -120,6 +120,14 @@ def test_the_graph_is_kept_without_its_weights_and_taken_up_again(tmp_path: Path
     for got, given in zip(run_in_pieces(again, feeds, names), feeds, strict=True):
         for name, want in zip(names, session.run(names, given), strict=True):
             np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_texts_are_compared_with_the_graph_that_is_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kept(home)
+    monkeypatch.delattr(in_files, "export_in_files")
+    again = kept(home, "of another run", seed=5)
+    assert same(first.state.model, again.state.model) and again.parity != first.parity
 
 
 @pytest.mark.slow
