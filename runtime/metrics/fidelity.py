@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from runtime.metrics.base import (
+    FRACTION,
     Columns,
     Metric,
     Outputs,
@@ -83,10 +84,8 @@ def sqnr_influence(columns: Columns) -> np.ndarray:
 AGREEMENT = Metric(
     name="agreement",
     against="baseline",
-    higher_is_better=True,
+    **FRACTION,
     fits=("classes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of samples for which candidate and baseline choose the same class",
     reduce=agreement_columns,
     shape="classes",
