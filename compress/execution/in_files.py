@@ -58,7 +58,17 @@ def float_model_in_files(
     def write(folder: Path) -> dict[str, Any]:
         graph, parity = _export_right(streamed, opset, batches, context, sight)
         read = decoder_of(graph)
-        weights = _save_without_weights(graph, folder / GRAPH)
+        plain = clone(graph)
+        weights: dict[str, list[Any]] = {}  # constant -> (its weight's name, whether transposed)
+        for name, value in list(plain.graph.initializers.items()):
+            tensor = value.const_value
+            if isinstance(tensor, StoredTensor) and tensor.origin is not None:
+                weights[name] = list(tensor.origin)
+                del plain.graph.initializers[name]
+                value.const_value = None
+                value.type, value.shape = ir.TensorType(tensor.dtype), tensor.shape
+                plain.graph.inputs.append(value)
+        ir.save(plain, folder / GRAPH)
         return {
             "inputs": to_json(input_specs(read)),
             "outputs": to_json(output_specs(read)),
@@ -191,22 +201,6 @@ def _cached_logits(graph: ir.Model, texts: Sequence[Feeds], features: Sequence[F
     logits = [values["logits"] for values in first]
     last = run_in_pieces(graph, ends, ["logits"])
     return [np.concatenate([a, b["logits"]], axis=1) for a, b in zip(logits, last, strict=True)]
-
-
-def _save_without_weights(graph: ir.Model, path: Path) -> dict[str, list[Any]]:
-    """Write the graph, its stored weights as inputs; return constant -> (its weight's name, whether transposed)."""
-    plain = clone(graph)
-    origins: dict[str, list[Any]] = {}
-    for name, value in list(plain.graph.initializers.items()):
-        tensor = value.const_value
-        if isinstance(tensor, StoredTensor) and tensor.origin is not None:
-            origins[name] = list(tensor.origin)
-            del plain.graph.initializers[name]
-            value.const_value = None
-            value.type, value.shape = ir.TensorType(tensor.dtype), tensor.shape
-            plain.graph.inputs.append(value)
-    ir.save(plain, path)
-    return origins
 
 
 def _load_with_weights(path: Path, origins: dict[str, list[Any]], store: WeightStore) -> ir.Model:

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -355,7 +355,8 @@ class _LlamaCpp:
             )
         logits = self.folder / "logits.npy"
         job = {"file": str(file), "tokens": self.tokens, "logits": str(logits)}
-        sent, given = _pipes(self.process)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        sent, given = self.process.stdin, self.process.stdout
         limit = threading.Timer(SECONDS, self.process.kill)
         limit.start()
         try:
@@ -368,24 +369,16 @@ class _LlamaCpp:
             limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
-            errors = self._read_errors()
+            errors = (self.folder / "stderr").read_text(encoding="utf-8", errors="replace")
             said = next((line for line in errors.splitlines() if "ASSERT" in line), last_line(errors))
             return f"it ends its process (exit code {self.process.returncode}) {said}".rstrip()
         return str(json.loads(answer)) or np.load(logits)
-
-    def _read_errors(self) -> str:
-        return (self.folder / "stderr").read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """End the process."""
         if self.process is not None:
             self.process.kill()
             self.process.communicate()
-
-
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    assert process.stdin is not None and process.stdout is not None
-    return process.stdin, process.stdout
 
 
 class _Transformers:
@@ -400,7 +393,8 @@ class _Transformers:
 
         sizes = {name: size for name, size in self.trial.config.items() if re.search("intermediate_size$", name)}
         settings = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None, **sizes}
-        if self._is_scaled():
+        rope = self.trial.config.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
             settings["rope_parameters"] = self.trial.config["rope_parameters"]
         try:
             with quiet():
@@ -408,10 +402,6 @@ class _Transformers:
         except Exception as error:  # noqa: BLE001  (whatever a reader raises of a file that it does not know)
             return " ".join(str(error).split())[:200]
         return _compute_logits(model.eval(), self.trial.tokens)
-
-    def _is_scaled(self) -> bool:
-        rope = self.trial.config.get("rope_parameters") or {}
-        return rope.get("rope_type", "default") != "default"
 
 
 @torch.no_grad()
@@ -435,7 +425,14 @@ def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _T
         torch.random.set_rng_state(state)
     unstack_experts(small)
     values = {plain(name): tensor.detach().float().numpy() for name, tensor in small.state_dict().items()}
-    return _Trial(small, settings, tokens, logits, values, _find_offsets(small), tied_names(small))
+    norms = {
+        mask_numbers(plain(name)): part
+        for name, part in small.named_modules()
+        if isinstance(weight := getattr(part, "weight", None), Tensor) and weight.dim() == 1
+    }
+    # what norms add to their weights as they compute
+    offsets = {name: offset for name, part in norms.items() if (offset := _probe_offset(part))}
+    return _Trial(small, settings, tokens, logits, values, offsets, tied_names(small))
 
 
 def _build_small(kind: Any, config: Any, windowed: bool, most: int | None) -> nn.Module:
@@ -516,16 +513,6 @@ def _fill_with_noise(model: nn.Module) -> None:
                 tensor.copy_(noise / fan_in**0.5)
             else:
                 tensor.add_(0.1 * noise)
-
-
-def _find_offsets(module: nn.Module) -> dict[str, float]:
-    """Return what norms add to their weights as they compute, by their names with `*` for numbers."""
-    norms = {
-        mask_numbers(plain(name)): part
-        for name, part in module.named_modules()
-        if isinstance(weight := getattr(part, "weight", None), Tensor) and weight.dim() == 1
-    }
-    return {name: offset for name, part in norms.items() if (offset := _probe_offset(part))}
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ Of a graph the first layer that differs is named. Of a decoder a real prompt is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -118,7 +118,10 @@ def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feed
     got = next(run_batches(open_session(tap(model, [layer.output.name or "" for layer in layers])), batches[:1]))
     for layer in layers:
         values = got[layer.output.name or ""]
-        same = [array for array in _take_until_next_layer(calls, layer.name, names) if array.size == values.size]
+        start = next(i for i, (name, _) in enumerate(calls) if name == layer.name)
+        # up to the next layer: the exporter folds batch norms into this one
+        after = takewhile(lambda call: call[0] not in names, calls[start + 1 :])
+        same = [array for _, array in (calls[start], *after) if array.size == values.size]
         differences = [relative_difference(array.ravel(), values.ravel()) for array in same]
         if differences and min(differences) > TOLERANCE:
             return f"the first layer to differ is {layer.name} ({layer.op}), by {min(differences):.2e}"
@@ -127,13 +130,6 @@ def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feed
 
 Calls = list[tuple[str, np.ndarray]]
 """(module, its output) in the order of the calls."""
-
-
-def _take_until_next_layer(calls: Calls, layer: str, layers: Collection[str]) -> list[np.ndarray]:
-    """Return outputs of a layer and of modules up to the next layer: the exporter folds batch norms into it."""
-    start = next(i for i, (name, _) in enumerate(calls) if name == layer)
-    after = takewhile(lambda call: call[0] not in layers, calls[start + 1 :])
-    return [calls[start][1], *(array for _, array in after)]
 
 
 def _record_module_outputs(loaded: TorchModel, feeds: Feeds) -> Calls:

@@ -112,7 +112,12 @@ def _find_mask(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
     while True:
         node = _get_only_use(value)
         if node.op_type in SCALAR_FACTORS:
-            factor *= _read_factor(node, value)
+            first = node.inputs[0] is value
+            other = node.inputs[1] if first else node.inputs[0]
+            if not is_constant(other) or constant(other).size != 1 or (node.op_type == "Div" and not first):
+                raise NotMatched(f"{node.op_type} {node.name} of the scores by what is no constant")
+            number = float(constant(other).ravel()[0])
+            factor *= 1.0 / number if node.op_type == "Div" else number
         elif node.op_type == "Tanh" and not capped:
             inner, factor, capped = factor, 1.0, True
         elif node.op_type == "Add":
@@ -125,16 +130,6 @@ def _find_mask(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
     if mask is None or int_attribute(softmax, "axis", -1) not in (-1, 3):
         raise NotMatched(f"{softmax.name} is not over the tokens")
     return softmax, mask, inner * factor, factor if capped else 0.0
-
-
-def _read_factor(node: ir.Node, value: ir.Value) -> float:
-    """Return the number that a Mul or Div by a constant multiplies with."""
-    first = node.inputs[0] is value
-    other = node.inputs[1] if first else node.inputs[0]
-    if not is_constant(other) or constant(other).size != 1 or (node.op_type == "Div" and not first):
-        raise NotMatched(f"{node.op_type} {node.name} of the scores by what is no constant")
-    number = float(constant(other).ravel()[0])
-    return 1.0 / number if node.op_type == "Div" else number
 
 
 def _get_only_use(value: ir.Value, op: str = "") -> ir.Node:

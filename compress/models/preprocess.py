@@ -229,14 +229,12 @@ def _read_first_token(folder: Path) -> int | None:
     bos = read_text_config(folder).get("bos_token_id")
     adds = tokenizer.get("add_bos_token")
     if adds is None:
-        adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))
+        path = folder / "tokenizer.json"
+        # else the tokenizer itself may put it before every text
+        token = tokenizer.get("bos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        adds = bool(text) and json.dumps(text) in json.dumps(_read_object(path).get("post_processor"))
     return bos if adds and isinstance(bos, int) else None
-
-
-def _adds_bos(path: Path, token: Any) -> bool:
-    """Return whether the tokenizer itself puts the token before every text."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return bool(text) and json.dumps(text) in json.dumps(_read_object(path).get("post_processor"))
 
 
 def _read_text(folder: Path) -> TextPreprocess:
@@ -265,7 +263,11 @@ def _count_positions(config: dict[str, Any]) -> int | None:
 
 def _read_pooling(folder: Path) -> tuple[str, bool]:
     """Read (pooling, normalize) of a sentence-transformers folder; mean and normalised where it says nothing."""
-    modules = _read_list(folder / "modules.json")
+    path = folder / "modules.json"
+    value = _read_json(path)
+    if value is not None and not isinstance(value, list):
+        raise SourceError(f"{path}: is not a JSON list")
+    modules = value or []
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if other or any(module.get("path") for module, kind in zip(modules, kinds, strict=True) if kind == "Transformer"):
@@ -440,13 +442,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise SourceError(f"{path}: is not a JSON object")
     return value or {}
-
-
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    value = _read_json(path)
-    if value is not None and not isinstance(value, list):
-        raise SourceError(f"{path}: is not a JSON list")
-    return value or []
 
 
 def _read_json(path: Path) -> Any:

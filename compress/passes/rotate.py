@@ -34,10 +34,12 @@ class Rotate(Pass):
         decisions = _decide_layers(facts, structure)
         turned = {d.layer for d in decisions if d.action == "rotated"}
         gaps = _find_gaps(structure)
+        names = [layer.name for layer in facts.layers if layer.sparse and layer.name in turned]
+        way = "put rotate before the pass that makes it sparse, or leave it out"
         problems = [
             *(gaps if not turned else []),
             *_refuse_rounded(facts, {d.layer for d in decisions}),
-            *_refuse_sparse(facts, turned),
+            *([f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []),
         ]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
@@ -84,12 +86,6 @@ def values(structure: Structure) -> tuple[Any, ...]:
 def _refuse_rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:
     names = [layer.name for layer in facts.layers if layer.bits < 16 and layer.name in rotated]
     return [f"rotate: {names[0]} is rounded already; put rotate before the pass that does it"] if names else []
-
-
-def _refuse_sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
-    names = [layer.name for layer in facts.layers if layer.sparse and layer.name in rotated]
-    way = "put rotate before the pass that makes it sparse, or leave it out"
-    return [f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []
 
 
 def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:

@@ -431,7 +431,9 @@ def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:
 
 def _layer_problems(config: LearningPass, facts: ModelFacts) -> list[str]:
     """Report layer maps that name a module which the student lacks. The teacher's are looked up when it is loaded."""
-    terms, problems, known = config.terms(facts.task), [], _list_modules(facts)
+    paths = (layer.name.split(".") for layer in facts.layers)
+    known = dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
+    terms, problems = config.terms(facts.task), []
     for field, term in (("hidden", terms.hidden), ("attention", terms.attention)):
         if term is None:
             continue
@@ -453,12 +455,6 @@ def _check_form(where: str, layers: str) -> list[str]:
 
 def _describe_missing(where: str, name: str, known: Iterable[str]) -> str:
     return f"{where}: the model has no layer or block '{name}'{did_you_mean(name, known)}"
-
-
-def _list_modules(facts: ModelFacts) -> dict[str, None]:
-    """List the names of layers, and of all modules that hold some."""
-    paths = (layer.name.split(".") for layer in facts.layers)
-    return dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
 
 
 def _has_blocks(facts: ModelFacts) -> bool:

@@ -183,7 +183,8 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
         seconds, memory = _format_stage(stages.pop(name, None))
-        rows.append((name, done, *sizes, seconds, _format_counts(work.decisions), memory))
+        counts = Counter(decision.action for decision in work.decisions)
+        rows.append((name, done, *sizes, seconds, ", ".join(f"{n} {action}" for action, n in counts.items()), memory))
     timed = {name: _format_stage(stage) for name, stage in stages.items()}
     others = [(name, "", "", "", seconds, "", memory) for name, (seconds, memory) in timed.items()]
     return [*others[:1], *rows, *others[1:]]
@@ -218,11 +219,6 @@ def _format_latency(latency: LatencyForecast | None) -> str:
         before, after = latency.first_ms
         lines.append(f"the first token about {ms_text(before)} -> {ms_text(after)} ({before / after:.2f}x as fast)")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _format_counts(decisions: Sequence[LayerDecision]) -> str:
-    counts = Counter(decision.action for decision in decisions)
-    return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 
 def _print_layers(decisions: Sequence[LayerDecision], work: str, console: Console) -> None:

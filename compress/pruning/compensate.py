@@ -255,7 +255,16 @@ def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
         for batch in batches:
             module(**batch)
     for norm, (n, x, xx) in sums.items():
-        _restate_norm(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
+        mean = x / n
+        variance = (xx / n - (x / n).square()).clamp_min(0)
+        assert norm.running_mean is not None and norm.running_var is not None
+        # the same map, by another mean and variance (float64 [C])
+        before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
+        weight = norm.weight.double()
+        norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
+        norm.weight.copy_((weight * after / before).float())
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
 
 
 def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
@@ -267,17 +276,6 @@ def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable
         sums[norm] = sums[norm] + batch_sums if norm in sums else batch_sums
 
     return hook
-
-
-def _restate_norm(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Express the same map by another mean and variance (float64 [C]), in place."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
-    weight = norm.weight.double()
-    norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
-    norm.weight.copy_((weight * after / before).float())
-    norm.running_mean.copy_(mean)
-    norm.running_var.copy_(variance)
 
 
 @dataclass(frozen=True, eq=False)

@@ -273,20 +273,16 @@ def _compensate_readers(readers: Sequence[Reader], removed: np.ndarray) -> Itera
             )
             reading_layer = reader.as_layer()
             compensated = compensate_weight(reading_layer, removed)
-            _write_with_bias(reader, reading_layer.weight, compensated)
+            # with the bias that keeps the mean output
+            place, groups = reader.place, n_groups(reader.place.layer)
+            rows, columns = reading_layer.weight.shape[0] // groups, reading_layer.weight.shape[1] // groups
+            blocks = [compensated[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
+            write_weight(place.layer, torch.stack(blocks))
+            mean = reader.sums.mean.flatten()
+            place.shift((reading_layer.weight - compensated) @ mean * place.scale())
         yield
     finally:
         for weight, old, holder, bias in before:
             weight.data.copy_(old)
             if holder is not None and bias is not None:
                 holder.data.copy_(bias)
-
-
-def _write_with_bias(reader: Reader, before: Tensor, after: Tensor) -> None:
-    """Write a new dense weight [out, features], with the bias that keeps the mean output."""
-    place, groups = reader.place, n_groups(reader.place.layer)
-    rows, columns = before.shape[0] // groups, before.shape[1] // groups
-    blocks = [after[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
-    write_weight(place.layer, torch.stack(blocks))
-    mean = reader.sums.mean.flatten()
-    place.shift((before - after) @ mean * place.scale())

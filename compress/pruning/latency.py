@@ -162,7 +162,15 @@ def measure(
         key = [clock.backend, clock.threads, numbers, layer.shape, layer.outs, layer.ins]
         kept = clock.kept.read("widths", key)
         if kept is None:
-            table = _measure_table(layer.shape, layer.outs, layer.ins, clock, form)
+            graphs, feeds, links = [], [], []
+            for n_out, n_in in ((o, i) for o in layer.outs for i in layer.ins):
+                graph, size, n_links = chain(layer.shape, n_out, n_in)
+                graphs.append(form(graph))
+                feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
+                links.append(n_links)
+            each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
+            rows = each.reshape(len(layer.outs), len(layer.ins))
+            table = LatencyTable(layer.shape, layer.outs, layer.ins, tuple(tuple(map(float, row)) for row in rows))
             clock.kept.write("widths", key, {"ms": table.ms})
             tables.append(table)
         else:
@@ -202,20 +210,6 @@ def measure_scale(whole_ms: float, predicted_ms: float, measured_ms: float) -> f
 def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]], float]:
     full = table.at((table.outs[-1], table.ins[-1]))
     return lambda sizes: scale * (table.at(sizes) - full)
-
-
-def _measure_table(
-    shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], clock: Clock, form: Callable[[ir.Model], ir.Model]
-) -> LatencyTable:
-    graphs, feeds, links = [], [], []
-    for n_out, n_in in ((o, i) for o in outs for i in ins):
-        graph, size, n_links = chain(shape, n_out, n_in)
-        graphs.append(form(graph))
-        feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
-        links.append(n_links)
-    each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
-    rows = each.reshape(len(outs), len(ins))
-    return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in rows))
 
 
 def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int, ...], int]:

@@ -39,15 +39,12 @@ class Gram:
         self.n_rows += len(rows)
         rows = rows.to(self.dtype)
         for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
-            self._add_stripes(part)
-
-    def _add_stripes(self, rows: Tensor) -> None:
-        """Add the upper triangle of the product, stripe by stripe."""
-        width = rows.shape[1]
-        step = width if width < NARROW else -(-width // STRIPES)
-        for start in range(0, width, step):
-            stripe = rows[:, start : start + step]
-            self.total[: start + step, start : start + step] += rows[:, : start + step].T @ stripe
+            width = part.shape[1]
+            # the upper triangle alone
+            step = width if width < NARROW else -(-width // STRIPES)
+            for start in range(0, width, step):
+                stripe = part[:, start : start + step]
+                self.total[: start + step, start : start + step] += part[:, : start + step].T @ stripe
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
         """Return (X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.
@@ -58,18 +55,13 @@ class Gram:
         total = summed(self.total)
         del self.total
         mean = total.float().div_(max(n_rows, 1))
-        _mirror(mean)
+        n = len(mean)
+        for start in range(0, n, ROWS):
+            stop = min(start + ROWS, n)
+            corner = mean[start:stop, start:stop].triu_()
+            corner += corner.triu(1).T
+            mean[stop:, start:stop] = mean[start:stop, stop:].T
         return mean, n_rows
-
-
-def _mirror(upper: Tensor) -> None:
-    """Copy the upper triangle into the lower one, in place."""
-    n = len(upper)
-    for start in range(0, n, ROWS):
-        stop = min(start + ROWS, n)
-        corner = upper[start:stop, start:stop].triu_()
-        corner += corner.triu(1).T
-        upper[stop:, start:stop] = upper[start:stop, stop:].T
 
 
 def explain_no_gram(mean: Tensor, n_rows: int) -> str:

@@ -237,18 +237,14 @@ def _fit_asymmetric(
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     high = torch.where(high > low, high, low + 1)
     best = _BestGrid(grouped, weighting, Numbers(0, top))
-    for below, above in _list_corners(tried):
+    # both ends alike, and each of a few with each
+    few = tried[:: max(1, len(tried) // 5)]
+    for below, above in [(both, both) for both in tried] + [(a, b) for a in few for b in few if a != b]:
         scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
         best.offer(scales, (-low * below / scales).round_().clamp_(0, top))
     for _ in range(fits):
         best.refit(best.zeros)
     return best.scales, best.zeros
-
-
-def _list_corners(alike: list[float]) -> list[tuple[float, float]]:
-    """Return fractions of the range's lower and upper part to try: both alike, and each of a few with each."""
-    few = alike[:: max(1, len(alike) // 5)]
-    return [(both, both) for both in alike] + [(a, b) for a in few for b in few if a != b]
 
 
 def fit_shared(

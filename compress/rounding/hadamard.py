@@ -58,7 +58,9 @@ def orthogonal(size: int, seed: int = 0) -> Orthogonal:
     core, left = _find_core(odd, power)
     if core is not None:
         return Orthogonal(signs, core, left, True)
-    return Orthogonal(signs, _draw_orthogonal(odd, generator) * odd**0.5, power, False)
+    # uniform over all orthogonal ones: F. Mezzadri, How to generate random matrices, 2007
+    q, r = torch.linalg.qr(torch.randn((odd, odd), generator=generator, dtype=torch.float64))
+    return Orthogonal(signs, (q * r.diagonal().sign()) * odd**0.5, power, False)
 
 
 def _split_odd_part(size: int) -> tuple[int, int]:
@@ -107,12 +109,6 @@ def _build_bordered(q: int, sign: float) -> Tensor:
 
 def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
-
-
-def _draw_orthogonal(size: int, generator: torch.Generator) -> Tensor:
-    """Return a random orthogonal matrix, uniform over all (F. Mezzadri, How to generate random matrices, 2007)."""
-    q, r = torch.linalg.qr(torch.randn((size, size), generator=generator, dtype=torch.float64))
-    return q * r.diagonal().sign()
 
 
 def _multiply_sylvester(x: Tensor) -> Tensor:

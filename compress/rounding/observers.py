@@ -59,15 +59,12 @@ class Observer:
             self.counts[HALF_BINS] += values.size  # nothing but zeros so far
         self.n_values += values.size
         if self.axis is not None:
-            self._update_channels(values)
-
-    def _update_channels(self, values: np.ndarray) -> None:
-        assert self.axis is not None
-        other = tuple(i for i in range(values.ndim) if i != self.axis % values.ndim)
-        total, peak = values.sum(axis=other, dtype=np.float64), np.abs(values).max(axis=other)
-        self.channel_sum = total if self.channel_sum is None else self.channel_sum + total
-        self.channel_peak = peak if self.channel_peak is None else np.maximum(self.channel_peak, peak)
-        self.n_rows += values.size // values.shape[self.axis]
+            assert self.axis is not None
+            other = tuple(i for i in range(values.ndim) if i != self.axis % values.ndim)
+            total, peak = values.sum(axis=other, dtype=np.float64), np.abs(values).max(axis=other)
+            self.channel_sum = total if self.channel_sum is None else self.channel_sum + total
+            self.channel_peak = peak if self.channel_peak is None else np.maximum(self.channel_peak, peak)
+            self.n_rows += values.size // values.shape[self.axis]
 
     def widen(self, peak: float) -> None:
         if peak <= self.bound or peak == 0.0:

@@ -162,7 +162,7 @@ def pursue(
     deadline = time.monotonic() + (budget_s or BUDGET_S)
     log = choose_log(quiet)
     restrict_network(recipe)
-    bare = _without_goal(recipe)
+    bare = recipe.model_copy(update={"goal": (), "passes": ()})
     ground = look(recipe, cache)
     formats = _list_formats(recipe, ground)
     ahead = Foresight(bare, recipe.goal_gates, ground, formats, cache, log)
@@ -187,10 +187,6 @@ def look(recipe: Recipe, cache: Path | None) -> Ground:
     if inputs.problems:
         raise PlanError(list(inputs.problems))
     return ground_of(inputs.facts, recipe.target, list(inputs.data))
-
-
-def _without_goal(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"goal": (), "passes": ()})
 
 
 def _list_formats(recipe: Recipe, ground: Ground) -> dict[str, Passes]:

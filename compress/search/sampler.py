@@ -42,7 +42,7 @@ def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Se
         if len(chosen) < n and same_point(point) not in tried:
             tried.add(same_point(point))
             chosen.append(point)
-    study = _feed_study(space, [*trials, *(_as_waiting(point) for point in chosen)])
+    study = _feed_study(space, [*trials, *(Trial(-1, -1, dict(point)) for point in chosen)])
     while len(chosen) < n:
         drawn = _draw_new(study, space, tried) or _find_untried(space, tried, len(trials) + len(chosen))
         if drawn is None:
@@ -50,10 +50,6 @@ def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Se
         tried.add(same_point(drawn))
         chosen.append(drawn)
     return chosen
-
-
-def _as_waiting(point: Point) -> Trial:
-    return Trial(-1, -1, dict(point))
 
 
 def _draw_new(study: optuna.Study, space: SearchSpace, tried: set[str]) -> Point | None:

@@ -46,7 +46,8 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     if len(blocks) < 2:
         raise PassError(f"{config.kind}: {len(blocks)} blocks were found that could go; it needs two")
     skipping = Skipping(module, [block.name for block in blocks], sample)
-    n_before, types = _n_weights(module), _types(module)
+    n_before = _n_weights(module)
+    types = {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
     ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
@@ -186,10 +187,6 @@ def _fit_without(
         few_rows = {name: tensor[:2] for name, tensor in feeds[0].items()}
         left = explain_left_alone(module, {point.layer for point in find_points(module, few_rows)})
         return (before, whole.error_of(module)), left
-
-
-def _types(module: nn.Module) -> dict[str, str]:
-    return {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
 
 
 def _n_weights(module: nn.Module) -> int:

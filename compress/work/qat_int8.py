@@ -87,12 +87,16 @@ def apply_qat_int8(config: Qat, state: GraphState, context: GraphContext) -> Pas
 
     PassError: no training set, no torch model, an operator that cannot be trained through, a loss that breaks.
     """
-    trainset, loaded = training_set(NAME, context), _load_source(context)
+    if context.teacher is None:
+        raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
+    trainset, loaded = training_set(NAME, context), context.teacher()
     feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
     check_in_torch(state, sample[0] if sample else feeds)
     begun = apply_eight_bit(config.int8(), state, context)
     simulated = SimulatedGraph(begun.model, context.target.variant)
-    loaded, teacher = _feed_as_graph(loaded, feeds)
+    taken = loaded.parameters
+    teacher = GraphTeacher(loaded.module, taken.values())
+    loaded = replace(loaded, parameters={name: taken.get(name, name) for name in feeds})
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
     config, changes = settle_changes(config, loaded, teacher, trainset, context)
     asked = teacher if config.needs_teacher(loaded.task) else None
@@ -123,21 +127,6 @@ def check_in_torch(state: GraphState, feeds: Feeds) -> None:
             f"{NAME}: torch computes the exported graph otherwise than ONNX Runtime does (by {off:.1e} of the largest "
             f"output, {TOLERANCE:.0e} is allowed), so training would aim at something else; use int8"
         )
-
-
-def _load_source(context: GraphContext) -> TorchModel:
-    """Return the torch model before all passes: it teaches, and the samples are made for its inputs."""
-    if context.teacher is None:
-        raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
-    return context.teacher()
-
-
-def _feed_as_graph(loaded: TorchModel, feeds: Feeds) -> tuple[TorchModel, GraphTeacher]:
-    """Return the model with all of the graph's inputs, named as forward's parameters where possible, and a teacher."""
-    taken = loaded.parameters
-    return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), GraphTeacher(
-        loaded.module, taken.values()
-    )
 
 
 def _output_names(loaded: TorchModel, teacher: GraphTeacher, feeds: Feeds) -> tuple[str, ...]:

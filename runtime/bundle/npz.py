@@ -88,7 +88,19 @@ def read_rows(path: Path, name: str, rows: Array) -> Array:
                 return _read_body(file, header)[rows]
             if len(rows) and not 0 <= rows.min() <= rows.max() < header.shape[0]:
                 raise NpzError(f"array '{name}' has {header.shape[0]} rows, not one of number {rows.max()}")
-            return _read_body_rows(file, header, rows)
+            n, row_bytes = header.shape[0], header.n_bytes // max(1, header.shape[0])
+            _check_memory(len(rows) * row_bytes)
+            result = np.empty((len(rows), *header.shape[1:]), header.dtype)
+            order = np.argsort(rows, kind="stable")
+            step = max(1, _CHUNK // max(1, row_bytes))
+            piece = np.empty((min(step, n), *header.shape[1:]), header.dtype)
+            for start in range(0, n if piece.size else 0, step):
+                part = piece[: min(step, n - start)]
+                _read_into(file, part)
+                first, last = np.searchsorted(rows[order], (start, start + len(part)))
+                result[order[first:last]] = part[rows[order[first:last]] - start]
+            _read_end(file)
+            return result
 
 
 @contextmanager
@@ -164,23 +176,6 @@ def _read_body(file: IO[bytes], header: Header) -> Array:
         _read_into(file, array)
     _read_end(file)
     return array.T if header.is_fortran else array
-
-
-def _read_body_rows(file: IO[bytes], header: Header, rows: Array) -> Array:
-    """Read some rows of the array that follows its header: it is read through, a piece at a time."""
-    n, row_bytes = header.shape[0], header.n_bytes // max(1, header.shape[0])
-    _check_memory(len(rows) * row_bytes)
-    result = np.empty((len(rows), *header.shape[1:]), header.dtype)
-    order = np.argsort(rows, kind="stable")
-    step = max(1, _CHUNK // max(1, row_bytes))
-    piece = np.empty((min(step, n), *header.shape[1:]), header.dtype)
-    for start in range(0, n if piece.size else 0, step):
-        part = piece[: min(step, n - start)]
-        _read_into(file, part)
-        first, last = np.searchsorted(rows[order], (start, start + len(part)))
-        result[order[first:last]] = part[rows[order[first:last]] - start]
-    _read_end(file)
-    return result
 
 
 def _read_into(file: IO[bytes], array: Array) -> None:

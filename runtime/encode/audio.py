@@ -153,7 +153,12 @@ class AudioEncoder:
         values, mask = make_features(waveforms, self.spec, self._find_length(), masked=self.mask is not None)
         extra = len(self.input.shape) - values.ndim
         values = values.reshape(len(values), *(1,) * extra, *values.shape[1:])  # [n, 1, ...] for a channel
-        self._check_size(values.shape)
+        wanted = self.input.shape
+        if any(isinstance(want, int) and want != have for want, have in zip(wanted[1:], values.shape[1:], strict=True)):
+            raise UsageError(
+                f"audio is {list(values.shape[1:])} after preprocessing, but the model's input '{self.input.name}' "
+                f"takes {list(wanted[1:])}: set seconds{', frames' if self.spec.features == 'kaldi' else ''} or bins"
+            )
         feeds = {self.input.name: values.astype(self.input.dtype, copy=False)}
         return feeds if self.mask is None else feeds | {self.mask.name: mask.astype(self.mask.dtype)}
 
@@ -183,14 +188,6 @@ class AudioEncoder:
         axis = -2 if self.spec.features == "kaldi" else -1
         size = self.input.shape[axis]
         return size if isinstance(size, int) else None
-
-    def _check_size(self, shape: tuple[int, ...]) -> None:
-        wanted = self.input.shape
-        if any(isinstance(want, int) and want != have for want, have in zip(wanted[1:], shape[1:], strict=True)):
-            raise UsageError(
-                f"audio is {list(shape[1:])} after preprocessing, but the model's input '{self.input.name}' takes "
-                f"{list(wanted[1:])}: set seconds{', frames' if self.spec.features == 'kaldi' else ''} or bins"
-            )
 
 
 def make_audio_encoder(spec: AudioPreprocess, inputs: tuple[TensorSpec, ...]) -> AudioEncoder:
@@ -272,16 +269,14 @@ def _split_at_pauses(waveform: Array, longest: int, pause: int) -> list[Array]:
     pieces, reach = [], -(-longest // PAUSES_SHARE)
     while len(waveform) > longest:
         end = min(longest, (len(waveform) + reach) // 2)
-        end = _find_pause(waveform, end - reach, end, min(pause, reach))
+        begin = end - reach
+        size = min(pause, reach)
+        # the middle of the quietest `size` samples, rounded up; of equal ones the first
+        power = np.concatenate([[0.0], np.cumsum(waveform[begin:end].astype(np.float64) ** 2)])
+        end = begin + int((power[size:] - power[:-size]).argmin()) + (size + 1) // 2
         pieces.append(waveform[:end])
         waveform = waveform[end:]
     return [*pieces, waveform]
-
-
-def _find_pause(waveform: Array, begin: int, end: int, size: int) -> int:
-    """Return the middle of the quietest `size` samples between two places, rounded up; of equal ones the first."""
-    power = np.concatenate([[0.0], np.cumsum(waveform[begin:end].astype(np.float64) ** 2)])
-    return begin + int((power[size:] - power[:-size]).argmin()) + (size + 1) // 2
 
 
 def whisper_features(waveform: Array, rate: int, bins: int) -> Array:

@@ -37,7 +37,7 @@ from runtime.judge.alternatives import (
     list_other_files,
     only_main,
 )
-from runtime.judge.changes import Changes, Confusion, count_confusions, find_changes
+from runtime.judge.changes import Changes, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
@@ -114,7 +114,9 @@ def judge_model(
     report = assemble(case, timed, evidence, failures, rows, [*advice, *trouble])
     report = replace(report, explanation=explanation)
     if not failures:
-        report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
+        names = case.manifest.class_names
+        confusion = count_confusions(case.manifest.task, candidate, case.baseline, case.labels, names)
+        report = replace(report, confusion=confusion, changes=_changes(case, candidate))
     if passes:
         report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
     return report, evidence
@@ -171,10 +173,6 @@ def judge_size(case: Case) -> tuple[Findings, Mapping[str, Evidence]]:
 
 def _changes(case: Case, candidate: Outputs) -> Changes | None:
     return find_changes(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
-
-
-def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
-    return count_confusions(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
 
 def not_smaller(case: Case) -> str:

@@ -25,7 +25,7 @@ from runtime.bundle.records import from_json
 from runtime.clock.compare import RUNS
 from runtime.clock.fresh import Answer, read_batches
 from runtime.clock.machine import peak_memory_bytes
-from runtime.clock.turns import MIN_ROUNDS, Call, Turns, make_call, time_in_turns
+from runtime.clock.turns import MIN_ROUNDS, Call, make_call, time_in_turns
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
@@ -208,13 +208,10 @@ class _Calls(_Process):
             one_thread=self.one_thread,
             shape=None if shape is None else (shape[0], shape[1]),
         )
-        self._note(part, turns)
-        return turns.seconds
-
-    def _note(self, part: str, turns: Turns) -> None:
         self.record["shapes"][part] = list(turns.seconds.shape[1:])
         self.record["taken"][part] = turns.taken
         self.record["set_apart"] += turns.set_apart
+        return turns.seconds
 
     def _time_beside(self, baseline: Call, make: Callable[[int, Session], Call]) -> None:
         """Time the models beside the judged ones, in rounds with the first of these; NaN for one that fails."""

@@ -118,20 +118,16 @@ def _complete(backend: str, threads: int, order: ProfileOrder, profile: Profile)
     """Add the runtime's own time of short calls, and the file's layers."""
     file = read_graph(order.path) if order.path.suffix == ".onnx" else Graph((), {})
     if order.request is None and order.feeds is not None and profile.nodes_ms < SHORT_MS:
-        call_ms = _time_plain_calls(backend, order.path, threads, order.feeds, order.options)
+        # unprofiled: to profile a node costs some microseconds of its own
+        session, times = open_model(find_backend(backend), order.path, threads, order.options), []
+        for _ in range(PLAIN_CALLS):
+            start = time.perf_counter()
+            session.run(order.feeds)
+            times.append(1000 * (time.perf_counter() - start))
+        session.close()
+        call_ms = average_undisturbed(times)
         profile = replace(profile, call_ms=max(profile.nodes_ms, call_ms))
     return trace_layers(profile, file, order.layers)
-
-
-def _time_plain_calls(backend: str, path: Path, threads: int, feeds: Feeds, options: Options) -> float:
-    """Return the milliseconds of a call that is not profiled: to profile a node costs some microseconds of its own."""
-    session, times = open_model(find_backend(backend), path, threads, options), []
-    for _ in range(PLAIN_CALLS):
-        start = time.perf_counter()
-        session.run(feeds)
-        times.append(1000 * (time.perf_counter() - start))
-    session.close()
-    return average_undisturbed(times)
 
 
 def trace_layers(profile: Profile, file: Graph, layers: Sequence[str] = ()) -> Profile:

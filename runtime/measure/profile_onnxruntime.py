@@ -131,7 +131,8 @@ def read_onnxruntime_profile(
             (o for o in node.outputs if o), last[key]["args"].get("output_type_shape", []), strict=False
         ):
             for dtype, shape in kind.items():  # one; none of a sequence
-                known[output] = Tensor(output, _numpy_name(dtype), tuple(shape))
+                dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)  # numpy's names
+                known[output] = Tensor(output, dtype, tuple(shape))
     return Profile(
         "onnxruntime-cpu",
         tuple(_make_node(key, node, average_undisturbed(times[key]), known) for key, node in timed),
@@ -162,7 +163,3 @@ def _find_number_type(node: NodeTime) -> str:
     if node.operator == "DynamicQuantizeMatMul":
         return "uint8"
     return node.inputs[0].dtype if node.inputs else "float32"
-
-
-def _numpy_name(dtype: str) -> str:
-    return {"float": "float32", "double": "float64"}.get(dtype, dtype)
