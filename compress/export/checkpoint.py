@@ -38,8 +38,6 @@ from compress.rounding.state import FLOAT8
 
 SHARD_BYTES = 5 * 2**30
 """The largest file."""
-WORST_SCALE_CHANGE = 0.01
-"""Of a scale that is rounded to the type it is stored in; more is a warning."""
 
 WITH_ZEROS = {"gptq": gptq_format, "awq": awq_format}
 """Formats of 32-bit words with a zero point for each group, and scales in float16: what writes each."""
@@ -339,7 +337,8 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
     worst = max(content.scale_changes, key=content.scale_changes.__getitem__, default="")
     if worst and (change := content.scale_changes[worst]) > 0:
         text = f"scales are rounded as they are stored, by up to {change:.2%} (in {worst})"
-        notes.append(Note("warning" if change > WORST_SCALE_CHANGE else "info", text))
+        # more than 1 % of a scale, as it is rounded to the type it is stored in, is a warning
+        notes.append(Note("warning" if change > 0.01 else "info", text))
     if content.stacks:
         notes.append(Note("info", "experts that stay float are stored in stacks, as transformers keeps them"))
     if any(".experts." in layer for layer in content.schemes) and not content.names.one_by_one:

@@ -36,8 +36,6 @@ from compress.store.durable import temporary_folder
 
 FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-WORST_CHANGE = 0.01
-"""Of a layer's weights, relative RMS, as their scales become half floats; more is a warning."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,8 @@ class _Writing:
             text = (
                 f"{path.name}: scales are rounded to half floats, which changes weights by up to {change:.2%} ({worst})"
             )
-            notes.append(Note("warning" if change > WORST_CHANGE else "info", text))
+            # more than 1 % of a layer's weights (relative RMS), as scales become half floats, is a warning
+            notes.append(Note("warning" if change > 0.01 else "info", text))
         return notes
 
     def _add_keys(self, writer: Any, architecture: str, name: str) -> None:

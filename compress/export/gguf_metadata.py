@@ -58,8 +58,6 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
 )
 """A configuration's name for a number, as an expression, its kind, and GGUF's key for it."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-UNBOUNDED = 2**20
-"""Context of a model that has no positions, as llama.cpp's converter says it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,8 @@ def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], f
     made = Metadata({}, {}, [], [])
     config = _flatten(config)
     made.values["block_count"] = count_blocks(config)
-    made.values["context_length"] = int(next((config[key] for key in _LENGTHS if config.get(key)), UNBOUNDED))
+    # a model without positions has 2^20, as llama.cpp's converter says it
+    made.values["context_length"] = int(next((config[key] for key in _LENGTHS if config.get(key)), 2**20))
     for names, kind, key in _NUMBERS:
         value = next((v for n, v in config.items() if re.fullmatch(names, n) and _is_number(v)), None)
         if value is not None:

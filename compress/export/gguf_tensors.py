@@ -81,7 +81,8 @@ class TensorEntry:
     @property
     def stem(self) -> str:
         """Return what kind of tensor it is: attn_q, ffn_norm, token_embd, ..."""
-        return find_stem(self.written)
+        inner = self.written.split(".", 2)[2] if self.written.startswith("blk.") else self.written
+        return inner.removesuffix(".weight").removesuffix(".bias")
 
     @property
     def block(self) -> int | None:
@@ -106,12 +107,6 @@ class TensorEntry:
         """Return the file's values for the module's."""
         values = self.order(values.T if self.turned else values)
         return values if self.change is None else self.change(values)
-
-
-def find_stem(written: str) -> str:
-    """Return the kind of a tensor by GGUF's name for it."""
-    inner = written.split(".", 2)[2] if written.startswith("blk.") else written
-    return inner.removesuffix(".weight").removesuffix(".bias")
 
 
 @dataclass(frozen=True)

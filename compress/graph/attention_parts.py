@@ -19,8 +19,6 @@ from compress.graph.run import clone, open_session
 from compress.graph.specs import POSITIONS, cache_pairs, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
-LONGEST_TABLE = 2**25
-"""Numbers of a rotary table up to which it is written into the file (128 MiB)."""
 UNKNOWN_LENGTH = 2**17
 """Tokens among which a window is looked for where a model does not say how many it was made for."""
 VISIBLE = -1e4
@@ -282,7 +280,8 @@ def _make_past(value: ir.Value, length: int) -> np.ndarray:
 def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | None:
     """Return cos or sin for each position, [length, channels / 2]; None if it is no function of the position alone."""
     width = angle.shape[-1] if angle.shape else None
-    if not isinstance(width, int) or length * width // 2 > LONGEST_TABLE or width % 16:
+    # a rotary table is written into the file up to 128 MiB
+    if not isinstance(width, int) or length * width // 2 > 2**25 or width % 16:
         return None  # the kernel takes a multiple of 8 angles
     few = np.array([[0, 3 % length, length - 1]], np.int64)
     names = [angle.name or ""]

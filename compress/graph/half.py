@@ -21,8 +21,6 @@ STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "
 STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
 STAYS |= {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
 """Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
-HALF_SCALES_OPSET = 19
-"""The first opset in which DequantizeLinear gives half precision."""
 
 
 def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
@@ -65,7 +63,8 @@ def layer_nodes(layer: GraphLayer) -> list[str]:
 
 
 def _becomes_half(node: ir.Node, kept: Collection[str], opset: int) -> bool:
-    if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= HALF_SCALES_OPSET:
+    # opset 19 is the first in which DequantizeLinear gives half precision
+    if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= 19:
         readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
         # NVFP4: the one float above E4M3 scales is often below half's normal numbers
         if readers or not is_constant(node.inputs[1]):

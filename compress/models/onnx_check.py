@@ -23,8 +23,6 @@ SECONDS = 60
 """Of the processor. The graph of a language model with 20,000 operators takes one."""
 SPARE_BYTES, COPIES = 2**31, 6
 """Memory of the process: this, and so many times the file."""
-_LONG = 64
-"""Elements of a tensor whose values say nothing of shapes."""
 _TYPES = {2: (25, 26), 4: (21, 22, 23), 6: (27, 28), 8: (2, 3, 9, 17, 18, 19, 20, 24), 16: (4, 5, 10, 16)}
 _TYPES |= {32: (1, 6, 12), 64: (7, 11, 13, 14), 128: (15,)}
 _BITS = {number: bits for bits, numbers in _TYPES.items() for number in numbers}
@@ -245,7 +243,7 @@ def _drop_weights(model: Any, folder: Path) -> Any:
     import onnx
 
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) > _LONG:
+        if math.prod(tensor.dims) > 64:  # whose values say nothing of shapes
             tensor.ClearField("raw_data")
         elif tensor.data_location == onnx.TensorProto.EXTERNAL:
             onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))

@@ -28,8 +28,6 @@ from runtime.tasks.base import OFFSETS
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
-USUAL_STRIDE = 128
-"""Tokens that two windows of a long context share, where a recipe does not say (as in BERT's own code)."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -129,7 +127,8 @@ def _check_fit(source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
         parts = "tokens" if task.reads_texts else "the pixels of images as they came"
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
-        return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
+        # tokens that two windows of a long context share, as in BERT's own code
+        return replace(preprocess, stride=min(128, preprocess.max_length // 3))
     if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts:
         _check_stride(source.spec, preprocess)
     return _resolve_longer(source.spec, preprocess) if isinstance(preprocess, AudioPreprocess) else preprocess

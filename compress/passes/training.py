@@ -39,12 +39,8 @@ TRIED = 0.1
 """Steps that are spent on finding a learning rate, as a part of those that follow."""
 NOMINAL_RATES: dict[Optimizer, float] = {"adamw": 5e-4, "sgd": 0.02}
 """What stands for a rate that is to be found."""
-FORWARDS = 4.0
-"""Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 BFLOAT16 = 0.65
 """Part of float32's time that a training step takes in bfloat16, where the processor has it."""
-KEPT_COPIES = 3
-"""Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
 LONGEST = 1.5
 """Times what a batch's texts are usually padded to, that the longest of a run is."""
 TRAINED_COPIES = 9
@@ -177,10 +173,12 @@ class TrainingPass(Pass):
         schedule = self.make_schedule(data.train, 0)
         evaluations = schedule.steps / schedule.evaluate_every * self.held_out * data.train
         tried = 1 + TRIED if self.learning_rate == "auto" else 1
-        runs = tried * FORWARDS * schedule.steps * schedule.batch_size + 2 * evaluations
+        # a step of a sample costs the teacher's forward, the student's, and twice that backwards
+        runs = tried * 4.0 * schedule.steps * schedule.batch_size + 2 * evaluations
         half = self.precision == "bfloat16"
         outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in self.find_learner(facts).layers)
-        activations = int(self.batch_size * min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
+        # backward needs outputs, what norms and activations make of them, gradients
+        activations = int(self.batch_size * min(LONGEST * data.filled, 1) * 3 * outputs)
         return PassCost(
             runs * data.filled * (BFLOAT16 if half else 1),
             TRAINED_COPIES * facts.n_bytes + activations,

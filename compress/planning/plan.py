@@ -82,7 +82,20 @@ class Plan:
 
     def render(self, console: Any) -> None:
         """Print the plan (rich)."""
-        render_plan(self, console)
+        title = f"[bold]{escape(self.recipe.name)}[/]  {escape(self.before.architecture)} for {self.recipe.target}"
+        console.print(f"{title}, torch on {self.device}" if self.device else title)
+        (first, *heads), *rows = _tabulate(self)
+        table = Table(Column(first, no_wrap=True), *heads)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        for work in self.steps:
+            _print_layers(work.decisions, work.name, console)
+            for note in work.notes:
+                console.print(f"  {_format_level(note.level)}{escape(note.text)}")
+        for note in self.notes:
+            console.print(f"{_format_level(note.level)}{escape(note.text)}")
+        console.print(_format_forecast(self))
 
     def __repr__(self) -> str:
         sizes = f"{size_text(self.before.n_bytes)} -> {size_text(self.after.n_bytes)}"
@@ -137,24 +150,6 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "latency": None if plan.latency is None else asdict(plan.latency),
         "notes": [asdict(note) for note in plan.notes],
     }
-
-
-def render_plan(plan: Plan, console: Console) -> None:
-    """Print the work, layers, what the target will do, sizes and the forecast."""
-    title = f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}"
-    console.print(f"{title}, torch on {plan.device}" if plan.device else title)
-    (first, *heads), *rows = _tabulate(plan)
-    table = Table(Column(first, no_wrap=True), *heads)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for work in plan.steps:
-        _print_layers(work.decisions, work.name, console)
-        for note in work.notes:
-            console.print(f"  {_format_level(note.level)}{escape(note.text)}")
-    for note in plan.notes:
-        console.print(f"{_format_level(note.level)}{escape(note.text)}")
-    console.print(_format_forecast(plan))
 
 
 def plan_html(plan: Plan) -> str:

@@ -45,8 +45,6 @@ HELD_OUT = 4
 """Every so many-th batch is held out to choose the ridge; of fewer batches none is."""
 RECTIFIED_STEPS = 3
 """Rounds of least squares after the first where a ReLU follows."""
-FAINT = 1e-4
-"""A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
 MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -153,7 +151,8 @@ def _refit(place: PointModules, rows: Callable[[], Iterable[_Rows]], students: S
     check_width(name, layer)
     fitted = _fit_change(place, rows)
     scale = place.scale()
-    faint = scale.abs() <= FAINT * scale.abs().max()
+    # a fainter scale lets too little through to fit what lies before it
+    faint = scale.abs() <= 1e-4 * scale.abs().max()
     change, shift = fitted.weight.flatten(0, 1).clone(), fitted.bias.flatten().clone()
     change[faint], shift[faint], scale[faint] = 0, 0, 1
     weight_change = (change / scale[:, None]).reshape(fitted.weight.shape)

@@ -30,8 +30,6 @@ from compress.timing.clock import Clock
 from runtime.clock.graphs import Attribute, Node, write_model
 
 OPSET = 20
-CHAIN_BYTES = 2**23
-"""A chain has as many links as this holds weights of, at least one and at most LINKS."""
 LINKS = 4
 BUDGET_S = 20.0
 """Seconds for the calls of one layer at all its sizes."""
@@ -220,7 +218,8 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int
     groups = n_out // shape.per_group if shape.per_group else shape.groups
     width = n_in * groups
     weight_bytes = 8 * n_out * n_in * int(np.prod(shape.kernel))
-    links = int(np.clip(CHAIN_BYTES // weight_bytes, 1, LINKS))
+    # as many links as 8 MiB hold weights of
+    links = int(np.clip(2**23 // weight_bytes, 1, LINKS))
     rng = np.random.default_rng(0)
     nodes: list[Node] = []
     names, weights, current = [], {}, "x"

@@ -32,8 +32,6 @@ INCLUDE = "include"
 IN_PYTHON = "recipe"
 """The place of what stands in no file."""
 TAG = "tag:yaml.org,2002:"
-MOST_DIGITS = 400
-"""Characters of a number: every float can be written in fewer."""
 INTEGERS = range(-(2**63), 2**64)
 
 
@@ -242,7 +240,7 @@ def _convert_scalar(yaml: YAML, node: ScalarNode) -> Scalar:
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):  # "\ud800": JSON's habit
             raise BadScalar("holds half of a surrogate pair, which is no letter; write \\U and eight digits")
         return text
-    if len(text) > MOST_DIGITS and node.tag != TAG + "null":
+    if len(text) > 400 and node.tag != TAG + "null":
         raise BadScalar(f"a number of {len(text)} characters")
     try:
         value: Scalar = maker(node)

@@ -14,8 +14,6 @@ from compress.graph.run import Feeds, open_session, run_tokens, tap
 Compute = Literal["float32", "bfloat16"]
 ROWS = 1024
 """Multiplied at once in bfloat16, whose products come out with 8 bits: their sum in float32 evens that out."""
-STRIPES = 4
-"""The product is symmetric: of so many stripes of columns, each is multiplied with those up to itself alone."""
 
 NARROW = 512
 """Below this width one product is cheaper than its stripes."""
@@ -40,8 +38,8 @@ class Gram:
         rows = rows.to(self.dtype)
         for part in rows.split(len(rows) or 1 if self.dtype == torch.float32 else ROWS):
             width = part.shape[1]
-            # the upper triangle alone
-            step = width if width < NARROW else -(-width // STRIPES)
+            # symmetric: each of 4 stripes of columns is multiplied with those up to itself alone
+            step = width if width < NARROW else -(-width // 4)
             for start in range(0, width, step):
                 stripe = part[:, start : start + step]
                 self.total[: start + step, start : start + step] += part[:, : start + step].T @ stripe

@@ -34,8 +34,6 @@ GLOBAL_ROOM = 4.0
 """An E4M3 scale is at most its type's largest where the largest weight is this number of FP4 (the second largest)."""
 GLOBALS = 8
 """Scales of a whole NVFP4 tensor that are tried, over one octave: others have the same E4M3 scales."""
-SAMPLED_ROWS = 64
-"""Rows of a weight, evenly spaced, on which they are compared."""
 GLOBAL_REACH = 2.0**100
 """Largest scale of a whole NVFP4 tensor, and one over the smallest."""
 
@@ -262,7 +260,8 @@ def fit_shared(
     if rule.kind == "e4m3":
         power, size = power_of_two(peak), scheme.group_size
         weighting = None if importance is None else importance.float().reshape(-1, size)
-        rows = torch.cat([weight[:: -(-len(weight) // SAMPLED_ROWS)].float() for weight in weights]) / power
+        # 64 rows, evenly spaced, tell
+        rows = torch.cat([weight[:: -(-len(weight) // 64)].float() for weight in weights]) / power
         grouped = rows.reshape(len(rows), -1, size)
         rules = _list_globals(rule, peak / power, power, GLOBALS if every == 1 else 1)
         fits = [_fit_float_scales(grouped, E2M1, weighting, tried, every) for tried in rules]

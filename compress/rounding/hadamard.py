@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST_CORE = 1024
-"""Largest size of Paley's matrices: the product with one is dense."""
-
 
 @dataclass(frozen=True, eq=False)
 class Orthogonal:
@@ -81,7 +78,8 @@ def _find_core(odd: int, power: int) -> tuple[Tensor | None, int]:
 
 def paley(size: int) -> Tensor | None:
     """Return a Hadamard matrix [size, size] of +-1 (float64) by Paley's constructions; None if neither gives one."""
-    if size > LARGEST_CORE:
+    # the product with one of Paley's matrices is dense
+    if size > 1024:
         return None
     q = size - 1
     if q % 4 == 3 and _is_prime(q):

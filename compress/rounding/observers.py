@@ -19,8 +19,6 @@ from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_tok
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
 """Bins of a histogram on either side of zero, which doubles its range by merging pairs of them."""
-LOWEST_EXPONENT = -100
-"""Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]
 """(centres, counts, low, high) -> the error of that interval."""
 
@@ -69,7 +67,8 @@ class Observer:
     def widen(self, peak: float) -> None:
         if peak <= self.bound or peak == 0.0:
             return
-        bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), LOWEST_EXPONENT)
+        # so that the number of bins for each unit stays a float32
+        bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), -100)
         while self.bound and self.bound < bound:
             merged = self.counts.reshape(-1, 2).sum(axis=1)  # [HALF_BINS]
             self.counts = np.concatenate([np.zeros(HALF_BINS // 2), merged, np.zeros(HALF_BINS // 2)])

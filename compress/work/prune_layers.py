@@ -29,8 +29,6 @@ from compress.structure.removable import find_removable
 from compress.work.contexts import ModelContext
 from compress.work.prune_batches import pruning_batches, rows_within
 
-TRIED_BYTES = 2**30
-"""Of the outputs on which blocks are tried one by one, that are kept."""
 UNCONFIGURED = (
     "no config.json describes the shallower model: an ONNX file is not affected, a checkpoint needs the shapes.json "
     "that lies beside it"
@@ -48,7 +46,7 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     skipping = Skipping(module, [block.name for block in blocks], sample)
     n_before = _n_weights(module)
     types = {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
-    few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
+    few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, 2**30))
     ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
     removed = ranking.names[:n_gone]

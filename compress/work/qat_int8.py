@@ -47,10 +47,6 @@ NAME = "qat"
 PART = 0.2
 """By which `learning_rate`, as it suits a float model, is too fast for one that is nearly right already (measured on
 ResNet-20: at the full rate 200 steps hardly win back what the first ones cost)."""
-MOVING = 0.3
-"""Part of the run over which ranges move; then they stay, and weights learn what fits them."""
-LEAST_RATE = 1e-4
-"""Of a vector of zeros."""
 TOLERANCE = 1e-4
 """Of the largest output: by how much the float graph may differ in torch, as for the export."""
 
@@ -146,7 +142,8 @@ def _make_callbacks(pupil: nn.Module, simulated: SimulatedGraph, context: GraphC
     keep = zero_keeper(simulated.graph)
 
     def before(step: int, done: float) -> None:
-        simulated.before_step(frozen=done >= MOVING)
+        # then ranges stay, and weights learn what fits them
+        simulated.before_step(frozen=done >= 0.3)
 
     def after(step: int) -> None:
         simulated.after_step()
@@ -162,7 +159,8 @@ def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, flo
     A step then moves all of them by the same part of what they are. Folding batch norms leaves layers whose weights
     differ by orders of magnitude, and one rate for all would wreck the small ones: nothing normalises after them.
     """
-    held = {id(p): max(float(p.detach().square().mean().sqrt()), LEAST_RATE) for p in simulated.graph.values}
+    # the rate of a vector of zeros
+    held = {id(p): max(float(p.detach().square().mean().sqrt()), 1e-4) for p in simulated.graph.values}
     return {name: PART * held.get(id(p), 1.0) for name, p in pupil.named_parameters()}
 
 

@@ -45,8 +45,6 @@ ROUNDING_RATE = 0.012
 """How far one step moves a weight at most, in levels; a scale half as far, as a part of it. tinystories656k in 2 bits
 has 3.596, 3.556, 3.536 and 3.562 nats per token after 200 steps of 0.003, 0.006, 0.012 and 0.024; after 1,200 of 0.006
 and 0.012 it has 3.498 and 3.496."""
-EPSILON = 1e-12
-"""Of Adam: the gradient of a weight that is counted in levels is as much smaller as its scale is."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,8 @@ def apply_qat_weights(config: Qat, loaded: TorchModel, context: ModelContext) ->
             zeros = zeros.reshape(trained.weights[name].quantized.shape)
             trained.weights[name].zero_mask = zeros if bool(zeros.any()) else None
         dataset = make_dataset(config, trainset, loaded, goal.loss)
-        schedule = replace(config.make_schedule(trainset.n, context.seed), epsilon=EPSILON)
+        # the gradient of a weight that is counted in levels is as much smaller as its scale is
+        schedule = replace(config.make_schedule(trainset.n, context.seed), epsilon=1e-12)
         log = train(pupil, dataset, schedule, _make_callbacks(config, student, trained, context))
     student.requires_grad_(False)
     return _make_result(config, loaded, trained, kept, log, goal.notes, context)

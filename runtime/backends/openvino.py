@@ -41,8 +41,6 @@ IR = ".xml"
 TOKENS = "input_ids"
 """End of the name of what a decoder reads: input_ids, or decoder_input_ids."""
 PRECISIONS = ("f32", "bf16")
-MOST_SHAPES = 8
-"""Compiled at once with `static`; the one used longest ago goes."""
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -152,7 +150,7 @@ class OpenVinoSession:
         shapes = tuple(sorted((name, values.shape) for name, values in feeds.items()))
         request = self.special.pop(shapes, None) or self.specialize(feeds)
         self.special[shapes] = request  # the newest last
-        if len(self.special) > MOST_SHAPES:
+        if len(self.special) > 8:  # the one used longest ago goes
             del self.special[next(iter(self.special))]
         return request
 

@@ -32,8 +32,6 @@ _NO_HEADER = (
     *(RecursionError, MemoryError, tokenize.TokenError),
 )
 """What Python raises where numpy lets it evaluate a header's text."""
-_MOST_HEADER = 10_000
-"""Bytes of an array's header, as numpy has it; a plain array's has 118."""
 _CHUNK = 2**24
 SHARE = 0.8
 """Of the memory available, what arrays may take."""
@@ -141,7 +139,8 @@ def _read_header(file: IO[bytes], entry: zipfile.ZipInfo) -> Header:
         raise NpzError(f"entry '{entry.filename}' is no array of numpy's format 1.0 or 2.0")
     length = file.read(width)
     n = int.from_bytes(length, "little")
-    if n > _MOST_HEADER:
+    # bytes, as numpy has it; a plain array's header has 118
+    if n > 10_000:
         raise NpzError(f"entry '{entry.filename}' has a header of {n} bytes")
     read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
     content = file.read(n)

@@ -34,8 +34,6 @@ Pieces = abc.Generator[tuple[int, str], None, "list[GeneratedText]"]
 """(row, text) as it comes; the return value is the results."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of bytes that are no whole character (yet)."""
-DECODED_ALONG = 6
-"""Tokens of the prompt that are decoded along: whether a token begins with a space can depend on those before it."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids = [int(token) for token in prompt[-DECODED_ALONG:]]
+        # whether a token begins with a space can depend on those before it
+        self._ids = [int(token) for token in prompt[-6:]]
         self._shown, self._decoded = 0, len(self._ids)
         self._held = ""
         self.text = ""

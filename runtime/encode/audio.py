@@ -37,7 +37,6 @@ WHISPER_WINDOW, WHISPER_HOP, WHISPER_HIGH = 400, 160, 8000.0
 """Samples of a frame, samples between frames, the highest frequency in Hz."""
 KALDI_WINDOW, KALDI_HOP, KALDI_LOW = 0.025, 0.010, 20.0
 """Seconds of a frame, seconds between frames, the lowest frequency in Hz."""
-PREEMPHASIS = 0.97
 KALDI_FLOOR, WHISPER_FLOOR = float(np.finfo(np.float32).eps), 1e-10
 """The least energy of which a logarithm is taken."""
 VARIANCE_FLOOR = 1e-7
@@ -311,7 +310,7 @@ def kaldi_features(waveform: Array, spec: AudioPreprocess) -> Array:
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / (size - 1))  # symmetric
     window = hann if spec.window == "hann" else hann**0.85
     n_fft = 1 << (size - 1).bit_length()
-    power = np.abs(np.fft.rfft((frames - PREEMPHASIS * before) * window, n_fft)) ** 2
+    power = np.abs(np.fft.rfft((frames - 0.97 * before) * window, n_fft)) ** 2
     logs = np.log(np.maximum(power @ kaldi_filters(n_fft // 2 + 1, spec.bins, spec.rate), KALDI_FLOOR))
     if spec.normalize:
         if len(logs) < 2:

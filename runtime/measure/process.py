@@ -42,8 +42,6 @@ from runtime.tasks import find_task
 from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
 
-MAX_LIMITED_POWER = 10
-"""Batches of up to 2^10 are tried for the largest that keeps a limit."""
 FEEDS = "feeds.npz"
 
 
@@ -242,7 +240,8 @@ class _Calls(_Process):
         limit_s = (self.settings.latency_limit_ms or 0.0) / 1000
         fixed = fixed_batch([spec for session in judged for spec in session.inputs])
         rates, growing = [0.0, 0.0], [True, True]
-        sizes = [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]
+        # batches of up to 2^10 are tried for the largest that keeps a limit
+        sizes = [fixed] if fixed else [2**power for power in range(10 + 1)]
         for size in sizes:
             calls = []
             for number, session in enumerate(judged):

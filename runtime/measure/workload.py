@@ -32,8 +32,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 """What is timed, `Task.unit` -> settings of a benchmark that do not fit it, and the way out; "": it is passed over."""
 MAX_FEEDS = 32
 """Different batches that a timing goes through in turn."""
-MAX_FEED_BYTES = 128 << 20
-"""Memory for them; one batch is always made."""
 MOST_FEED_BYTES = 2**33
 """Of one batch."""
 
@@ -125,7 +123,8 @@ def make_feeds(
         if streams:
             batch = {name: values[:, :1] for name, values in batch.items()}
         feeds.append(stretch(batch, sequence_length) if sequence_length else batch)
-        if sum(values.nbytes for feed in feeds for values in feed.values()) > MAX_FEED_BYTES:
+        # 128 MiB of them; one batch is always made
+        if sum(values.nbytes for feed in feeds for values in feed.values()) > 128 << 20:
             break
     return feeds
 
