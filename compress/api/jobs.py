@@ -21,13 +21,7 @@ from compress.commands.auto import reach_goal
 from compress.commands.bench import bench_model
 from compress.commands.bench_rows import BenchTable
 from compress.commands.new import NewAnswers
-from compress.commands.quantize import (
-    apply_passes,
-    draft_for,
-    name_recipe_file,
-    quantize_further,
-    quantize_model,
-)
+from compress.commands.quantize import apply_passes, draft_for, name_recipe_file, quantize_further, quantize_model
 from compress.data.find_sets import DataGiven
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe

@@ -25,7 +25,7 @@ from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import Metadata, add_key
 from compress.export.gguf_tensors import TensorEntry, import_gguf
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from compress.export.gguf_trial import Finding, describe_form, find_form, read_model
+from compress.export.gguf_trial import GgufFinding, describe_form, find_form, read_model
 from compress.export.imatrix import Imatrix, write_imatrix
 from compress.facts import Note
 from compress.formats.schemes import Scheme
@@ -42,7 +42,7 @@ FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class Description:
     """What a GGUF file of a model holds. `problems`: why it cannot be written, as sentences; nothing else counts."""
 
-    finding: Finding
+    finding: GgufFinding
     metadata: Metadata
     vocabulary: Vocabulary
     tensors: tuple[TensorEntry, ...]
@@ -69,7 +69,7 @@ def describe_gguf(
     `tied`: parameters without values of their own.
     """
     import_gguf()
-    nothing = Description(Finding(None), Metadata({}, {}, [], []), Vocabulary({}), ())
+    nothing = Description(GgufFinding(None), Metadata({}, {}, [], []), Vocabulary({}), ())
     own = transformers_config(module)
     if own is None or folder is None:
         kind = type(getattr(module, "wrapped", module)).__name__

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, count_turned
+from compress.export.gguf_tensors import GgufForm, TensorEntry, count_blocks, count_turned
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
@@ -73,7 +73,7 @@ class Metadata:
     notes: list[str]
 
 
-def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: Form) -> Metadata:
+def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: GgufForm) -> Metadata:
     """Translate a configuration, with the defaults of its class, and the tensors' sizes into GGUF's keys."""
     made = Metadata({}, {}, [], [])
     config = _flatten(config)
@@ -137,7 +137,7 @@ def _one_or_all(values: list[int]) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Metadata) -> None:
+def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: GgufForm, made: Metadata) -> None:
     """Tell what each layer has: heads, their sizes, and how wide its feed-forward part is."""
     wide = [a or b for a, b in zip(sizes.along("ffn_down", 1), sizes.along("ffn_down_exps", 2), strict=True)]
     dense = [width for width in sizes.along("ffn_down", 1) if width]
@@ -199,7 +199,7 @@ def _add_unlike(config: Mapping[str, Any], sizes: _Sizes, made: Metadata) -> Non
     )
 
 
-def _add_experts(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Metadata) -> None:
+def _add_experts(config: Mapping[str, Any], sizes: _Sizes, form: GgufForm, made: Metadata) -> None:
     """Tell how many experts there are, how wide, and in which blocks."""
     blocks = sizes.blocks_with("ffn_down_exps")
     if not blocks:

@@ -111,7 +111,15 @@ def _compare_outputs(expected: np.ndarray, got: np.ndarray, tolerance: float, or
 
 def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feeds]) -> str:
     """Return a sentence that names the first layer, in graph order, whose output differs."""
-    calls = _record_module_outputs(loaded, batches[0])
+    feeds = batches[0]
+    calls: Calls = []
+    leaves = [(name, module) for name, module in loaded.module.named_modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(_make_recording_hook(calls, plain(name))) for name, module in leaves]
+    try:
+        _run_torch(loaded, feeds)
+    finally:
+        for hook in hooks:
+            hook.remove()
     known = {name for name, _ in calls}
     layers = [layer for layer in find_layers(model) if layer.name in known and layer.output.name]
     names = {layer.name for layer in layers}
@@ -130,19 +138,6 @@ def first_difference(loaded: TorchModel, model: ir.Model, batches: Sequence[Feed
 
 Calls = list[tuple[str, np.ndarray]]
 """(module, its output) in the order of the calls."""
-
-
-def _record_module_outputs(loaded: TorchModel, feeds: Feeds) -> Calls:
-    """Record the outputs of every module without modules of its own, in the order of the calls."""
-    calls: Calls = []
-    leaves = [(name, module) for name, module in loaded.module.named_modules() if not any(module.children())]
-    hooks = [module.register_forward_hook(_make_recording_hook(calls, plain(name))) for name, module in leaves]
-    try:
-        _run_torch(loaded, feeds)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
 
 
 def _make_recording_hook(calls: Calls, name: str) -> Callable[[torch.nn.Module, object, object], None]:

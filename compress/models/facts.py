@@ -23,15 +23,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
 from compress.errors import SourceError
-from compress.facts import (
-    FLOAT_BYTES,
-    LayerFacts,
-    ModelFacts,
-    SampleShapes,
-    Structure,
-    assign_roles,
-    describe_groups,
-)
+from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, SampleShapes, Structure, assign_roles, describe_groups
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors

@@ -210,7 +210,10 @@ def _find_tensor_problem(tensor: Any, folder: Path) -> str | None:
     if tensor.HasField("raw_data"):
         has = len(tensor.raw_data)
         return None if has == wanted else f"has shape {list(tensor.dims)}, of {wanted} bytes, and {has} bytes"
-    return _find_list_problem(tensor, n)
+    bits = _BITS[tensor.data_type]  # small ones share an int32, complex ones are two floats
+    wanted = math.ceil(n * bits / 8) if bits < 8 else 2 * n if tensor.data_type in (14, 15) else n
+    has = max(len(getattr(tensor, field)) for field in _FIELDS)
+    return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
 
 
 def _find_external_problem(tensor: Any, wanted: int, folder: Path) -> str | None:
@@ -225,14 +228,6 @@ def _find_external_problem(tensor: Any, wanted: int, folder: Path) -> str | None
     if file.is_file() and offset + length > file.stat().st_size:  # that it is there and inside is looked at elsewhere
         return f"has external data up to byte {offset + length} of {file.name}, which has {file.stat().st_size}"
     return None
-
-
-def _find_list_problem(tensor: Any, n: int) -> str | None:
-    """Return why a tensor's list of numbers does not fit: small ones share an int32, complex ones are two floats."""
-    bits = _BITS[tensor.data_type]
-    wanted = math.ceil(n * bits / 8) if bits < 8 else 2 * n if tensor.data_type in (14, 15) else n
-    has = max(len(getattr(tensor, field)) for field in _FIELDS)
-    return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
 
 
 def _drop_weights(model: Any, folder: Path) -> Any:

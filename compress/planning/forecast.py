@@ -11,14 +11,7 @@ from functools import cache
 import numpy as np
 
 from compress.blocks.stream import rss_mib
-from compress.blocks.stream_memory import (
-    FIXED_BYTES,
-    Shapes,
-    StreamUse,
-    backward_memory,
-    head_memory,
-    stream_memory,
-)
+from compress.blocks.stream_memory import FIXED_BYTES, Shapes, StreamUse, backward_memory, head_memory, stream_memory
 from compress.export.loading_back import HEADROOM
 from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts, sample_bytes
 from compress.graph.run import OUTPUT_BYTES

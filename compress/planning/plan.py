@@ -163,13 +163,6 @@ def plan_html(plan: Plan) -> str:
 
 def _tabulate(plan: Plan) -> list[tuple[str, ...]]:
     """Return the heads and the rows, without columns that are empty."""
-    rows = _list_rows(plan)
-    filled = [any(column) for column in zip(*rows, strict=True)]
-    return [tuple(compress(row, filled)) for row in (COLUMNS, *rows)]
-
-
-def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the cells of each row: what is planned, then the other stages of the run, with their time and memory."""
     stages = {stage.name: stage for stage in plan.stages}
     rows: list[tuple[str, ...]] = []
     for name, work in zip(plan.work_names, plan.steps, strict=True):
@@ -182,7 +175,9 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
         rows.append((name, done, *sizes, seconds, ", ".join(f"{n} {action}" for action, n in counts.items()), memory))
     timed = {name: _format_stage(stage) for name, stage in stages.items()}
     others = [(name, "", "", "", seconds, "", memory) for name, (seconds, memory) in timed.items()]
-    return [*others[:1], *rows, *others[1:]]
+    rows = [*others[:1], *rows, *others[1:]]
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *rows)]
 
 
 def _format_stage(stage: StageForecast | None) -> tuple[str, str]:

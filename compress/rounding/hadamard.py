@@ -51,19 +51,14 @@ def orthogonal(size: int, seed: int = 0) -> Orthogonal:
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
-    odd, power = _split_odd_part(size)
+    power = (size & -size).bit_length() - 1
+    odd = size >> power  # size = odd * 2^power
     core, left = _find_core(odd, power)
     if core is not None:
         return Orthogonal(signs, core, left, True)
     # uniform over all orthogonal ones: F. Mezzadri, How to generate random matrices, 2007
     q, r = torch.linalg.qr(torch.randn((odd, odd), generator=generator, dtype=torch.float64))
     return Orthogonal(signs, (q * r.diagonal().sign()) * odd**0.5, power, False)
-
-
-def _split_odd_part(size: int) -> tuple[int, int]:
-    """Return (odd, power) with size = odd * 2^power."""
-    power = (size & -size).bit_length() - 1
-    return size >> power, power
 
 
 def _find_core(odd: int, power: int) -> tuple[Tensor | None, int]:

@@ -16,16 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.backends.base import (
-    Backend,
-    Feeds,
-    Options,
-    Session,
-    check_call,
-    check_feeds,
-    check_open,
-    choose_outputs,
-)
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.columns import Array
 from runtime.bundle.files import ir_files, model_files
 from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache

@@ -155,8 +155,9 @@ class Generator:
         spec = from_json(ImagePreprocess, images.preprocess, "images.preprocess")
         return normalize_pixels(batch_pixels([image], spec), spec)
 
-    def _limit_new_tokens(self, ids: Sequence[Array], request: Request) -> int:
-        """Return how many tokens to generate at most; UsageError where they do not fit into the model's context."""
+    def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
+        """Generate after prompts that are read: tokens and pixels of each."""
+        ids, sampling = [prompt for prompt, _ in read], request.sampling(self.settings)
         longest, limit = max(map(len, ids)), self.settings.context_length
         n_new = request.max_new_tokens or max(1, min(USUAL_NEW_TOKENS, limit - longest))
         if longest + n_new > limit:
@@ -164,12 +165,6 @@ class Generator:
                 f"a prompt of {longest} tokens and max_new_tokens {n_new} are more than the model's context_length "
                 f"{limit}: shorten the prompt, or ask for fewer tokens"
             )
-        return n_new
-
-    def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
-        """Generate after prompts that are read: tokens and pixels of each."""
-        ids, sampling = [prompt for prompt, _ in read], request.sampling(self.settings)
-        n_new = self._limit_new_tokens(ids, request)
         rows = [Answer(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), request.stop)) for prompt in ids]
         features = self.decoder.look([image for _, pixels in read for image in pixels])
         start = partial(self.decoder.start, ids, self.decoder.room(ids, n_new), features)

@@ -29,14 +29,7 @@ from runtime.clock.machine import count_cores, environment
 from runtime.decode.scoring import split_sides
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
-from runtime.judge.alternatives import (
-    Way,
-    add_latencies,
-    available_others,
-    find_ways,
-    list_other_files,
-    only_main,
-)
+from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, list_other_files, only_main
 from runtime.judge.changes import Changes, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
@@ -51,15 +44,7 @@ from runtime.judge.slices import find_groups
 from runtime.judge.speed import size_evidence, speed_evidence
 from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
-from runtime.measure.benchmark import (
-    BenchmarkResult,
-    Beside,
-    backend_of,
-    list_variants,
-    measure,
-    open_variant,
-    pair,
-)
+from runtime.measure.benchmark import BenchmarkResult, Beside, backend_of, list_variants, measure, open_variant, pair
 from runtime.measure.workload import UNUSED, settings_for
 from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.progress import Progress, no_progress

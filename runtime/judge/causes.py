@@ -234,8 +234,8 @@ def find_unfused_qdq(pair: ProfiledPair, told: set[str]) -> Found:
     norms = [node for node in between if node.operator == "BatchNormalization"]
     products = [product.node for product in left]
     saves = total_ms([*unpacking, *packing, *norms]) + total_ms(products) * _int8_saving(pair.peaks)
-    reading = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
-    computed = {node.name: node for node in (*between, *products, *reading)}
+    readers = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
+    computed = {node.name: node for node in (*between, *products, *readers)}
     names = Counter(node.operator for node in computed.values()).most_common(3)
     around = ", ".join(f"{n} {operator}" for operator, n in names) or "the model's outputs"
     seen = (

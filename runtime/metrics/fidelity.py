@@ -6,15 +6,7 @@ import math
 
 import numpy as np
 
-from runtime.metrics.base import (
-    FRACTION,
-    Columns,
-    Metric,
-    Outputs,
-    cosine_rows,
-    float_outputs,
-    same_shapes,
-)
+from runtime.metrics.base import FRACTION, Columns, Metric, Outputs, cosine_rows, float_outputs, same_shapes
 
 MAX_SQNR_DB = 200.0
 """Reported for outputs without any error; float32 outputs that differ at all stay below about 150 dB."""
