@@ -244,7 +244,20 @@ class _FormSearch:
         if made.problems:
             return made.problems[0]
         file = self.folder / "trial.gguf"
-        _write_small(file, form, made, entries, trial.values)
+        import gguf
+
+        writer = gguf.GGUFWriter(file, form.architecture)
+        for key, value in made.values.items():
+            add_key(writer, f"{form.architecture}.{key}", value)
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_token_list([f"t{i}" for i in range(made.values["vocab_size"])])
+        for entry in entries:
+            parts = [entry.convert(trial.values[name]) for name in entry.experts or (entry.name,)]
+            array = np.stack(parts) if entry.experts else parts[0]
+            writer.add_tensor(entry.written, np.ascontiguousarray(array, np.float32))
+        for written, factors in made.factors.items():
+            writer.add_tensor(written, factors)
+        write_all(writer)
         found = self.reader.compute(file)
         if isinstance(found, str):
             return found
@@ -302,25 +315,6 @@ def order_architectures(kind: str, class_name: str) -> tuple[list[str], list[str
     words = (kind, kind.removesuffix("_text"), re.sub(r"For[A-Z].*|LM.*", "", class_name))
     own, names = {normalize(word) for word in words}, list(gguf.MODEL_ARCH_NAMES.values())
     return [name for name in names if normalize(name) in own], [name for name in names if normalize(name) not in own]
-
-
-def _write_small(
-    file: Path, form: GgufForm, made: Metadata, entries: Sequence[TensorEntry], values: Mapping[str, np.ndarray]
-) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(file, form.architecture)
-    for key, value in made.values.items():
-        add_key(writer, f"{form.architecture}.{key}", value)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_token_list([f"t{i}" for i in range(made.values["vocab_size"])])
-    for entry in entries:
-        parts = [entry.convert(values[name]) for name in entry.experts or (entry.name,)]
-        array = np.stack(parts) if entry.experts else parts[0]
-        writer.add_tensor(entry.written, np.ascontiguousarray(array, np.float32))
-    for written, factors in made.factors.items():
-        writer.add_tensor(written, factors)
-    write_all(writer)
 
 
 @contextlib.contextmanager
@@ -416,7 +410,17 @@ def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _S
     torch.manual_seed(0)
     try:
         small = _build_small(type(model), config, windowed, most)
-        _fill_with_noise(small)
+        layers = {f"{name}.weight" for name, part in small.named_modules() if is_layer(part)}
+        with torch.no_grad():
+            for name, tensor in small.state_dict(keep_vars=True).items():
+                if not tensor.is_floating_point():
+                    continue
+                noise = torch.randn_like(tensor)
+                if name in layers or tensor.dim() == 3:
+                    fan_in = tensor[0].numel() if name in layers else tensor.shape[-1]
+                    tensor.copy_(noise / fan_in**0.5)
+                else:
+                    tensor.add_(0.1 * noise)
         settings = read_model(small)
         generator = np.random.default_rng(0)
         tokens = generator.integers(settings["vocab_size"] // 8, settings["vocab_size"], N_TOKENS).tolist()
@@ -498,21 +502,6 @@ def _cut_layers(config: Any, most: int) -> None:
             setattr(config, name, value[:most])
     with contextlib.suppress(AttributeError):  # some count what is said of each
         config.num_hidden_layers = most
-
-
-def _fill_with_noise(model: nn.Module) -> None:
-    """Give every tensor values that matter, in place."""
-    layers = {f"{name}.weight" for name, part in model.named_modules() if is_layer(part)}
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if not tensor.is_floating_point():
-                continue
-            noise = torch.randn_like(tensor)
-            if name in layers or tensor.dim() == 3:
-                fan_in = tensor[0].numel() if name in layers else tensor.shape[-1]
-                tensor.copy_(noise / fan_in**0.5)
-            else:
-                tensor.add_(0.1 * noise)
 
 
 @torch.no_grad()

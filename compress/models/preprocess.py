@@ -237,36 +237,11 @@ def _read_first_token(folder: Path) -> int | None:
 
 
 def _read_text(folder: Path) -> TextPreprocess:
-    pooling, normalize = _read_pooling(folder)
-    return TextPreprocess(max_length=_read_max_length(folder), pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
-
-
-def _read_max_length(folder: Path) -> int:
-    """Return the longest text in tokens, at most the model's positions.
-
-    From sentence_bert_config.json, else tokenizer_config.json, else the default of TextPreprocess.
-    """
-    stated = _read_object(folder / "sentence_bert_config.json").get("max_seq_length")
-    stated = stated or _read_object(folder / "tokenizer_config.json").get("model_max_length")
-    positions = _count_positions(_read_object(folder / "config.json"))
-    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]  # 1e30 means unknown
-    return min(known, default=TextPreprocess.max_length)
-
-
-def _count_positions(config: dict[str, Any]) -> int | None:
-    n = config.get("max_position_embeddings")
-    if n is not None and config.get("model_type") in OFFSET_POSITIONS:
-        return int(n) - int(config.get("pad_token_id") or 0) - 1
-    return n
-
-
-def _read_pooling(folder: Path) -> tuple[str, bool]:
-    """Read (pooling, normalize) of a sentence-transformers folder; mean and normalised where it says nothing."""
-    path = folder / "modules.json"
-    value = _read_json(path)
-    if value is not None and not isinstance(value, list):
-        raise SourceError(f"{path}: is not a JSON list")
-    modules = value or []
+    """Read a text encoder's folder: mean and normalised where it is not sentence-transformers' or says nothing."""
+    modules = _read_json(folder / "modules.json")
+    modules = [] if modules is None else modules
+    if not isinstance(modules, list):
+        raise SourceError(f"{folder / 'modules.json'}: is not a JSON list")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if other or any(module.get("path") for module, kind in zip(modules, kinds, strict=True) if kind == "Transformer"):
@@ -283,7 +258,20 @@ def _read_pooling(folder: Path) -> tuple[str, bool]:
     known = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "mean": "mean", "cls": "cls", "max": "max"}
     if len(modes) > 1 or any(mode not in known for mode in modes):
         raise SourceError(f"{folder}: pooling {' + '.join(modes)} is not one of mean, cls, max; declare `preprocess:`")
-    return known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
+    pooling, normalize = known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
+    stated = _read_object(folder / "sentence_bert_config.json").get("max_seq_length")
+    stated = stated or _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    positions = _count_positions(_read_object(folder / "config.json"))  # no text is longer than these
+    lengths = [int(n) for n in (stated, positions) if n is not None and n < 1e6]  # 1e30 means unknown
+    longest = min(lengths, default=TextPreprocess.max_length)
+    return TextPreprocess(max_length=longest, pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
+
+
+def _count_positions(config: dict[str, Any]) -> int | None:
+    n = config.get("max_position_embeddings")
+    if n is not None and config.get("model_type") in OFFSET_POSITIONS:
+        return int(n) - int(config.get("pad_token_id") or 0) - 1
+    return n
 
 
 def _read_image(folder: Path) -> ImagePreprocess:

@@ -275,7 +275,23 @@ class _TreeBuilder:
 
     def _build_value(self, node: Any, path: Path) -> Scalar | dict[str, Node] | list[Node]:
         if isinstance(node, MappingNode) and node.tag == TAG + "map":
-            return self._build_mapping(node, path)
+            items: dict[str, Node] = {}
+            inherited: list[Node] = []
+            for key, item in node.value:
+                if key.tag == TAG + "merge":
+                    inherited += self._build_inherited(item, path)
+                    continue
+                name = self._read_key(key, path)
+                if name is None:
+                    continue
+                if name in items:
+                    first = items[name].key_place
+                    self.findings.add(self._find_place(key), (*path, name), f"key given twice; first at {first}")
+                    continue
+                items[name] = replace(self.build(item, (*path, name)), key_place=self._find_place(key))
+            for source in inherited:  # `<<:` gives the keys which the mapping itself does not
+                items = {**cast(dict[str, Node], source.value), **items}
+            return items
         if isinstance(node, SequenceNode) and node.tag == TAG + "seq":
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
         if isinstance(node, ScalarNode) and str(node.tag) in {TAG + t for t in _SCALAR_TAGS}:
@@ -289,25 +305,6 @@ class _TreeBuilder:
         except BadScalar as error:
             self.findings.add(self._find_place(node), path, str(error))
             return None
-
-    def _build_mapping(self, node: MappingNode, path: Path) -> dict[str, Node]:
-        items: dict[str, Node] = {}
-        inherited: list[Node] = []
-        for key, item in node.value:
-            if key.tag == TAG + "merge":
-                inherited += self._build_inherited(item, path)
-                continue
-            name = self._read_key(key, path)
-            if name is None:
-                continue
-            if name in items:
-                first = items[name].key_place
-                self.findings.add(self._find_place(key), (*path, name), f"key given twice; first at {first}")
-                continue
-            items[name] = replace(self.build(item, (*path, name)), key_place=self._find_place(key))
-        for source in inherited:  # `<<:` gives the keys which the mapping itself does not
-            items = {**cast(dict[str, Node], source.value), **items}
-        return items
 
     def _build_inherited(self, node: Any, path: Path) -> list[Node]:
         sources = node.value if isinstance(node, SequenceNode) else [node]
