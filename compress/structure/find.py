@@ -277,8 +277,6 @@ def _drop_outside_source(input_group: InputGroup, experts: set[str]) -> InputGro
     """Return the input group without a source on another side of an expert's border.
 
     One expert alone need not tell what all of them read.
-
-    One expert alone need not tell what all of them read.
     """
     if _find_expert(input_group.source, experts) == _find_expert(input_group.layers[0], experts):
         return input_group
