@@ -23,20 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from common import (
-    ROOT,
-    Call,
-    Claim,
-    Measured,
-    Peer,
-    Row,
-    RunError,
-    apply_recipe,
-    at_least,
-    at_most,
-    run_script,
-    say,
-)
+from common import ROOT, Call, Claim, Measured, Peer, Row, RunError, apply_recipe, at_least, at_most, run_script, say
 from measuring import make_peer_models, open_judged
 
 from compress.commands.blame import Blame, blame_bundle

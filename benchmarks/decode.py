@@ -20,16 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import Call, Claim, Measured, Peer, Row, RunError, apply_recipe, at_least, run_peer, run_script, say
-from decoders import (
-    BundlePlayer,
-    GenaiPlayer,
-    LlamaCppPlayer,
-    OpenVinoPlayer,
-    OrtPlayer,
-    Player,
-    play,
-    ratios,
-)
+from decoders import BundlePlayer, GenaiPlayer, LlamaCppPlayer, OpenVinoPlayer, OrtPlayer, Player, play, ratios
 from language import DECODER_LAYERS, load_causal, random_llama
 from real_language_models import FOLDER, MODELS
 

@@ -21,20 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import (
-    HERE,
-    Call,
-    Claim,
-    Measured,
-    Row,
-    at_least,
-    at_most,
-    drop,
-    run_recipe,
-    run_script,
-    say,
-    size_ratio,
-)
+from common import HERE, Call, Claim, Measured, Row, at_least, at_most, drop, run_recipe, run_script, say, size_ratio
 from measuring import ONNXRUNTIME, Entry, Judged, Timing, compare, find_row, open_judged, run_model
 from torch import Tensor
 from torch.nn import functional as F

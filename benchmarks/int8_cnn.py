@@ -34,16 +34,7 @@ from common import (
     say,
     size_ratio,
 )
-from measuring import (
-    ONNXRUNTIME,
-    OPENVINO,
-    Entry,
-    Timing,
-    compare,
-    find_row,
-    make_peer_models,
-    open_judged,
-)
+from measuring import ONNXRUNTIME, OPENVINO, Entry, Timing, compare, find_row, make_peer_models, open_judged
 from torch.nn import functional as F
 from training import find_trained
 

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 from common import Call, CallError, Peer, Row, RunError, apply_recipe, pass_seconds, run_job, say
 from embeddings import MAX_LENGTH, STSB_DEV, embed, load_encoder, mean_cosine, minilm_folder, read_sentences
-from language import (
-    CALIBRATED,
-    EVALUATED,
-    encode_stories,
-    load_causal,
-    nats_per_token,
-    read_stories,
-    with_weights,
-)
+from language import CALIBRATED, EVALUATED, encode_stories, load_causal, nats_per_token, read_stories, with_weights
 from peers.batches import Batch, write_batches
 
 THREADS = 2

@@ -59,22 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def run() -> int:
-        options = _parse(words)
+        parser = _build_parser()
+        options, rest = parser.parse_known_args(words)  # which takes no PROMPT that stands behind an option
+        if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "prompt", "") is None:
+            options.prompt = rest[0]
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         command: Callable[[argparse.Namespace], int] = options.command
         return command(options)
 
     return end_command(run, "--json" in words)
-
-
-def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return what the words of a call say. argparse takes no PROMPT that stands behind an option: it is put in here."""
-    parser = _build_parser()
-    options, rest = parser.parse_known_args(words)
-    if len(rest) == 1 and not rest[0].startswith("-") and getattr(options, "prompt", "") is None:
-        options.prompt = rest[0]
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return options
 
 
 class _Parser(argparse.ArgumentParser):

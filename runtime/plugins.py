@@ -64,20 +64,17 @@ class Plugin:
 
     def to_record(self) -> dict[str, str]:
         """Return who the plug-in is and a digest of its package's sources, as JSON values."""
-        return {"distribution": self.distribution, "version": self.version, "code": self._digest_code()}
-
-    def _digest_code(self) -> str:
-        """Return the sha256 of every .py of the outermost package: while it is developed, its version stays."""
         top = self.path.partition(":")[0].partition(".")[0]
         spec = find_spec(top)
         folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
         files = [(file, file.relative_to(folder)) for folder in folders for file in sorted(folder.rglob("*.py"))]
         if spec is not None and spec.origin is not None and not files:
             files = [(Path(spec.origin), Path(Path(spec.origin).name))]
+        # every .py of the outermost package: while it is developed, its version stays
         sha = hashlib.sha256()
         for file, name in files:
             sha.update(f"{name.as_posix()}\n".encode() + file.read_bytes())
-        return sha.hexdigest()
+        return {"distribution": self.distribution, "version": self.version, "code": sha.hexdigest()}
 
 
 def find_plugins(group: str) -> tuple[Plugin, ...]:

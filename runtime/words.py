@@ -46,7 +46,6 @@ OTHER_WORDS = {
     **dict.fromkeys(("asr", "speech_recognition"), ("automatic-speech-recognition",)),
 }
 """Another tool's word, in small letters with underscores -> ours for the same thing, of which those count that fit."""
-MOST_MEANT = 3
 MOST_COMPARED, MOST_OPTIONS = 80, 1000
 """Length of a word that another may have been meant by, and how many others are looked at."""
 SMALL = 0.001
@@ -60,7 +59,7 @@ def find_meant(word: object, options: Iterable[object]) -> list[str]:
         return []
     by_fold = {str(option).lower(): str(option) for option in islice(options, MOST_OPTIONS) if str(option) != word}
     ours = [name for name in OTHER_WORDS.get(text.replace("-", "_").replace(" ", "_"), ()) if name.lower() in by_fold]
-    return ours[:MOST_MEANT] or [by_fold[near] for near in get_close_matches(text, by_fold, n=1, cutoff=0.6)]
+    return ours[:3] or [by_fold[near] for near in get_close_matches(text, by_fold, n=1, cutoff=0.6)]
 
 
 def did_you_mean(word: object, options: Iterable[object]) -> str:

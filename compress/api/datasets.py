@@ -96,7 +96,10 @@ def _read_columns(
     rows = list(itertools.islice(_iter_rows(dataset, argument, reads, transform_fn), most))
     if not rows:
         raise SourceError(f"{argument}: gives no samples; give a generator as the function that makes it")
-    return _gather_columns(rows, argument)
+    names = rows[0].keys()
+    if other := next((number for number, row in enumerate(rows) if row.keys() != names), None):
+        raise SourceError(f"{argument}: sample {other} has {', '.join(rows[other])}, the first has {', '.join(names)}")
+    return {name: _stack([row[name] for row in rows], name, argument) for name in names}
 
 
 def _draws_at_random(draw: DrawRows, columns: Mapping[str, Any]) -> bool:
@@ -312,14 +315,6 @@ def _to_label(label: Any) -> Any:
     if isinstance(label, tuple | list) and label and isinstance(label[0], Mapping):
         return [_to_label(each) for each in label]
     return label if isinstance(label, str) else _to_array(label)
-
-
-def _gather_columns(rows: Sequence[Row], argument: str) -> dict[str, Any]:
-    """Return the samples' columns: arrays where all have one shape, else lists."""
-    names = rows[0].keys()
-    if other := next((number for number, row in enumerate(rows) if row.keys() != names), None):
-        raise SourceError(f"{argument}: sample {other} has {', '.join(rows[other])}, the first has {', '.join(names)}")
-    return {name: _stack([row[name] for row in rows], name, argument) for name in names}
 
 
 def _stack(values: list[Any], name: str, argument: str) -> Any:

@@ -21,13 +21,7 @@ from compress.commands.auto import reach_goal
 from compress.commands.bench import bench_model
 from compress.commands.bench_rows import BenchTable
 from compress.commands.new import NewAnswers
-from compress.commands.quantize import (
-    apply_passes,
-    draft_for,
-    name_recipe_file,
-    quantize_further,
-    quantize_model,
-)
+from compress.commands.quantize import apply_passes, draft_for, name_recipe_file, quantize_further, quantize_model
 from compress.data.find_sets import DataGiven
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.execution.run import apply_recipe
@@ -141,7 +135,9 @@ def quantize(model: Any, scheme: str = "INT8", *, ignore: Sequence[str] = (), **
     """
     cache, quiet = given.get("cache"), given.get("quiet", False)
     if isinstance(model, Result):
-        _refuse_other_data(given)
+        own = ("output_dir", "cache", "quiet")
+        if other := [name for name, value in given.items() if value is not None and name not in own]:
+            raise RecipeError(f"{other[0]}: a result that is gone on with has its own data and target; leave it out")
         out = _choose_output(given, f"{model.recipe.name}-{scheme.lower()}")
         return _make_result(quantize_further(model.recipe, scheme, out, cache, quiet, ignore), out)
     said, out = _write_given(model, given, f"-{scheme.lower()}")
@@ -307,13 +303,6 @@ def _write_given(model: Any, given: Given, ending: str) -> tuple[NewAnswers, Pat
 def _choose_output(given: Given, name: str) -> Path:
     output_dir = given.get("output_dir")
     return Path(output_dir) if output_dir is not None else name_output(name)
-
-
-def _refuse_other_data(given: Given) -> None:
-    """Raise RecipeError for what a result brings along."""
-    own = ("output_dir", "cache", "quiet")
-    if other := [name for name, value in given.items() if value is not None and name not in own]:
-        raise RecipeError(f"{other[0]}: a result that is gone on with has its own data and target; leave it out")
 
 
 def _require_data(given: Given, why: str) -> None:

@@ -79,16 +79,8 @@ OF_ALL = ("int8-static", "w4", "w8", "int8-dynamic", "float16", "bfloat16")
 """Formats that every backend has a row of, also to say that it refuses them; of others only those that it takes."""
 SPEED: dict[str, Any] = {"warmup": 2, "iterations": 12, "throughput_batch_size": 8}
 DECODING = {"prompt_tokens": 32, "new_tokens": 16}
-FINALISTS = 4
-"""Rows that are timed once more, in the same rounds."""
-LEFT_FOR_MEASURING = 0.1
-"""Of the budget: no build goes on into it, so that the last row and the last rounds are measured in time."""
 LEAST_SHARE = 0.05
 """Of the weights or of the products, which a format must reach: with less, what it leaves is the float model."""
-NEARLY_ALL = 0.95
-"""Of the weights; a row that reaches less of them says how much."""
-LENGTHS_COUNTED = 256
-"""Texts of which the usual length is found."""
 BUILDING = ("plan", "build")
 """The stages of a row before it is measured."""
 FINAL = "final"
@@ -188,7 +180,8 @@ class Formats(SearchSpace):
         reach = find_reach(facts, target, chain)
         if why := f"{backend} {fact.text}" if fact.verdict == "slow" else reach.explain_little():
             return Choice(chain, state="not built", why=why)
-        return Choice(chain, (*chain.notes, *((reach.text,) if reach.weights < NEARLY_ALL else ())))
+        # a row that reaches less of the weights says how much
+        return Choice(chain, (*chain.notes, *((reach.text,) if reach.weights < 0.95 else ())))
 
 
 def _place_untimed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -384,7 +377,8 @@ class Bench(Sweep):
         timed = sorted(
             (row for row in table.rows if row.may_win and row.latency_ms), key=lambda row: row.latency_ms or 0
         )
-        rows = [row for row in timed if self.study.bundle_of(row).is_dir()][:FINALISTS]
+        # rows that are timed once more, in the same rounds
+        rows = [row for row in timed if self.study.bundle_of(row).is_dir()][:4]
         if len({row.backend for row in rows}) < 2 or TORCH_TASKS[table.task].task.unit == "token":
             return  # those of one backend have their ratios to one float32
         if left_s < 2 * FINAL_S:
@@ -423,7 +417,8 @@ def bench_model(said: NewAnswers, out: Path, budget_s: float | None, cache: Path
     end, held = begun + budget_s, draft.make_recipe(Path()).held
     with open_study(BenchStudy, out / STUDY, space) as study:
         with start_workers(held, 1, None, out / "bench.log", WORK) as workers:
-            bench = Bench(study, workers, cache or default_root(), end - LEFT_FOR_MEASURING * budget_s, 0, Prior(), log)
+            # no build goes on into the last tenth of the budget: the last rounds are measured in time
+            bench = Bench(study, workers, cache or default_root(), end - 0.1 * budget_s, 0, Prior(), log)
             finish_study(study, bench.run)
         bench.time_finals(end - time.monotonic())
         study.ending = {"notes": _list_notes(space, study.table), "recipe": _write_winner(study, out)}
@@ -472,7 +467,7 @@ def find_usual_length(draft: Draft) -> int | None:
         return None
     inputs = replace(draft.inputs, recipe=draft.make_recipe(Path()))
     batches = Batches(load_set(inputs, "evaluation", None), inputs, inputs.facts.inputs, size=1)
-    some = batches[:: max(len(batches) // LENGTHS_COUNTED, 1)]
+    some = batches[:: max(len(batches) // 256, 1)]  # so many texts tell
     lengths = sorted(int(feeds["input_ids"].shape[1]) for feeds in some)
     return lengths[len(lengths) // 2]
 

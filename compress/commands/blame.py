@@ -56,8 +56,6 @@ CONFIRMED = 3
 """Layers that are put back one by one on the metric."""
 ENOUGH = 0.9
 """Share of the loss that the proposed layers give back."""
-TIMED_ROWS = 3
-"""Samples whose runs the layers' milliseconds are read from."""
 
 
 @dataclass(frozen=True)
@@ -405,7 +403,8 @@ def _make_rows(
 def _time_both(model: SwitchedModel) -> tuple[dict[str, float], float, dict[str, float]]:
     """Return each layer's share of the candidate's time, that time, and each layer's ms in the bundle's float model."""
     case = model.case
-    rows = spread_rows(count(case.columns), TIMED_ROWS)
+    # samples whose runs the layers' milliseconds are read from
+    rows = spread_rows(count(case.columns), 3)
     tensors = {unit.name: unit.tensors for unit in model.units if unit.type != "tensor"}
     path = inside(case.root, case.manifest.graph_for(CPU).path)
     shares, total_ms = time_layers(case, path, tensors, rows)

@@ -22,8 +22,6 @@ ABSENT = "-"
 """In place of a value that one side has not."""
 ERRORS = ("sqnr_db", "output_error", "error_after", "weight_error", "fit_after")
 """What passes measure of a layer's error, by their names in layers.json."""
-SAME_ERROR = 0.01
-"""Two errors of a layer within this share of each other are no difference: calibration data differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -160,5 +158,6 @@ def _differs(change: LayerChange) -> bool:
     before, after = change.before, change.after
     if before.value is None or after.value is None or before.error != after.error:
         return before != after
-    same_error = math.isclose(before.value, after.value, rel_tol=SAME_ERROR)
+    # two errors of a layer within 1 % are no difference: calibration data differ by as much
+    same_error = math.isclose(before.value, after.value, rel_tol=0.01)
     return not same_error or replace(before, value=after.value) != after

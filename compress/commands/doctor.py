@@ -191,7 +191,8 @@ def _is_installed(name: str) -> bool:
 
 def _examine_package(wanted: Requirement, imported: bool = False) -> Finding:
     """Find out how it stands with a package. `imported`: it is known that it can be."""
-    part, mend = _describe_part(wanted)
+    least = f"'{wanted.name}>={wanted.least}'" if wanted.least else wanted.name
+    part, mend = wanted.extra or "running bundles", f"pip install {least}"
     try:
         version = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:
@@ -221,12 +222,6 @@ def find_modules(name: str) -> list[str]:
 def _normalize(name: str) -> str:
     """Return a package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _describe_part(wanted: Requirement) -> tuple[str, str]:
-    """Return what the package is for, and the command that installs it."""
-    least = f"'{wanted.name}>={wanted.least}'" if wanted.least else wanted.name
-    return wanted.extra or "running bundles", f"pip install {least}"
 
 
 def _parse_version(version: str) -> tuple[int, ...]:

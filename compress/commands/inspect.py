@@ -70,19 +70,18 @@ def inspect_bundle(path: Path, console: Console) -> None:
     console.print(f"[bold]{escape(manifest.name)}[/]  {escape(made)}")
     verdict = described["verdict"] or "not judged yet"
     console.print(escape(f"digest {manifest.digest}, {len(manifest.files)} files; verdict: {verdict}"))
-    console.print(_tabulate_models(manifest))
-    for text in _describe_engines(manifest):
-        console.print(escape(text))
-    console.print(_format_signature(manifest.artifacts[0]) if manifest.artifacts else "no models")
-    _print_judgement(path, manifest, console)
-    _print_layers(described["layers"], console)
-
-
-def _tabulate_models(manifest: Manifest) -> Table:
     table = Table("model", "file", "for", "weights", "size", title_justify="left")
     for a in manifest.artifacts:
         table.add_row(*map(escape, (a.name, a.path, a.target, a.precision, size_text(a.size_bytes))))
-    return table
+    console.print(table)
+    for text in _describe_engines(manifest):
+        console.print(escape(text))
+    console.print(_format_signature(manifest.artifacts[0]) if manifest.artifacts else "no models")
+    frozen = f"{manifest.evaluation.n_samples} frozen samples" if manifest.evaluation else "no samples to judge it on"
+    console.print(f"evaluation: {frozen}" + (f"; {CAME_WITHOUT}" if find_left_out(path, manifest) else ""))
+    for gate in manifest.judgement.gates:
+        console.print(escape(f"gate: {gate.metric} {gate_rules(gate)}"))
+    _print_layers(described["layers"], console)
 
 
 def _describe_engines(manifest: Manifest) -> Iterator[str]:
@@ -104,13 +103,6 @@ def _format_signature(artifact: Artifact) -> str:
 
 def _format_tensors(specs: tuple[TensorSpec, ...]) -> str:
     return ", ".join(escape(f"{s.name} {s.dtype}[{', '.join(map(str, s.shape))}]") for s in specs)
-
-
-def _print_judgement(path: Path, manifest: Manifest, console: Console) -> None:
-    frozen = f"{manifest.evaluation.n_samples} frozen samples" if manifest.evaluation else "no samples to judge it on"
-    console.print(f"evaluation: {frozen}" + (f"; {CAME_WITHOUT}" if find_left_out(path, manifest) else ""))
-    for gate in manifest.judgement.gates:
-        console.print(escape(f"gate: {gate.metric} {gate_rules(gate)}"))
 
 
 def gate_rules(gate: Gate) -> str:

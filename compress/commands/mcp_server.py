@@ -28,10 +28,6 @@ except ModuleNotFoundError as error:
     raise MissingDependency("mcp", "a server for agents (the extra 'mcp')") from error
 
 COMMAND = (sys.executable, "-P", "-m", "compress")  # -P: nothing is imported from where the agent works
-ENDING_S = 20.0
-"""Until a cancelled command that does not end by itself is killed; `apply` of the quickstart ended in half a second."""
-LAST_LINES = 10
-"""Of stderr, which a command that was killed is told by."""
 READS = ToolAnnotations(read_only_hint=True)
 """Of tools that change nothing and run no code that a recipe names."""
 
@@ -174,7 +170,8 @@ async def tell_lines(stream: ByteReceiveStream, context: Context, told: list[str
 async def end_process(process: Process) -> None:
     """End a process if it still runs, in order where it can, and close its pipes."""
     with anyio.CancelScope(shield=True):
-        with suppress(ProcessLookupError), anyio.move_on_after(ENDING_S):
+        # then it is killed; `apply` of the quickstart ended in half a second
+        with suppress(ProcessLookupError), anyio.move_on_after(20.0):
             if process.returncode is None:
                 process.terminate()
             await process.wait()
@@ -190,7 +187,8 @@ def read_result(name: str, text: str, exit_code: int | None, told: Sequence[str]
         document = json.loads(text)
     except ValueError:
         ended = f"compress {name}: ended with {exit_code} and without a document (-9: killed, often for memory)"
-        document = {"verdict": "error", "exit_code": exit_code, "problems": [ended, *told[-LAST_LINES:]]}
+        # the last lines of stderr tell of a command that was killed
+        document = {"verdict": "error", "exit_code": exit_code, "problems": [ended, *told[-10:]]}
     failed = document.get("verdict") == "error"
     said = "\n".join(document["problems"]) if failed else json.dumps(document, ensure_ascii=False)
     return CallToolResult(content=[TextContent(text=said)], structured_content=document, is_error=failed)

@@ -48,14 +48,14 @@ def push_to_hub(parcel: Parcel, repo_id: str, public: bool) -> Push:
             there = _open_repository(api, repo_id, public)
             kept = _read_header(api, repo_id, there)
         card = _write_card(parcel, repo_id, kept)
-        gone = [name for name in _list_files(there) if name.startswith(f"{FOLDER}/") and name not in new]
+        removed = [name for name in _list_files(there) if name.startswith(f"{FOLDER}/") and name not in new]
         with _name_failure(repo_id, "a push is one commit: all of it is there, or what was there before; push again"):
             commit = api.create_commit(
                 repo_id,
                 [
                     CommitOperationAdd(CARD, card.encode()),
                     *(CommitOperationAdd(name, path) for name, path in new.items()),
-                    *(CommitOperationDelete(name) for name in sorted(gone)),
+                    *(CommitOperationDelete(name) for name in sorted(removed)),
                 ],
                 commit_message=f"{parcel.manifest.name}, digest {parcel.manifest.digest[:12]}",
                 parent_commit=there.sha,

@@ -280,8 +280,6 @@ def _explain_no_units(model: SwitchedModel) -> str:
     return f"none of the layers is found in the candidate ({name}: {why})"
 
 
-FIT_ROWS = 16
-"""Samples on which it is looked whether float weights are the candidate's."""
 SAME = 1e-5
 """Squared error over squares up to which outputs are the same but for rounding in float32."""
 FIT = 0.1
@@ -293,7 +291,8 @@ FIT_BESIDE_CACHE = 0.8
 def _explain_misfit(model: SwitchedModel) -> str:
     """Return why a float graph's weights are not the candidate's before rounding; "" where they are."""
     case = model.case
-    rows = spread_rows(count(case.columns), FIT_ROWS)
+    # samples on which it is looked whether float weights are the candidate's
+    rows = spread_rows(count(case.columns), 16)
     exact, rounded = (model.run(model.choose(rounded), rows) for rounded in (False, True))
     rest, whole = (_measure_outputs(outputs, case.baseline, rows) for outputs in (exact, rounded))
     cache = case.manifest.graph_for(CPU).cache

@@ -238,7 +238,14 @@ class ColumnReader:
         # without `images`, "image" may be the name of a generic model's input, whatever that takes
         if role in sample_roles(self.task.name, self.images):
             if role == "image":
-                return self._load_images(column, raw)
+                images = []
+                for i, item in enumerate(raw):
+                    try:
+                        images.append(load_pixels(self._find_file(item)))
+                    except UsageError as error:
+                        raise self.fail(column, i, str(error)) from error
+                same_size = len({image.shape for image in images}) == 1
+                return np.stack(images) if same_size else images
             if role in TEXT_COLUMNS or self.task.task.reads_texts:
                 return self._check_texts(column, [self.task.make_text(item) for item in raw])
         return self._check_finite(column, self._to_numbers(column, raw))
@@ -246,16 +253,6 @@ class ColumnReader:
     def fail(self, column: str, row: int, problem: str) -> SourceError:
         """Return the error of a row."""
         return SourceError(f"{self.table.where}: column '{column}', {self.table.place(int(self.rows[row]))}: {problem}")
-
-    def _load_images(self, column: str, raw: Any) -> Any:
-        images = []
-        for i, item in enumerate(raw):
-            try:
-                images.append(load_pixels(self._find_file(item)))
-            except UsageError as error:
-                raise self.fail(column, i, str(error)) from error
-        same_size = len({image.shape for image in images}) == 1
-        return np.stack(images) if same_size else images
 
     def check_headers(self, column: str, masks: bool, check_size: CheckSize) -> bool:
         """Look at the headers of a column's image files, and return whether pixels are left that nothing is known of.
@@ -405,21 +402,18 @@ class ColumnReader:
         index = {name.casefold(): i for i, name in enumerate(self.class_names)}
         stated = self.table.label_names.get(column)
         if stated is not None and index:
-            return self._map_class_ids(column, raw, [index.get(name.casefold()) for name in stated])
+            mapped = [index.get(name.casefold()) for name in stated]
+            if None in mapped:
+                raise SourceError(
+                    f"{self.table.where}: column '{column}': the file's classes "
+                    f"{', '.join(self.table.label_names[column])} are not all among the model's, "
+                    f"{', '.join(self.class_names)}; set `class_names` in the recipe's model, in the model's order and "
+                    "with the data's names"
+                )
+            return [-1 if label is None or label < 0 else mapped[label] for label in raw]
         if index and all(isinstance(label, str) and label.casefold() in index for label in raw):
             return [index[label.casefold()] for label in raw]
         return None
-
-    def _map_class_ids(self, column: str, raw: Any, mapped: list[int | None]) -> list[int]:
-        """Map the file's class ids to the model's: both name their classes, and the orders need not agree."""
-        if None in mapped:
-            raise SourceError(
-                f"{self.table.where}: column '{column}': the file's classes "
-                f"{', '.join(self.table.label_names[column])} are not all among the model's, "
-                f"{', '.join(self.class_names)}; set `class_names` in the recipe's model, in the model's order and "
-                "with the data's names"
-            )
-        return [-1 if label is None or label < 0 else mapped[label] for label in raw]
 
     def _parse_numbers(self, column: str, raw: Any) -> Any:
         """Convert texts to numbers: int where all are written so, else float."""

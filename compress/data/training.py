@@ -55,7 +55,12 @@ class EncodedSet:
                 feeds = self.preprocessor.encode(self.views[0], rows)
                 apart = self.apart and POSITIONS in self.views[0]
                 return feeds | {POSITIONS: pad_rows(take(self.views[0], POSITIONS, rows))} if apart else feeds
-            return self.preprocessor.encode(_gather_rows(parts, rows, self.size))
+            gathered: dict[str, list[Any]] = {name: [None] * len(rows) for name in parts[0][1]}
+            for places, columns in parts:
+                for place in places.tolist():
+                    for name in gathered:
+                        gathered[name][place] = columns[name][int(rows[place]) % self.size]
+            return self.preprocessor.encode(gathered)
         except UsageError as error:
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
 
@@ -99,18 +104,6 @@ def _make_redraw(draw: Callable[[np.ndarray, int], dict[str, Any]], preprocessor
             raise SourceError([f"data.train: {problem}" for problem in error.problems]) from error
 
     return redraw
-
-
-def _gather_rows(
-    parts: Sequence[tuple[np.ndarray, Mapping[str, Any]]], rows: np.ndarray, size: int
-) -> dict[str, list[Any]]:
-    """Gather the rows' samples out of several views, as columns of their own, in the rows' order."""
-    gathered: dict[str, list[Any]] = {name: [None] * len(rows) for name in parts[0][1]}
-    for places, columns in parts:
-        for place in places.tolist():
-            for name in gathered:
-                gathered[name][place] = columns[name][int(rows[place]) % size]
-    return gathered
 
 
 def n_rows(task: str, n_samples: int, columns: Mapping[str, Any]) -> int:

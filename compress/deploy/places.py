@@ -58,14 +58,6 @@ def find_place(name: str) -> Place:
     return place
 
 
-def _check_options(place: Place, serving: Serving) -> None:
-    """Raise PlaceError for an option that the place has no use for."""
-    usual = Serving()
-    for name, flag in OPTIONS.items():
-        if getattr(serving, name) != getattr(usual, name) and name not in TAKEN[place]:
-            raise PlaceError(f"{flag}: --to {place} takes no such option; leave it out")
-
-
 def deploy(bundle: Path, place: Place, out: Path, serving: Serving) -> Path:
     """Write what `place` reads to `out`, whole or not at all. PlaceError where something stands there."""
     if out.exists():
@@ -74,7 +66,10 @@ def deploy(bundle: Path, place: Place, out: Path, serving: Serving) -> Path:
         raise PlaceError(f"{out}: lies in the bundle, whose files may not change; choose another --out")
     if serving.backend:
         find_backend(serving.backend)
-    _check_options(place, serving)
+    usual = Serving()
+    for name, flag in OPTIONS.items():
+        if getattr(serving, name) != getattr(usual, name) and name not in TAKEN[place]:
+            raise PlaceError(f"{flag}: --to {place} takes no such option; leave it out")
     with reserve_output(out.resolve()) as staging:
         staging.rmdir()  # each of these makes its folder
         with blame(out):

@@ -155,13 +155,19 @@ def _write_model(folder: Path, served: _Served) -> Path:
     for path in FILES_OF[served.artifact.kind](source):
         shutil.copyfile(path, version / (file if path == source else path.name))
     inputs, outputs = _call_specs(served, source)
+    on = served.serving.backend or served.artifact.target
     config: dict[str, Any] = {
         "name": folder.name,
         "platform": platform,
         "max_batch_size": served.batch,
         "input": [_describe_tensor(spec, served.batch) for spec in inputs],
         "output": [_describe_tensor(spec, served.batch) for spec in outputs],
-        "instance_group": [{"count": served.serving.instances, "kind": Word(_instance_kind(served))}],
+        "instance_group": [
+            {
+                "count": served.serving.instances,
+                "kind": Word("KIND_GPU" if served.artifact.kind == "engine" or on in ON_A_GPU else "KIND_CPU"),
+            }
+        ],
     }
     if served.artifact.states:
         config["sequence_batching"] = {"state": [_describe_state(state) for state in served.artifact.states]}
@@ -191,11 +197,6 @@ def _describe_state(state: State) -> dict[str, Any]:
     described = {"data_type": Word(TYPES[state.input.dtype]), "dims": list(state.shape)}
     first = {**described, "zero_data": True, "name": f"initial {state.input.name}"}
     return {"input_name": state.input.name, "output_name": state.output, **described, "initial_state": first}
-
-
-def _instance_kind(served: _Served) -> str:
-    on = served.serving.backend or served.artifact.target
-    return "KIND_GPU" if served.artifact.kind == "engine" or on in ON_A_GPU else "KIND_CPU"
 
 
 def _write_end(

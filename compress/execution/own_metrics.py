@@ -16,8 +16,6 @@ from runtime.bundle.format import Judgement, RecordedMetric
 from runtime.judge.recorded import as_metric, value_columns
 from runtime.metrics import Metric, NonFiniteOutputs, Outputs, check_finite
 
-MOST_GROUPS = 100
-"""Groups of samples that are left out in turn, for the interval of a single number."""
 Function = Callable[[Mapping[str, np.ndarray], Any], Any]
 
 
@@ -97,7 +95,8 @@ def compute_values(name: str, function: Function, outputs: Outputs, labels: Any 
         return values, True
     if n < 2:
         raise PlanError(f"{name}: one number of one sample has no interval; give more evaluation samples")
-    groups = np.random.default_rng(0).permutation(n) % min(n, MOST_GROUPS)
+    # groups of samples that are left out in turn, for the interval of a single number
+    groups = np.random.default_rng(0).permutation(n) % min(n, 100)
     without = [
         _call(name, function, *_take_rows(outputs, labels, groups != group), int(np.count_nonzero(groups != group)))
         for group in range(groups.max() + 1)

@@ -262,7 +262,14 @@ def _run_model_passes(
     names = pass_names(run.plan.recipe.passes)
     for index, config, key in _iter_stage(run, "model"):
         loaded = loaded or _load_torch(run)
-        context = _make_model_context(run, loaded)
+        students = (pass_.find_student() for pass_ in run.plan.recipe.passes)
+        apart = run.plan.inputs.facts.reads_apart and all(s is None or s.source is None for s in students)
+        context = ModelContext(
+            **_list_fields(run, loaded.inputs),
+            **_list_training_fields(run, loaded.inputs, apart),  # packed rows' samples: the students, too
+            student=partial(make_student, run.plan.inputs.source, run.plan.inputs.feeds, loaded),
+            timing=_make_timing(run, loaded),
+        )
         run_pass = partial(run_model_pass, run.cache, key, config, loaded)
         with run.run_log.time_stage(names[index]):
             results.append(_resume_pass(run, index, key, run_pass, context))
@@ -282,16 +289,6 @@ def _resume_pass(
         return run_pass(context)
     with hold_shared_work(run.cache, key, f"{run.plan.recipe.name}: passes.{index}") as work:
         return run_pass(replace(context, work=work))
-
-
-def _make_model_context(run: RunContext, loaded: TorchModel) -> ModelContext:
-    """Return what a pass over the whole torch module is given beside it."""
-    return ModelContext(
-        **_list_fields(run, loaded.inputs),
-        **_list_training_fields(run, loaded.inputs, _trains_apart(run.plan)),
-        student=partial(make_student, run.plan.inputs.source, run.plan.inputs.feeds, loaded),
-        timing=_make_timing(run, loaded),
-    )
 
 
 def _make_timing(run: RunContext, loaded: TorchModel) -> Timing | None:
@@ -335,12 +332,6 @@ def _make_timed_feeds(run: RunContext, specs: tuple[TensorSpec, ...]) -> list[Fe
         return Batches(run.sets["evaluation"], inputs, specs)[:MAX_FEEDS]
     view = encoding_views(recipe.model.task, run.sets["evaluation"].columns)[0]
     return make_feeds(preprocessor, view, fixed_batch(specs) or speed.batch_size, recipe.seed, speed.sequence_length)
-
-
-def _trains_apart(plan: Plan) -> bool:
-    """Return whether all that learns together reads the samples of a packed row apart: the model and its students."""
-    students = (pass_.find_student() for pass_ in plan.recipe.passes)
-    return plan.inputs.facts.reads_apart and all(student is None or student.source is None for student in students)
 
 
 def _list_training_fields(run: RunContext, specs: tuple[TensorSpec, ...], apart: bool = False) -> dict[str, Any]:

@@ -221,21 +221,16 @@ def _check_earlier(earlier: StoredReport, recipe: Recipe, out: Path, evaluation:
     check_earlier(earlier, out.name, recipe.model.task, judgement, digest)
 
 
-def _expected_speedup(plan: Plan) -> float | None:
-    """Return how many times as fast the plan expects the result to be where it is judged; None where it cannot tell."""
-    latency = plan.latency
-    return latency.speedup if latency is not None and latency.backend == plan.recipe.target else None
-
-
 def _judge(run: RunContext, folder: Path, built: Built, earlier: StoredReport | None) -> Report:
     n_samples = run.sets["evaluation"].n if "evaluation" in run.sets else 0
     with run.run_log.time_stage(JUDGING, f"{n_samples} samples"):
+        latency = run.plan.latency
         report = validate(
             folder,
             passes=built.passes,
             notes=[note.text for note in built.notes],
             earlier=earlier,
-            forecast=_expected_speedup(run.plan),
+            forecast=latency.speedup if latency is not None and latency.backend == run.plan.recipe.target else None,
             progress=run.run_log.progress,
             outputs=built.outputs,
         )
@@ -504,7 +499,12 @@ def _load_sets(plan: Plan, run_log: RunLog) -> tuple[dict[str, Samples], tuple[N
         return {}, ()
     n_classes = find_torch_task(plan.recipe.model.task).count_classes(plan.before.outputs)
     sets = {name: load_set(plan.inputs, name, n_classes) for name in plan.inputs.data}
-    _check_slices(plan, sets["evaluation"])
+    evaluation = sets["evaluation"]
+    recipe, labels = plan.recipe, evaluation.columns.get("label")
+    try:
+        find_groups(recipe.validate_, evaluation.slices, labels, recipe.model.task, plan.inputs.class_names)
+    except UsageError as error:
+        raise PlanError([f"validate: {problem}" for problem in error.problems]) from error
     shared = overlap(sets["calibration"], sets["evaluation"]) if "calibration" in sets else 0
     if shared:
         of = f"{shared} of {sets['evaluation'].n} evaluation samples"
@@ -515,15 +515,6 @@ def _load_sets(plan: Plan, run_log: RunLog) -> tuple[dict[str, Samples], tuple[N
         notes.append(note)
     notes += [describe_counted(sets[name], name, plan.inputs) for name in ("train", "evaluation") if name in sets]
     return sets, tuple(note for note in notes if note is not None)
-
-
-def _check_slices(plan: Plan, evaluation: Samples) -> None:
-    """Raise PlanError, before any work, for slices that the samples do not have."""
-    recipe, labels = plan.recipe, evaluation.columns.get("label")
-    try:
-        find_groups(recipe.validate_, evaluation.slices, labels, recipe.model.task, plan.inputs.class_names)
-    except UsageError as error:
-        raise PlanError([f"validate: {problem}" for problem in error.problems]) from error
 
 
 def layer_rows(names: Sequence[str], results: Sequence[PassResult[object]]) -> list[dict[str, Any]]:

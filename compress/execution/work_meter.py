@@ -11,9 +11,6 @@ from compress.blocks.stream import peak_rss_mib, rss_mib
 from compress.context import PassResult
 from compress.work import Form
 
-PAUSE_S = 0.02
-"""Seconds between two looks at the memory: what is held for less is not seen."""
-
 
 class WorkMeter:
     """A context; `seconds` it lasted, and `n_bytes` is the most memory, resident, that the process held in it.
@@ -49,5 +46,5 @@ class WorkMeter:
         return replace(result, seconds=self.seconds, peak_memory_bytes=self.n_bytes)
 
     def _look(self) -> None:
-        while not self._ended.wait(PAUSE_S):
+        while not self._ended.wait(0.02):  # what is held for less is not seen
             self._seen = max(self._seen, rss_mib())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -38,8 +38,6 @@ from compress.rounding.state import FLOAT8
 
 SHARD_BYTES = 5 * 2**30
 """The largest file."""
-WORST_SCALE_CHANGE = 0.01
-"""Of a scale that is rounded to the type it is stored in; more is a warning."""
 
 WITH_ZEROS = {"gptq": gptq_format, "awq": awq_format}
 """Formats of 32-bit words with a zero point for each group, and scales in float16: what writes each."""
@@ -194,7 +192,11 @@ def _make_stacked_unit(content: Content, stack: str) -> ShardUnit:
     """Return the experts of a mixture that stay float as one tensor."""
     store, written = content.model.store, content.names.tensor(stack)
     parts = {name: part for name, part in content.stacks.items() if part.stacked == stack}
-    shape, dtype = _stack_shape(parts, store.shape), content.types.of(written)
+    name, part = next(iter(parts.items()))
+    rows, *rest = store.shape(name)
+    single = (rows * (2 if part.half else 1), *rest)
+    shape = (1 + max(part.expert for part in parts.values()), *(single[::-1] if part.transposed else single))
+    dtype = content.types.of(written)
     make = lambda: {written: restack(parts, store.read)[stack].to(dtype)}  # noqa: E731
     return ShardUnit((Entry(written, dtype, shape),), make)
 
@@ -213,7 +215,13 @@ def _make_quantized_unit(content: Content, layer: str) -> ShardUnit:
     def make() -> dict[str, Tensor]:
         weight = _check_weight(layer, content.model.store.quantized(layer), scheme, (rows, columns))
         if not weight.stored:
-            content.scale_changes[layer] = _measure_scale_change(layer, weight.scales, scale.dtype)
+            exact = torch.from_numpy(np.ascontiguousarray(weight.scales)).to(torch.float32)
+            stored = exact.to(scale.dtype).to(torch.float32)
+            if not finite(stored):
+                raise ExportError(
+                    f"{layer} has scales that do not fit into {_format_dtype(scale.dtype)}; set export.dtype: bfloat16"
+                )
+            content.scale_changes[layer] = float(((stored - exact).abs() / exact.abs().clamp_min(1e-30)).max())
         if form is not None:
             return form.tensors(written, weight, scheme)
         inputs = content.model.activation_scales[layer] if _has_static_inputs(scheme) else None
@@ -252,15 +260,6 @@ def _check_weight(
     raise ExportError(f"{layer} {problem}: the finished work is damaged; run the passes again")
 
 
-def _measure_scale_change(layer: str, scales: np.ndarray, dtype: torch.dtype) -> float:
-    """Return the largest relative change that storing makes to a scale. ExportError where one becomes infinite."""
-    exact = torch.from_numpy(np.ascontiguousarray(scales)).to(torch.float32)
-    stored = exact.to(dtype).to(torch.float32)
-    if not finite(stored):
-        raise ExportError(f"{layer} has scales that do not fit into {_format_dtype(dtype)}; set export.dtype: bfloat16")
-    return float(((stored - exact).abs() / exact.abs().clamp_min(1e-30)).max())
-
-
 def _make_quantization_config(content: Content) -> dict | None:
     """Return `quantization_config`, or None where nothing is quantized."""
     if not content.schemes and content.model.kv_cache is None:
@@ -273,7 +272,13 @@ def _make_quantization_config(content: Content) -> dict | None:
     ignore = [layer(name) for name in floating] + _find_unloaded_layers(content, targeted)
     ignore += [name.removesuffix(".weight") for name in content.surplus if name.endswith(".weight")]
     if isinstance(content.model.build(), NamedParts):
-        ignore += [*_list_suffixes(ignore, [layer(name) for name in kinds]), *_list_stacks(content.own)]
+        # of experts that lie in stacks, vLLM asks for each by itself
+        mixtures = (find_mixture(name) for name, tensor in content.own.items() if is_stack(tensor.shape))
+        families = dict.fromkeys(re.sub(r"\d+", "#", name) for name in mixtures)
+        ignore += [
+            *_list_suffixes(ignore, [layer(name) for name in kinds]),
+            *[rf"re:(?:.*\.)?{re.escape(family)}\.experts\..*".replace(r"\#", r"\d+") for family in families],
+        ]
     if (form := WITH_ZEROS.get(content.export.format)) is not None:
         return form.quantization_config(schemes, ignore)
     other = {layer(name): name for name in (*content.schemes, *floating) if layer(name) != name}
@@ -297,13 +302,6 @@ def _list_suffixes(ignore: Sequence[str], every: Sequence[str]) -> list[str]:
                 patterns[family] = f"re:{pattern}"
                 break
     return list(patterns.values())
-
-
-def _list_stacks(own: Mapping[str, Tensor]) -> list[str]:
-    """Return patterns of the experts that lie in stacks: vLLM asks for each of them by itself."""
-    mixtures = (find_mixture(name) for name, tensor in own.items() if is_stack(tensor.shape))
-    families = dict.fromkeys(re.sub(r"\d+", "#", name) for name in mixtures)
-    return [rf"re:(?:.*\.)?{re.escape(family)}\.experts\..*".replace(r"\#", r"\d+") for family in families]
 
 
 def _find_unloaded_layers(content: Content, targeted: set[str]) -> list[str]:
@@ -339,7 +337,8 @@ def _make_notes(content: Content, files: tuple[Path, ...], untied: list[str], re
     worst = max(content.scale_changes, key=content.scale_changes.__getitem__, default="")
     if worst and (change := content.scale_changes[worst]) > 0:
         text = f"scales are rounded as they are stored, by up to {change:.2%} (in {worst})"
-        notes.append(Note("warning" if change > WORST_SCALE_CHANGE else "info", text))
+        # more than 1 % of a scale, as it is rounded to the type it is stored in, is a warning
+        notes.append(Note("warning" if change > 0.01 else "info", text))
     if content.stacks:
         notes.append(Note("info", "experts that stay float are stored in stacks, as transformers keeps them"))
     if any(".experts." in layer for layer in content.schemes) and not content.names.one_by_one:
@@ -383,11 +382,3 @@ def _float_stacks(module: nn.Module, quantized: Iterable[str]) -> dict[str, Expe
         for name in mixtures
         for parameter, part in find_stacked_parts(stacked.get_submodule(name), name).items()
     }
-
-
-def _stack_shape(parts: Mapping[str, ExpertPart], shape: Callable[[str], tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape of the stack that `parts` (all of one stack) make; `shape` gives that of one part, by name."""
-    name, part = next(iter(parts.items()))
-    rows, *rest = shape(name)
-    single = (rows * (2 if part.half else 1), *rest)
-    return (1 + max(part.expert for part in parts.values()), *(single[::-1] if part.transposed else single))

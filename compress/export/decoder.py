@@ -455,15 +455,11 @@ def _name_tied_tables(model: ir.Model) -> None:
         if layer.op == "Gather" and scope and layer.name != scope:
             name = f"{WRAPPER}{scope}.weight"
             if name not in model.graph.initializers:
-                _rename_initializer(model, layer.weight, name)
-
-
-def _rename_initializer(model: ir.Model, value: ir.Value, name: str) -> None:
-    tensor = value.const_value
-    assert tensor is not None
-    del model.graph.initializers[value.name or ""]
-    value.name = tensor.name = name
-    model.graph.register_initializer(value)
+                tensor = layer.weight.const_value
+                assert tensor is not None
+                del model.graph.initializers[layer.weight.name or ""]
+                layer.weight.name = tensor.name = name
+                model.graph.register_initializer(layer.weight)
 
 
 def _count_positions(model: ir.Model) -> None:

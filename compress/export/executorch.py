@@ -39,8 +39,6 @@ from compress.rounding.state import GraphState
 from runtime.backends.executorch import DESCRIBE, describe_ends, open_session
 from runtime.bundle.tensors import TensorSpec
 
-SHIFT = 128
-"""From the file's uint8 to XNNPACK's int8."""
 INT8 = (-128, 127, torch.int8)
 """What ExecuTorch's operators are told of integers: the least, the greatest, their type."""
 VIEWS = ("sym_size", "view_copy", "squeeze_copy", "unsqueeze_copy")
@@ -145,7 +143,7 @@ def _make_dequantize(node: ir.Node) -> Callable[..., Tensor]:
 
 
 def _read_parameters(node: ir.Node) -> tuple[float, int]:
-    return float(constant(node.inputs[1])), int(constant(node.inputs[2])) - SHIFT
+    return float(constant(node.inputs[1])), int(constant(node.inputs[2])) - 128  # the file has uint8, XNNPACK int8
 
 
 def _round_layer(

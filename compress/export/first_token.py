@@ -32,7 +32,13 @@ def write_first_token(folder: Path, preprocess: PreprocessSpec) -> list[Note]:
     token_id = preprocess.bos_token_id
     if token_id is None:
         return _note_unscored_tokens(path)
-    token = _find_token(path, token_id)
+    token = _load_tokenizer(path).id_to_token(token_id)
+    if token is None:
+        raise ExportError(
+            f"preprocess.bos_token_id: {path.name} has no token {token_id}: give one that it has, or copy the model's "
+            "own tokenizer.json"
+        )
+    token = str(token)
     # transformers 5 and onnxruntime-genai go by the post-processor, transformers 4 by add_bos_token
     if _find_added_tokens(path) != ([token_id], []):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -53,16 +59,6 @@ def _note_unscored_tokens(path: Path) -> list[Note]:
     what = " and ".join(f"{ids} {where} each" for ids, where in ((first, "before"), (last, "after")) if ids)
     text = f"texts were scored alone, and the model's tokenizer puts {what}"
     return [Note("warning", f"{text}; preprocess.bos_token_id sets the first token")]
-
-
-def _find_token(path: Path, token_id: int) -> str:
-    token = _load_tokenizer(path).id_to_token(token_id)
-    if token is None:
-        raise ExportError(
-            f"preprocess.bos_token_id: {path.name} has no token {token_id}: give one that it has, or copy the model's "
-            "own tokenizer.json"
-        )
-    return str(token)
 
 
 def _find_added_tokens(path: Path) -> tuple[list[int], list[int]]:

@@ -25,7 +25,7 @@ from compress.export.gguf_blocks import as_stored, find_block_type, pack_blocks
 from compress.export.gguf_metadata import Metadata, add_key
 from compress.export.gguf_tensors import TensorEntry, import_gguf
 from compress.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from compress.export.gguf_trial import Finding, describe_form, find_form, read_model
+from compress.export.gguf_trial import GgufFinding, describe_form, find_form, read_model
 from compress.export.imatrix import Imatrix, write_imatrix
 from compress.facts import Note
 from compress.formats.schemes import Scheme
@@ -36,15 +36,13 @@ from compress.store.durable import temporary_folder
 
 FILE = "model.gguf"
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-WORST_CHANGE = 0.01
-"""Of a layer's weights, relative RMS, as their scales become half floats; more is a warning."""
 
 
 @dataclass(frozen=True)
 class Description:
     """What a GGUF file of a model holds. `problems`: why it cannot be written, as sentences; nothing else counts."""
 
-    finding: Finding
+    finding: GgufFinding
     metadata: Metadata
     vocabulary: Vocabulary
     tensors: tuple[TensorEntry, ...]
@@ -71,7 +69,7 @@ def describe_gguf(
     `tied`: parameters without values of their own.
     """
     import_gguf()
-    nothing = Description(Finding(None), Metadata({}, {}, [], []), Vocabulary({}), ())
+    nothing = Description(GgufFinding(None), Metadata({}, {}, [], []), Vocabulary({}), ())
     own = transformers_config(module)
     if own is None or folder is None:
         kind = type(getattr(module, "wrapped", module)).__name__
@@ -245,7 +243,8 @@ class _Writing:
             text = (
                 f"{path.name}: scales are rounded to half floats, which changes weights by up to {change:.2%} ({worst})"
             )
-            notes.append(Note("warning" if change > WORST_CHANGE else "info", text))
+            # more than 1 % of a layer's weights (relative RMS), as scales become half floats, is a warning
+            notes.append(Note("warning" if change > 0.01 else "info", text))
         return notes
 
     def _add_keys(self, writer: Any, architecture: str, name: str) -> None:

@@ -122,7 +122,10 @@ def _pack_k(stored: QuantizedWeight, kind: str) -> np.ndarray:
     if kind == "Q2_K":
         return np.concatenate([scales | (offsets << 4), _interleave(codes, 32, 2), d, m], axis=1)
     high_bits = [_interleave(codes >> 4, 32, 1)] if kind == "Q5_K" else []
-    return np.concatenate([d, m, _pack_six(scales, offsets), *high_bits, _interleave(codes & 15, 32, 4)], axis=1)
+    low = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    middle = offsets[:, :4] | ((offsets[:, 4:] >> 4) << 6)
+    high = (scales[:, 4:] & 15) | ((offsets[:, 4:] & 15) << 4)  # 12 bytes: 8 scales and 8 offsets of 6 bits each
+    return np.concatenate([d, m, low, middle, high, *high_bits, _interleave(codes & 15, 32, 4)], axis=1)
 
 
 def _pack_iq4(stored: QuantizedWeight, kind: str) -> np.ndarray:
@@ -142,13 +145,6 @@ def _interleave(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
     runs = codes.reshape(len(codes), -1, per_byte, run)
     shifts = (np.arange(per_byte, dtype=np.uint8) * bits)[:, None]
     return np.bitwise_or.reduce(runs << shifts, axis=2).reshape(len(codes), -1)
-
-
-def _pack_six(scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return the 12 bytes of 8 six-bit scales and 8 six-bit offsets (Q4_K, Q5_K)."""
-    low = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
-    middle = offsets[:, :4] | ((offsets[:, 4:] >> 4) << 6)
-    return np.concatenate([low, middle, (scales[:, 4:] & 15) | ((offsets[:, 4:] & 15) << 4)], axis=1)
 
 
 def _pack_signed_six(scales: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, count_turned
+from compress.export.gguf_tensors import GgufForm, TensorEntry, count_blocks, count_turned
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
@@ -58,8 +58,6 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
 )
 """A configuration's name for a number, as an expression, its kind, and GGUF's key for it."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-UNBOUNDED = 2**20
-"""Context of a model that has no positions, as llama.cpp's converter says it."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,13 @@ class Metadata:
     notes: list[str]
 
 
-def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: Form) -> Metadata:
+def describe_config(config: Mapping[str, Any], tensors: Sequence[TensorEntry], form: GgufForm) -> Metadata:
     """Translate a configuration, with the defaults of its class, and the tensors' sizes into GGUF's keys."""
     made = Metadata({}, {}, [], [])
     config = _flatten(config)
     made.values["block_count"] = count_blocks(config)
-    made.values["context_length"] = int(next((config[key] for key in _LENGTHS if config.get(key)), UNBOUNDED))
+    # a model without positions has 2^20, as llama.cpp's converter says it
+    made.values["context_length"] = int(next((config[key] for key in _LENGTHS if config.get(key)), 2**20))
     for names, kind, key in _NUMBERS:
         value = next((v for n, v in config.items() if re.fullmatch(names, n) and _is_number(v)), None)
         if value is not None:
@@ -138,7 +137,7 @@ def _one_or_all(values: list[int]) -> int | list[int]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Metadata) -> None:
+def _add_layers(config: Mapping[str, Any], sizes: _Sizes, form: GgufForm, made: Metadata) -> None:
     """Tell what each layer has: heads, their sizes, and how wide its feed-forward part is."""
     wide = [a or b for a, b in zip(sizes.along("ffn_down", 1), sizes.along("ffn_down_exps", 2), strict=True)]
     dense = [width for width in sizes.along("ffn_down", 1) if width]
@@ -200,7 +199,7 @@ def _add_unlike(config: Mapping[str, Any], sizes: _Sizes, made: Metadata) -> Non
     )
 
 
-def _add_experts(config: Mapping[str, Any], sizes: _Sizes, form: Form, made: Metadata) -> None:
+def _add_experts(config: Mapping[str, Any], sizes: _Sizes, form: GgufForm, made: Metadata) -> None:
     """Tell how many experts there are, how wide, and in which blocks."""
     blocks = sizes.blocks_with("ffn_down_exps")
     if not blocks:

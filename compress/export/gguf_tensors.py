@@ -1,8 +1,8 @@
 """Which tensors a GGUF file has of a model, and what becomes of each on its way there.
 
 `gguf`'s TensorNameMap names them for an architecture. What a name cannot say (which rows rope turns together, how
-merged queries, keys and values lie) is a `Form`, which `gguf_trial` finds by trying; what a tensor's meaning says is
-done here.
+merged queries, keys and values lie) is a `GgufForm`, which `gguf_trial` finds by trying; what a tensor's meaning says
+is done here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def import_gguf() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Form:
+class GgufForm:
     """How an architecture wants what its tensors' names do not say.
 
     `pairs`: rope turns neighbouring rows of q and k. `groups`: merged queries, keys and values lie one after another,
@@ -81,7 +81,8 @@ class TensorEntry:
     @property
     def stem(self) -> str:
         """Return what kind of tensor it is: attn_q, ffn_norm, token_embd, ..."""
-        return find_stem(self.written)
+        inner = self.written.split(".", 2)[2] if self.written.startswith("blk.") else self.written
+        return inner.removesuffix(".weight").removesuffix(".bias")
 
     @property
     def block(self) -> int | None:
@@ -108,12 +109,6 @@ class TensorEntry:
         return values if self.change is None else self.change(values)
 
 
-def find_stem(written: str) -> str:
-    """Return the kind of a tensor by GGUF's name for it."""
-    inner = written.split(".", 2)[2] if written.startswith("blk.") else written
-    return inner.removesuffix(".weight").removesuffix(".bias")
-
-
 @dataclass(frozen=True)
 class _Heads:
     """Sizes by which rows are put in order."""
@@ -128,7 +123,7 @@ class _Heads:
 
 
 def list_tensors(
-    module: nn.Module, config: Mapping[str, Any], form: Form, tied: Collection[str]
+    module: nn.Module, config: Mapping[str, Any], form: GgufForm, tied: Collection[str]
 ) -> tuple[list[TensorEntry], list[str]]:
     """Return the file's tensors in the module's order, and the names of those that it has no place for."""
     tensors = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
@@ -269,7 +264,7 @@ def count_turned(config: Mapping[str, Any], size: int) -> int:
 
 
 def _arrange(
-    entry: TensorEntry, form: Form, heads: _Heads, config: Mapping[str, Any], names: _Names
+    entry: TensorEntry, form: GgufForm, heads: _Heads, config: Mapping[str, Any], names: _Names
 ) -> list[TensorEntry]:
     """Return what the file holds of a tensor that has a name in it."""
     stem = entry.stem
@@ -277,7 +272,10 @@ def _arrange(
         return _split_latent(entry, heads, config)
     rows = None
     if stem == "attn_qkv" and form.groups:
-        rows = _ungroup(heads)
+        # queries, then keys, then values, which lie by groups of heads that share a key
+        each = heads.query // heads.key
+        groups = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, each + 2, heads.size)
+        rows = np.concatenate([groups[:, :each].ravel(), groups[:, each].ravel(), groups[:, each + 1].ravel()])
     elif form.pairs and stem in _PAIRED:
         rows = _pair(stem, entry.shape[0], heads)
     elif form.tiled and stem in _TILED and heads.value_heads > heads.key_heads > 0:
@@ -291,7 +289,7 @@ def _arrange(
 
 
 def _choose_change(
-    entry: TensorEntry, form: Form, heads: _Heads, config: Mapping[str, Any]
+    entry: TensorEntry, form: GgufForm, heads: _Heads, config: Mapping[str, Any]
 ) -> Callable[[np.ndarray], np.ndarray] | None:
     """Return what a tensor's kind asks for beside the order of its rows."""
     stem, shape = entry.stem, entry.shape
@@ -402,13 +400,6 @@ def _pair(stem: str, n_rows: int, heads: _Heads) -> np.ndarray | None:
     first = (heads.query + heads.key) * heads.size
     rest = np.arange(first, n_rows)
     return np.concatenate([pair_rows(heads.query + heads.key, heads.size, heads.turned), rest])
-
-
-def _ungroup(heads: _Heads) -> np.ndarray:
-    """Return the rows of queries, then keys, then values, which lie by groups of heads that share a key."""
-    each = heads.query // heads.key
-    rows = np.arange((heads.query + 2 * heads.key) * heads.size).reshape(heads.key, each + 2, heads.size)
-    return np.concatenate([rows[:, :each].reshape(-1), rows[:, each].reshape(-1), rows[:, each + 1].reshape(-1)])
 
 
 def _tile(n_rows: int, heads: _Heads) -> np.ndarray | None:

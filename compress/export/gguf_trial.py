@@ -23,7 +23,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from compress.blocks.layers import is_layer
 from compress.blocks.materialise import plain, tied_names
 from compress.blocks.sizes import UNFIT_NUMBERS, transformers_config
 from compress.export.gguf_metadata import Metadata, add_key, describe_config, end_with_window, write_all
-from compress.export.gguf_tensors import Form, TensorEntry, count_blocks, list_tensors, mask_numbers
+from compress.export.gguf_tensors import GgufForm, TensorEntry, count_blocks, list_tensors, mask_numbers
 from compress.models.huggingface import quiet
 from runtime.processes.isolated import last_line, python_command, python_environment
 
@@ -55,22 +55,22 @@ _DIVIDED = re.compile(
 
 
 @dataclass(frozen=True)
-class Finding:
+class GgufFinding:
     """`form`: in which a model is written; None where it is not, which `problem` explains. `window`: it has its own.
 
     `reader`: what computed the same, in words.
     """
 
-    form: Form | None
+    form: GgufForm | None
     problem: str = ""
     window: bool = True
     reader: str = ""
 
 
-_FOUND: dict[str, Finding] = {}
+_FOUND: dict[str, GgufFinding] = {}
 
 
-def find_form(module: nn.Module) -> Finding:
+def find_form(module: nn.Module) -> GgufFinding:
     """Return the form in which a model of transformers, without values, is written as GGUF."""
     wrapped: Any = getattr(module, "wrapped", module)
     config = transformers_config(module)
@@ -106,7 +106,7 @@ def read_model(module: nn.Module) -> dict[str, Any]:
 
 
 def describe_form(
-    module: nn.Module, config: Mapping[str, Any], finding: Finding, tied: Collection[str]
+    module: nn.Module, config: Mapping[str, Any], finding: GgufFinding, tied: Collection[str]
 ) -> tuple[list[TensorEntry], Metadata]:
     """Return the tensors and keys of a model in the form that was found for it."""
     assert finding.form is not None
@@ -118,7 +118,7 @@ def describe_form(
     return entries, made
 
 
-class _Reader(Protocol):
+class _GgufReader(Protocol):
     """What computes a file's logits. `name`: in words."""
 
     name: str
@@ -128,7 +128,7 @@ class _Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _SmallModel:
     """A small model: what it computes, and its tensors' values by their plain names."""
 
     module: nn.Module
@@ -140,7 +140,7 @@ class _Trial:
     tied: Collection[str]
 
 
-def _find_form(model: Any, config: Any) -> Finding:
+def _find_form(model: Any, config: Any) -> GgufFinding:
     """Try forms on a shallow model, and the one that is right on one as deep as the model.
 
     llama.cpp computes some depths otherwise: where no form is right of a shallow model, those of its name are tried on
@@ -153,41 +153,41 @@ def _find_form(model: Any, config: Any) -> Finding:
             try:
                 trials = [_make_trial(model, config, windowed, most) for most in (SHALLOW, None)]
             except UNFIT_NUMBERS as error:
-                return Finding(
+                return GgufFinding(
                     None, f"no small model of type {kind} can be made to try GGUF with ({error}); {_WAY_OUT}"
                 )
             shallow, deep = trials
             with _open_reader(Path(folder), shallow) as reader:
-                search, last = (_Search(trial, reader, Path(folder)) for trial in trials)
+                search, last = (_FormSearch(trial, reader, Path(folder)) for trial in trials)
                 form = search.find(kind, type(model).__name__)
                 if deep.config["num_hidden_layers"] > shallow.config["num_hidden_layers"]:
                     right = form is not None and last.is_right(form)
                     form = form if right else last.find(kind, type(model).__name__, own_alone=True)
                 if form is not None:
-                    return Finding(form, "", windowed, reader.name)
+                    return GgufFinding(form, "", windowed, reader.name)
                 why = why or search.explain()
             if not any(config.to_dict().get(name) for name in WINDOWS):
                 break
     if find_spec("llama_cpp") is None:
         why += "; pip install llama-cpp-python, by which more are tried"
-    return Finding(None, f"models of type {kind} are not written as GGUF: {why}; {_WAY_OUT}")
+    return GgufFinding(None, f"models of type {kind} are not written as GGUF: {why}; {_WAY_OUT}")
 
 
-class _Search:
+class _FormSearch:
     """Forms of a small model, tried one after another. `best`: the smallest difference and its architecture."""
 
-    def __init__(self, trial: _Trial, reader: _Reader, folder: Path) -> None:
+    def __init__(self, trial: _SmallModel, reader: _GgufReader, folder: Path) -> None:
         self.trial, self.reader, self.folder = trial, reader, folder
         self.best, self.nearest = float("inf"), ""
         self.said: dict[str, str] = {}
         self.homeless: list[tuple[int, str, list[str]]] = []
 
-    def is_right(self, form: Form) -> bool:
+    def is_right(self, form: GgufForm) -> bool:
         """Return whether a form is right."""
         answer = self._try(form)
         return not isinstance(answer, str) and answer <= CLOSE
 
-    def find(self, kind: str, class_name: str, own_alone: bool = False) -> Form | None:
+    def find(self, kind: str, class_name: str, own_alone: bool = False) -> GgufForm | None:
         """Return the first form that is right; where the model's own architecture computes, of that one alone."""
         own, others = order_architectures(kind, class_name)
         for architecture in own if own_alone else (*own, *others):
@@ -202,9 +202,9 @@ class _Search:
                 return form
         return None
 
-    def _find_in(self, architecture: str) -> Form | None:
+    def _find_in(self, architecture: str) -> GgufForm | None:
         """Return the first form of an architecture that is right."""
-        trial, base = self.trial, Form(architecture, offsets=self.trial.offsets)
+        trial, base = self.trial, GgufForm(architecture, offsets=self.trial.offsets)
         entries, homeless = list_tensors(trial.module, trial.config, base, trial.tied)
         if homeless:
             self.homeless.append((len(homeless), architecture, homeless))
@@ -236,7 +236,7 @@ class _Search:
         _, architecture, names = min(self.homeless)
         return f"{names[0]} has no place in {architecture}, the nearest of gguf {version('gguf')}'s architectures"
 
-    def _try(self, form: Form) -> float | str:
+    def _try(self, form: GgufForm) -> float | str:
         """Return the difference of a reader's logits over the deviation of torch's, or why there are none."""
         trial = self.trial
         entries, _ = list_tensors(trial.module, trial.config, form, trial.tied)
@@ -244,7 +244,20 @@ class _Search:
         if made.problems:
             return made.problems[0]
         file = self.folder / "trial.gguf"
-        _write_small(file, form, made, entries, trial.values)
+        import gguf
+
+        writer = gguf.GGUFWriter(file, form.architecture)
+        for key, value in made.values.items():
+            add_key(writer, f"{form.architecture}.{key}", value)
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_token_list([f"t{i}" for i in range(made.values["vocab_size"])])
+        for entry in entries:
+            parts = [entry.convert(trial.values[name]) for name in entry.experts or (entry.name,)]
+            array = np.stack(parts) if entry.experts else parts[0]
+            writer.add_tensor(entry.written, np.ascontiguousarray(array, np.float32))
+        for written, factors in made.factors.items():
+            writer.add_tensor(written, factors)
+        write_all(writer)
         found = self.reader.compute(file)
         if isinstance(found, str):
             return found
@@ -304,27 +317,8 @@ def order_architectures(kind: str, class_name: str) -> tuple[list[str], list[str
     return [name for name in names if normalize(name) in own], [name for name in names if normalize(name) not in own]
 
 
-def _write_small(
-    file: Path, form: Form, made: Metadata, entries: Sequence[TensorEntry], values: Mapping[str, np.ndarray]
-) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(file, form.architecture)
-    for key, value in made.values.items():
-        add_key(writer, f"{form.architecture}.{key}", value)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_token_list([f"t{i}" for i in range(made.values["vocab_size"])])
-    for entry in entries:
-        parts = [entry.convert(values[name]) for name in entry.experts or (entry.name,)]
-        array = np.stack(parts) if entry.experts else parts[0]
-        writer.add_tensor(entry.written, np.ascontiguousarray(array, np.float32))
-    for written, factors in made.factors.items():
-        writer.add_tensor(written, factors)
-    write_all(writer)
-
-
 @contextlib.contextmanager
-def _open_reader(folder: Path, trial: _Trial) -> Iterator[_Reader]:
+def _open_reader(folder: Path, trial: _SmallModel) -> Iterator[_GgufReader]:
     if find_spec("llama_cpp") is None:
         yield _Transformers(trial)
         return
@@ -355,7 +349,8 @@ class _LlamaCpp:
             )
         logits = self.folder / "logits.npy"
         job = {"file": str(file), "tokens": self.tokens, "logits": str(logits)}
-        sent, given = _pipes(self.process)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        sent, given = self.process.stdin, self.process.stdout
         limit = threading.Timer(SECONDS, self.process.kill)
         limit.start()
         try:
@@ -368,13 +363,10 @@ class _LlamaCpp:
             limit.cancel()
         if not answer:
             self.process.wait(SECONDS)
-            errors = self._read_errors()
+            errors = (self.folder / "stderr").read_text(encoding="utf-8", errors="replace")
             said = next((line for line in errors.splitlines() if "ASSERT" in line), last_line(errors))
             return f"it ends its process (exit code {self.process.returncode}) {said}".rstrip()
         return str(json.loads(answer)) or np.load(logits)
-
-    def _read_errors(self) -> str:
-        return (self.folder / "stderr").read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         """End the process."""
@@ -383,16 +375,11 @@ class _LlamaCpp:
             self.process.communicate()
 
 
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    assert process.stdin is not None and process.stdout is not None
-    return process.stdin, process.stdout
-
-
 class _Transformers:
     """transformers' reader of GGUF files. Scaled rope, and some sizes, are not among what it reads: the model's own are
     taken."""
 
-    def __init__(self, trial: _Trial) -> None:
+    def __init__(self, trial: _SmallModel) -> None:
         self.name, self.trial = f"transformers {version('transformers')}", trial
 
     def compute(self, file: Path) -> np.ndarray | str:
@@ -400,7 +387,8 @@ class _Transformers:
 
         sizes = {name: size for name, size in self.trial.config.items() if re.search("intermediate_size$", name)}
         settings = {"dtype": torch.float32, "attn_implementation": "eager", "pad_token_id": None, **sizes}
-        if self._is_scaled():
+        rope = self.trial.config.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
             settings["rope_parameters"] = self.trial.config["rope_parameters"]
         try:
             with quiet():
@@ -409,10 +397,6 @@ class _Transformers:
             return " ".join(str(error).split())[:200]
         return _compute_logits(model.eval(), self.trial.tokens)
 
-    def _is_scaled(self) -> bool:
-        rope = self.trial.config.get("rope_parameters") or {}
-        return rope.get("rope_type", "default") != "default"
-
 
 @torch.no_grad()
 def _compute_logits(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
@@ -420,13 +404,23 @@ def _compute_logits(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
     return logits.float().numpy()
 
 
-def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _Trial:
+def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _SmallModel:
     """Return a small model of the class. UNFIT_NUMBERS where its code refuses all that are tried."""
     state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
         small = _build_small(type(model), config, windowed, most)
-        _fill_with_noise(small)
+        layers = {f"{name}.weight" for name, part in small.named_modules() if is_layer(part)}
+        with torch.no_grad():
+            for name, tensor in small.state_dict(keep_vars=True).items():
+                if not tensor.is_floating_point():
+                    continue
+                noise = torch.randn_like(tensor)
+                if name in layers or tensor.dim() == 3:
+                    fan_in = tensor[0].numel() if name in layers else tensor.shape[-1]
+                    tensor.copy_(noise / fan_in**0.5)
+                else:
+                    tensor.add_(0.1 * noise)
         settings = read_model(small)
         generator = np.random.default_rng(0)
         tokens = generator.integers(settings["vocab_size"] // 8, settings["vocab_size"], N_TOKENS).tolist()
@@ -435,7 +429,14 @@ def _make_trial(model: Any, config: Any, windowed: bool, most: int | None) -> _T
         torch.random.set_rng_state(state)
     unstack_experts(small)
     values = {plain(name): tensor.detach().float().numpy() for name, tensor in small.state_dict().items()}
-    return _Trial(small, settings, tokens, logits, values, _find_offsets(small), tied_names(small))
+    norms = {
+        mask_numbers(plain(name)): part
+        for name, part in small.named_modules()
+        if isinstance(weight := getattr(part, "weight", None), Tensor) and weight.dim() == 1
+    }
+    # what norms add to their weights as they compute
+    offsets = {name: offset for name, part in norms.items() if (offset := _probe_offset(part))}
+    return _SmallModel(small, settings, tokens, logits, values, offsets, tied_names(small))
 
 
 def _build_small(kind: Any, config: Any, windowed: bool, most: int | None) -> nn.Module:
@@ -501,31 +502,6 @@ def _cut_layers(config: Any, most: int) -> None:
             setattr(config, name, value[:most])
     with contextlib.suppress(AttributeError):  # some count what is said of each
         config.num_hidden_layers = most
-
-
-def _fill_with_noise(model: nn.Module) -> None:
-    """Give every tensor values that matter, in place."""
-    layers = {f"{name}.weight" for name, part in model.named_modules() if is_layer(part)}
-    with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if not tensor.is_floating_point():
-                continue
-            noise = torch.randn_like(tensor)
-            if name in layers or tensor.dim() == 3:
-                fan_in = tensor[0].numel() if name in layers else tensor.shape[-1]
-                tensor.copy_(noise / fan_in**0.5)
-            else:
-                tensor.add_(0.1 * noise)
-
-
-def _find_offsets(module: nn.Module) -> dict[str, float]:
-    """Return what norms add to their weights as they compute, by their names with `*` for numbers."""
-    norms = {
-        mask_numbers(plain(name)): part
-        for name, part in module.named_modules()
-        if isinstance(weight := getattr(part, "weight", None), Tensor) and weight.dim() == 1
-    }
-    return {name: offset for name, part in norms.items() if (offset := _probe_offset(part))}
 
 
 @torch.no_grad()

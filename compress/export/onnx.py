@@ -76,8 +76,6 @@ SHARED = "shared.data"
 WAY_OUT = "change that code, or give the model as an ONNX file (source: onnx:...), or export a checkpoint alone"
 Weight = tuple[tuple[int, ...], Callable[[str], np.ndarray]]
 """Of a parameter that stays in its file: its shape, and what reads it by name, float32."""
-MOST_SHARED = 2**16
-"""Elements of a constant that is looked for among the others; larger ones are weights, each with its own name."""
 
 
 def export_float(loaded: TorchModel | OnnxModel, feeds: Mapping[str, np.ndarray], opset: int) -> ir.Model:
@@ -136,7 +134,8 @@ def finish(state: GraphState, target: Target) -> tuple[ir.Model, list[str]]:
         raise ExportError([_explain_missing_cache(state.kv_cache, target.name), *notes])
     flush_denormals(model)
     share_tables(model)
-    DeduplicateInitializersPass(size_limit=MOST_SHARED)(model)  # zero points, above all
+    # larger constants are weights, each with its own name
+    DeduplicateInitializersPass(size_limit=2**16)(model)  # zero points, above all
     if target.cpu_operators and cache_of(model) is not None:
         keep_last_logits(model)
     strip_metadata(model)

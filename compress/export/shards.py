@@ -64,7 +64,14 @@ def write_shards(folder: Path, units: Sequence[ShardUnit], max_bytes: int) -> tu
     Peak memory is one unit's tensors. A file has a temporary name until all of it is on disk. Same in, same bytes.
     Raises ExportError where `make` gives another shape or type than its entries say.
     """
-    shards = _split_units(units, max_bytes)
+    shards: list[list[ShardUnit]] = [[]]
+    size = 0
+    for unit in units:
+        if shards[-1] and size + unit.n_bytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(unit)
+        size += unit.n_bytes
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     names = ["model.safetensors"] if len(shards) == 1 else names
     for name, shard in zip(names, shards, strict=True):
@@ -75,18 +82,6 @@ def write_shards(folder: Path, units: Sequence[ShardUnit], max_bytes: int) -> tu
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return tuple(folder / name for name in names)
-
-
-def _split_units(units: Sequence[ShardUnit], max_bytes: int) -> list[list[ShardUnit]]:
-    shards: list[list[ShardUnit]] = [[]]
-    size = 0
-    for unit in units:
-        if shards[-1] and size + unit.n_bytes > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(unit)
-        size += unit.n_bytes
-    return shards
 
 
 def _write_shard(path: Path, units: Sequence[ShardUnit]) -> None:

@@ -78,7 +78,14 @@ def to_group_query_attention(
         return model, plan.notes
     whole = 2 * len(plan.layers) == len(cache_pairs(model))
     _rewrite(plan, scales or {}, None if whole else _find_first_tokens(plan.model))
-    if stray := _name_other_readers(plan.model, ["attention_mask"] if whole else []):
+    inputs = ["attention_mask"] if whole else []
+    readers = [
+        use.node for name in inputs for use in _find_input(plan.model, name).uses() if use.node.op_type != "Shape"
+    ]
+    for past in shared_pasts(plan.model):
+        readers += [use.node for use in _find_input(plan.model, past).uses() if not _is_size(use.node, 0)]
+    names = [node.name or node.op_type for node in readers]
+    if stray := ", ".join(name for name in names if not name.startswith(("tokens/", "attention."))):
         return model, [*plan.notes, f"attention keeps its plain form: {stray} reads the mask or the past too"]
     return plan.model, plan.notes
 
@@ -121,7 +128,14 @@ def _rewrite(plan: _Plan, scales: Mapping[str, Sequence[float]], moved: _Moved |
     """Rewrite the plan's copy in place. `moved`: None where its texts are to be padded on the right."""
     model = plan.model
     model.opset_imports[DOMAIN] = 1
-    counts = _count_tokens(model)
+    # tokens of each sequence less one, int32 [B]; the most of any, int32
+    mask = _find_input(model, "attention_mask")
+    one, axis = _add_number(model, [1]), _add_number(model, [1])
+    lengths = append(model, "ReduceSum", [mask, axis], "tokens/count", {"keepdims": 0})
+    last = append(model, "Sub", [lengths, one], "tokens/last")
+    total = append(model, "Shape", [mask], "tokens/shape", {"start": 1})
+    most = append(model, "Squeeze", [total], "tokens/most")
+    counts = [append(model, "Cast", [v], f"{v.name}/int32", {"to": ir.DataType.INT32}) for v in (last, most)]
     tables = {
         angle: initializer(model, f"rotary/{index}", table) for index, (angle, table) in enumerate(plan.tables.items())
     }
@@ -134,17 +148,6 @@ def _rewrite(plan: _Plan, scales: Mapping[str, Sequence[float]], moved: _Moved |
     else:
         _count_past(model, [attention.layer for attention, *_ in plan.layers])
     tidy(model)
-
-
-def _count_tokens(model: ir.Model) -> list[ir.Value]:
-    """Count (tokens of each sequence less one, int32 [B]; the most of any, int32 scalar) by the attention mask."""
-    mask = _find_input(model, "attention_mask")
-    one, axis = _add_number(model, [1]), _add_number(model, [1])
-    lengths = append(model, "ReduceSum", [mask, axis], "tokens/count", {"keepdims": 0})
-    last = append(model, "Sub", [lengths, one], "tokens/last")
-    total = append(model, "Shape", [mask], "tokens/shape", {"start": 1})
-    most = append(model, "Squeeze", [total], "tokens/most")
-    return [append(model, "Cast", [v], f"{v.name}/int32", {"to": ir.DataType.INT32}) for v in (last, most)]
 
 
 def _find_first_tokens(model: ir.Model) -> _Moved:
@@ -308,15 +311,6 @@ def _count_positions(model: ir.Model) -> None:
     positions.type, positions.shape = old.type, old.shape
     reroute(uses_of(old), positions)
     old.name, positions.name = f"{POSITIONS}/plain", POSITIONS
-
-
-def _name_other_readers(model: ir.Model, inputs: Sequence[str]) -> str:
-    """Name the nodes beside ours that read these inputs, or what is a buffer now, for more than sizes that stayed."""
-    readers = [use.node for name in inputs for use in _find_input(model, name).uses() if use.node.op_type != "Shape"]
-    for past in shared_pasts(model):
-        readers += [use.node for use in _find_input(model, past).uses() if not _is_size(use.node, 0)]
-    names = [node.name or node.op_type for node in readers]
-    return ", ".join(name for name in names if not name.startswith(("tokens/", "attention.")))
 
 
 def _is_size(node: ir.Node, axis: int) -> bool:

@@ -19,8 +19,6 @@ from compress.graph.run import clone, open_session
 from compress.graph.specs import POSITIONS, cache_pairs, past_name, present_name
 
 SCALAR_FACTORS = ("Mul", "Div")
-LONGEST_TABLE = 2**25
-"""Numbers of a rotary table up to which it is written into the file (128 MiB)."""
 UNKNOWN_LENGTH = 2**17
 """Tokens among which a window is looked for where a model does not say how many it was made for."""
 VISIBLE = -1e4
@@ -112,7 +110,12 @@ def _find_mask(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
     while True:
         node = _get_only_use(value)
         if node.op_type in SCALAR_FACTORS:
-            factor *= _read_factor(node, value)
+            first = node.inputs[0] is value
+            other = node.inputs[1] if first else node.inputs[0]
+            if not is_constant(other) or constant(other).size != 1 or (node.op_type == "Div" and not first):
+                raise NotMatched(f"{node.op_type} {node.name} of the scores by what is no constant")
+            number = float(constant(other).ravel()[0])
+            factor *= 1.0 / number if node.op_type == "Div" else number
         elif node.op_type == "Tanh" and not capped:
             inner, factor, capped = factor, 1.0, True
         elif node.op_type == "Add":
@@ -125,16 +128,6 @@ def _find_mask(value: ir.Value) -> tuple[ir.Node, ir.Value, float, float]:
     if mask is None or int_attribute(softmax, "axis", -1) not in (-1, 3):
         raise NotMatched(f"{softmax.name} is not over the tokens")
     return softmax, mask, inner * factor, factor if capped else 0.0
-
-
-def _read_factor(node: ir.Node, value: ir.Value) -> float:
-    """Return the number that a Mul or Div by a constant multiplies with."""
-    first = node.inputs[0] is value
-    other = node.inputs[1] if first else node.inputs[0]
-    if not is_constant(other) or constant(other).size != 1 or (node.op_type == "Div" and not first):
-        raise NotMatched(f"{node.op_type} {node.name} of the scores by what is no constant")
-    number = float(constant(other).ravel()[0])
-    return 1.0 / number if node.op_type == "Div" else number
 
 
 def _get_only_use(value: ir.Value, op: str = "") -> ir.Node:
@@ -287,7 +280,8 @@ def _make_past(value: ir.Value, length: int) -> np.ndarray:
 def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | None:
     """Return cos or sin for each position, [length, channels / 2]; None if it is no function of the position alone."""
     width = angle.shape[-1] if angle.shape else None
-    if not isinstance(width, int) or length * width // 2 > LONGEST_TABLE or width % 16:
+    # a rotary table is written into the file up to 128 MiB
+    if not isinstance(width, int) or length * width // 2 > 2**25 or width % 16:
         return None  # the kernel takes a multiple of 8 angles
     few = np.array([[0, 3 % length, length - 1]], np.int64)
     names = [angle.name or ""]

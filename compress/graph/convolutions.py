@@ -177,7 +177,18 @@ def shortcuts_to_convolutions(model: ir.Model) -> list[str]:
         channels = _match_channel_padding(pad, source)
         if source is None or strides is None or channels is None:
             continue
-        made.append(_replace_pad(model, pad, source, strides, channels))
+        before, count, after = channels
+        weight = np.zeros((before + count + after, count, 1, 1), np.float32)
+        weight[np.arange(count) + before, np.arange(count)] = 1.0
+        out = pad.outputs[0]
+        name = f"{out.name}/select"
+        value = initializer(model, f"{name}.weight", weight)
+        conv = ir.node(
+            "Conv", [source, value], name=name, attributes={"strides": [strides.get(2, 1), strides.get(3, 1)]}
+        )
+        model.graph.insert_before(pad, conv)
+        take_over(model, out, conv.outputs[0])
+        made.append(name)
     tidy(model)
     return made
 
@@ -215,18 +226,3 @@ def _match_channel_padding(pad: ir.Node, source: ir.Value | None) -> tuple[int, 
     if len(pads) != 8 or any(p for i, p in enumerate(pads) if i not in (1, 5)) or min(pads) < 0:
         return None
     return pads[1], source.shape[1], pads[5]
-
-
-def _replace_pad(
-    model: ir.Model, pad: ir.Node, source: ir.Value, strides: dict[int, int], channels: tuple[int, int, int]
-) -> str:
-    before, count, after = channels
-    weight = np.zeros((before + count + after, count, 1, 1), np.float32)
-    weight[np.arange(count) + before, np.arange(count)] = 1.0
-    out = pad.outputs[0]
-    name = f"{out.name}/select"
-    value = initializer(model, f"{name}.weight", weight)
-    conv = ir.node("Conv", [source, value], name=name, attributes={"strides": [strides.get(2, 1), strides.get(3, 1)]})
-    model.graph.insert_before(pad, conv)
-    take_over(model, out, conv.outputs[0])
-    return name

@@ -30,8 +30,6 @@ from compress.graph.stored import StoredTensor, join_last
 
 CHANNEL_MULTIPLE = 4
 """Input channels of a convolution that ONNX Runtime's integer kernels read at once."""
-LEAST_BLOCK = 16
-"""Of what GatherBlockQuantized reads: 16 and larger powers of two."""
 INT8_ACCURACY = 4
 """Inputs are rounded to int8, block by block: the level at which ONNX Runtime fuses int4 weights too."""
 
@@ -436,7 +434,8 @@ def _read_blocks(weight: ir.Node | None, axis: int) -> _Table | None:
         return None
     block, quantized = int_attribute(weight, "block_size", 0), weight.inputs[0]
     assert quantized is not None
-    if int_attribute(weight, "axis", 1) != axis or block < LEAST_BLOCK or block & (block - 1):
+    # GatherBlockQuantized reads blocks of 16 and larger powers of two
+    if int_attribute(weight, "axis", 1) != axis or block < 16 or block & (block - 1):
         return None
     bits = 4 if quantized.dtype in (ir.DataType.INT4, ir.DataType.UINT4) else 8
     signed = quantized.dtype in (ir.DataType.INT4, ir.DataType.INT8)

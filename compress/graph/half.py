@@ -21,8 +21,6 @@ STAYS = {"Cast", "Range", "Resize", "QuantizeLinear", "DynamicQuantizeLinear", "
 STAYS |= {"Constant", "ConstantOfShape", "If", "Loop", "Scan"}
 STAYS |= {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
 """Operators whose float inputs are parameters, whose type is part of what they do, or that hold graphs of their own."""
-HALF_SCALES_OPSET = 19
-"""The first opset in which DequantizeLinear gives half precision."""
 
 
 def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
@@ -41,7 +39,16 @@ def to_half(model: ir.Model, dtype: str, kept: Collection[str]) -> None:
                 node.replace_input_with(index, _cast_to_half(model, value, half, casts))
         for value in node.outputs:
             if value.dtype == ir.DataType.FLOAT:
-                _cast_back(model, value, half, casts)
+                # readers get a float32 cast of it until they are converted themselves
+                uses, name, is_output = uses_of(value), value.name, value.is_graph_output()
+                value.name = f"{name}/{half.name.lower()}"
+                value.type = ir.TensorType(half)
+                back = append(model, "Cast", [value], name or "", {"to": ir.DataType.FLOAT})
+                back.type, back.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+                reroute(uses, back)
+                if is_output:
+                    replace_output(model, value, back)
+                casts[back] = value
     tidy(model)
 
 
@@ -56,19 +63,16 @@ def layer_nodes(layer: GraphLayer) -> list[str]:
 
 
 def _becomes_half(node: ir.Node, kept: Collection[str], opset: int) -> bool:
-    if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= HALF_SCALES_OPSET:
-        if _has_two_levels(node):  # the one float above E4M3 scales is often below half's normal numbers
+    # opset 19 is the first in which DequantizeLinear gives half precision
+    if node.op_type == "DequantizeLinear" and is_constant(node.inputs[0]) and opset >= 19:
+        readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
+        # NVFP4: the one float above E4M3 scales is often below half's normal numbers
+        if readers or not is_constant(node.inputs[1]):
             return False
         return all(_becomes_half(use.node, kept, opset) for use in node.outputs[0].uses())  # a weight follows its layer
     if node.op_type in STAYS or node_name(node) in kept or _crashes_in_half(node):
         return False
     return not _works_in_integers(node)
-
-
-def _has_two_levels(node: ir.Node) -> bool:
-    """Return whether a DequantizeLinear makes the scales of another one, or reads scales that one makes (NVFP4)."""
-    readers = [use.node for use in node.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
-    return bool(readers) or not is_constant(node.inputs[1])
 
 
 def _crashes_in_half(node: ir.Node) -> bool:
@@ -97,30 +101,12 @@ def _cast_to_half(model: ir.Model, value: ir.Value, half: ir.DataType, casts: di
     if value not in casts:
         name = f"{value.name}/{half.name.lower()}"
         if is_constant(value):
-            casts[value] = initializer(
-                model, name, ir.Tensor(_clip_to_half(constant(value), half), dtype=half, name=name)
-            )
+            array = constant(value)
+            limit = LARGEST[half.name.lower()]
+            # what hides (masks such as -3.4e38) gets half the lowest value: a score added stays finite
+            clipped: np.ndarray = np.where(array <= HIDDEN, -limit / 2, np.clip(array, -limit, limit))
+            casts[value] = initializer(model, name, ir.Tensor(clipped.astype(half.numpy()), dtype=half, name=name))
         else:
             casts[value] = append(model, "Cast", [value], name, {"to": half})
             casts[value].type, casts[value].shape = ir.TensorType(half), value.shape
     return casts[value]
-
-
-def _clip_to_half(array: np.ndarray, half: ir.DataType) -> np.ndarray:
-    """Clip to the type; what hides (masks such as -3.4e38) gets half its lowest value: a score added stays finite."""
-    limit = LARGEST[half.name.lower()]
-    clipped: np.ndarray = np.where(array <= HIDDEN, -limit / 2, np.clip(array, -limit, limit))
-    return clipped.astype(half.numpy())
-
-
-def _cast_back(model: ir.Model, value: ir.Value, half: ir.DataType, casts: dict[ir.Value, ir.Value]) -> None:
-    """Let the node give `half`; readers of the value read a float32 cast of it until they are converted themselves."""
-    uses, name, is_output = uses_of(value), value.name, value.is_graph_output()
-    value.name = f"{name}/{half.name.lower()}"
-    value.type = ir.TensorType(half)
-    back = append(model, "Cast", [value], name or "", {"to": ir.DataType.FLOAT})
-    back.type, back.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
-    reroute(uses, back)
-    if is_output:
-        replace_output(model, value, back)
-    casts[back] = value

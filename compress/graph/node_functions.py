@@ -36,8 +36,6 @@ NUMBERS = {
     **{name: {1} for name in OPERATORS if name.startswith("Reduce")},
 }
 """Operator -> the inputs that its function takes as arrays."""
-SHORT_ROW = 8
-"""Equal whole numbers in a row, of ConstantOfShape, up to which they may be sizes; longer rows are data."""
 _WITH_NUMBERS: dict[str, Compute] = {
     "Add": operator.add,
     "Clip": lambda x, low=None, high=None: x if low is None and high is None else x.clamp(low, high),
@@ -200,7 +198,8 @@ def _make_constant_of_shape(node: ir.Node) -> Compute:
 
     def fill(shape: Any) -> Any:
         row = isinstance(shape, np.ndarray) and shape.size == 1 and type(shape.item()) is int
-        if row and value.dtype.kind in "iu" and shape.item() <= SHORT_ROW:
+        # longer rows of equal whole numbers are data, and no sizes
+        if row and value.dtype.kind in "iu" and shape.item() <= 8:
             return np.full(shape.tolist(), value.item(), dtype=object)
         return compute(shape)
 

@@ -114,7 +114,14 @@ def _take_piece(whole: ir.Model, piece: Piece, values: Feeds) -> ir.Model:
         if (array := values.get(value.name or "")) is not None:
             value.type = ir.TensorType(ir.tensor(array).dtype)
         if _is_turned(whole, value.name or ""):
-            _turn_input(graph, value)
+            # The graph reads the transpose: ONNX Runtime multiplies by it as it lies in the file, in place of a copy.
+            readers = uses_of(value)
+            turn = ir.node("Transpose", [value], {"perm": [1, 0]})
+            turn.outputs[0].name = f"{value.name}/turned"
+            turn.outputs[0].type = value.type
+            value.shape = None
+            reroute(readers, turn.outputs[0])
+            graph.insert_before(graph[0], turn)
     for value in graph.outputs:
         value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
     return ir.Model(graph, ir_version=whole.ir_version)
@@ -124,17 +131,6 @@ def _is_turned(whole: ir.Model, name: str) -> bool:
     value = whole.graph.initializers.get(name)
     tensor = None if value is None else value.const_value
     return isinstance(tensor, StoredTensor) and tensor.straight is not None
-
-
-def _turn_input(graph: ir.Graph, value: ir.Value) -> None:
-    """Let the graph read the transpose of what is fed: ONNX Runtime multiplies by it as it lies, in place of a copy."""
-    readers = uses_of(value)
-    turn = ir.node("Transpose", [value], {"perm": [1, 0]})
-    turn.outputs[0].name = f"{value.name}/turned"
-    turn.outputs[0].type = value.type
-    value.shape = None
-    reroute(readers, turn.outputs[0])
-    graph.insert_before(graph[0], turn)
 
 
 def _read_straight(whole: ir.Model, name: str) -> np.ndarray:

@@ -108,7 +108,15 @@ class _ModuleBuilder:
             self._add_value(value, self.graph.placeholder(parameters[name]), sample)
         for node in self.model.graph:
             if node.outputs[0].name not in self.nodes:  # else: an Add that is a layer's bias
-                self._add_node(node)
+                try:
+                    if not self._add_layer(node) and not self._add_module(node):
+                        self._add_function(node)
+                except RebuildError:
+                    raise
+                except Exception as error:  # whatever torch raises: the node cannot be computed so
+                    text = " ".join(str(error).split())[:300]
+                    named = node.name and node.name in text
+                    raise RebuildError(text if named else f"{name_operator(node)} {node.name!r}: {text}") from error
         outputs = {}
         for value in self.model.graph.outputs:
             made, sample = self._find(value)
@@ -116,17 +124,6 @@ class _ModuleBuilder:
         self.graph.output(outputs)
         module = fx.GraphModule(self.root, self.graph)
         return Rebuilt(module.eval().requires_grad_(False), parameters, self.names)
-
-    def _add_node(self, node: ir.Node) -> None:
-        try:
-            if not self._add_layer(node) and not self._add_module(node):
-                self._add_function(node)
-        except RebuildError:
-            raise
-        except Exception as error:  # whatever torch raises: the node cannot be computed so
-            text = " ".join(str(error).split())[:300]
-            named = node.name and node.name in text
-            raise RebuildError(text if named else f"{name_operator(node)} {node.name!r}: {text}") from error
 
     def _run_empty(self, function: Callable[..., Any], *samples: Any) -> Any:
         """Return what a function gives for samples, which hold no values."""
@@ -206,7 +203,18 @@ class _ModuleBuilder:
         if node.op_type in self.makers:
             return self.makers[node.op_type](node)
         if node.op_type == "Reshape" and isinstance(self._get_sample(node.inputs[0]), Tensor):
-            return self._make_reshape(node)
+            x, sizes = self._get_sample(node.inputs[0]), self._get_sample(node.inputs[1])
+            compute = OPERATORS["Reshape"](node)
+            if not isinstance(sizes, np.ndarray):
+                raise RebuildError(f"Reshape {node.name!r}: its sizes depend on data")
+            # literal sizes follow the input where it has them
+            literal = self._find_literals(node.inputs[1])
+            rules = follow_input(
+                tuple(x.shape), tuple(self._run_empty(compute, x, sizes).shape), sizes.tolist(), literal
+            )
+            if int_attribute(node, "allowzero", 0) or not rules:
+                return lambda x, sizes: compute(x, sizes)
+            return make_reshape(rules)
         if node.op_type == "Concat" and (batch := self._find_literal_batch()):
             return make_concat_over_batch(node, batch)
         return make_function(node)
@@ -215,18 +223,6 @@ class _ModuleBuilder:
         """Return the batch that the file fixes; None where it is free."""
         dims = [value.shape[0] for value in self.model.graph.inputs if value.shape is not None and len(value.shape)]
         return dims[0] if dims and isinstance(dims[0], int) else None
-
-    def _make_reshape(self, node: ir.Node) -> Compute:
-        """Make a reshape whose literal sizes follow its input where the input has them."""
-        x, sizes = self._get_sample(node.inputs[0]), self._get_sample(node.inputs[1])
-        compute = OPERATORS["Reshape"](node)
-        if not isinstance(sizes, np.ndarray):
-            raise RebuildError(f"Reshape {node.name!r}: its sizes depend on data")
-        literal = self._find_literals(node.inputs[1])
-        rules = follow_input(tuple(x.shape), tuple(self._run_empty(compute, x, sizes).shape), sizes.tolist(), literal)
-        if int_attribute(node, "allowzero", 0) or not rules:
-            return lambda x, sizes: compute(x, sizes)
-        return make_reshape(rules)
 
     def _find_literals(self, value: ir.Value | None) -> list[bool]:
         """Return for each element of a value whether the file fixes it."""
@@ -264,7 +260,12 @@ class _ModuleBuilder:
         module = make(node, tuple(sample.shape), self.parameters)
         if module is None:
             return False
-        made, sample = self._call_module(self._register(self._name_module(node), module), read, sample)
+        names = [value.name or "" for value in node.inputs[1:] if value is not None]
+        paths = [path for path, dot, last in (name.rpartition(".") for name in names) if last in VECTORS]
+        taken = {name for name, _ in self.root.named_modules()}
+        # a norm is named after its vectors, of which an exporter may have merged some with another's
+        name = next((path for path in paths if path not in taken), node_scope(node) or node.name or node.op_type)
+        made, sample = self._call_module(self._register(name, module), read, sample)
         if node.op_type == "ConvTranspose" and (crop := split_crops(node, sample.dim() - 2)[1]):
             made, sample = self._call_function(_pad_by(lambda x: crop), made, sample)
         self._add_value(node.outputs[0], made, sample)
@@ -301,13 +302,6 @@ class _ModuleBuilder:
     def _is_taken(self, module: nn.Module, name: str) -> bool:
         """Return whether a module has an attribute of that name, as all modules have `train`."""
         return hasattr(module, name) or (module is self.root and hasattr(fx.GraphModule, name))
-
-    def _name_module(self, node: ir.Node) -> str:
-        """Name a norm after its vectors, of which an exporter may have merged some with another's; else its node."""
-        names = [value.name or "" for value in node.inputs[1:] if value is not None]
-        paths = [path for path, dot, last in (name.rpartition(".") for name in names) if last in VECTORS]
-        taken = {name for name, _ in self.root.named_modules()}
-        return next((path for path in paths if path not in taken), node_scope(node) or node.name or node.op_type)
 
 
 def _has_other_bias(layer: GraphLayer) -> bool:

@@ -57,7 +57,12 @@ def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:
     for name in dict.fromkeys(names):
         value = values[name]
         if value.is_graph_input():
-            value = _append_identity(copy, value)
+            node = ir.node("Identity", [value])
+            copy.graph.append(node)
+            out = node.outputs[0]
+            out.name = f"{value.name}{TAPPED}"
+            out.type, out.shape = value.type, value.shape
+            value = out
         if value.type is None:
             value.type = ir.TensorType(ir.DataType.FLOAT)
         copy.graph.outputs.append(value)
@@ -127,12 +132,3 @@ def drop_padding(values: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
         kept = np.moveaxis(values, axis, 1)[tokens]  # [n, heads, other]
         return np.moveaxis(kept[None], 1, axis)
     return values
-
-
-def _append_identity(model: ir.Model, value: ir.Value) -> ir.Value:
-    node = ir.node("Identity", [value])
-    model.graph.append(node)
-    out = node.outputs[0]
-    out.name = f"{value.name}{TAPPED}"
-    out.type, out.shape = value.type, value.shape
-    return out

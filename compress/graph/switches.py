@@ -420,7 +420,15 @@ def _describe(place: _Place) -> Unit:
     rounded = sum(value.const_value.nbytes for value in held if value.const_value is not None)
     own = [value for node in (place.layer.node, place.layer.bias_add) if node is not None for value in node.inputs]
     exact = sum(value.const_value.nbytes for value in own if value is not None and value.const_value is not None)
-    tensors = {str(value.name) for node in place.nodes for value in node.outputs} | _name_behind(place.output)
+    # its output also behind the activation and the rounding that runtimes fuse with it
+    names, waiting = set[str](), [place.output]
+    while waiting:
+        value = waiting.pop()
+        names.add(str(value.name))
+        for node, _ in uses_of(value):
+            if node.op_type in ROUNDINGS or (node.op_type in ACTIVATIONS and len(uses_of(value)) == 1):
+                waiting += [given for given in node.outputs if given.name not in names]
+    tensors = {str(value.name) for node in place.nodes for value in node.outputs} | names
     tensors |= {str(value.name) for value in held if value.const_value is not None and len(value.const_value.shape) > 1}
     tensors |= {str(place.layer.output.name), str(place.layer.weight.name)}  # as the float graph has them
     bits = min((_count_bits(value) for value in held), default=32)
@@ -436,15 +444,3 @@ def _count_bits(value: ir.Value) -> int:
         int_attribute(use.node, "bits", 4) for use in value.uses() if use.node.op_type in PACKED and use.idx in (0, 2)
     ]
     return min([*packed, tensor.dtype.bitwidth])
-
-
-def _name_behind(output: ir.Value) -> set[str]:
-    """Return the names that a layer's output has behind the activation and the rounding that runtimes fuse with it."""
-    names, waiting = set[str](), [output]
-    while waiting:
-        value = waiting.pop()
-        names.add(str(value.name))
-        for node, _ in uses_of(value):
-            if node.op_type in ROUNDINGS or (node.op_type in ACTIVATIONS and len(uses_of(value)) == 1):
-                waiting += [given for given in node.outputs if given.name not in names]
-    return names

@@ -12,8 +12,6 @@ from compress.models.source import read_object
 from runtime.encode.seq2seq import TargetPreprocess
 
 POSITIONS = ("max_target_positions", "max_position_embeddings", "n_positions")
-USUAL_LENGTH = 512
-"""Tokens of a text where neither the folder nor the recipe says."""
 RULES = ("min_length", "no_repeat_ngram_size", "repetition_penalty", "forced_eos_token_id", "suppress_tokens",
          "begin_suppress_tokens", "bad_words_ids")  # fmt: skip
 """Settings of generation_config.json that are followed as they are."""
@@ -122,7 +120,8 @@ def _find_length(folder: Path, settings: Mapping[str, Any], n_start: int) -> int
     stated = settings.get("max_length")
     if isinstance(settings.get("max_new_tokens"), int):
         stated = n_start + settings["max_new_tokens"]
-    return int(min([stated or USUAL_LENGTH, *positions[:1]]))
+    # 512 where neither the folder nor the recipe says
+    return int(min([stated or 512, *positions[:1]]))
 
 
 def _to_ids(value: Any) -> tuple[int, ...]:

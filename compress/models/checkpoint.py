@@ -80,22 +80,26 @@ def find_unread_tensors(weights: Sequence[Path], module: nn.Module, parts: Parts
         return {}
     wanted = {plain(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
     keys = _find_keys(module, wanted, held, parts)
-    if any(name not in keys and (name not in parts or parts[name].stacked not in keys) for name in _list_owned(wanted)):
+    owned = {id(tensor): name for name, tensor in wanted.items()}
+    must = [name for name in owned.values() if not name.endswith("num_batches_tracked")]
+    if any(name not in keys and (name not in parts or parts[name].stacked not in keys) for name in must):
         return {}
     sizes = {path: safetensors_bytes(path) for path in {path for path, _ in held.values()}}
     return {name: sizes[path][name] for name, (path, _) in held.items() if name not in set(keys.values())}
 
 
-def _list_owned(wanted: Mapping[str, Tensor]) -> list[str]:
-    """Return one name of each tensor that files must hold, the last of several that share it."""
-    owned = {id(tensor): name for name, tensor in wanted.items()}
-    return [name for name in owned.values() if not name.endswith("num_batches_tracked")]
-
-
 def _find_keys(module: nn.Module, wanted: Mapping[str, Tensor], held: TensorPlaces, parts: Parts) -> dict[str, str]:
     """Return the names of tensors in the files by those in the module, stacked experts' included."""
     known = {*wanted, *(part.stacked for part in parts.values())}
-    keys = _match_names(held, known, getattr(getattr(module, "wrapped", module), "base_model_prefix", ""))
+    prefix = getattr(getattr(module, "wrapped", module), "base_model_prefix", "")
+    dotted = f"{prefix}."
+    # the prefix taken off or put on, where that fits more names
+    ways = [{name: name for name in held}]
+    if prefix:
+        ways.append({name.removeprefix(dotted): name for name in held})
+        ways.append({dotted + name: name for name in held})
+    best = max(ways, key=lambda way: sum(name in known for name in way))
+    keys = {name: key for name, key in best.items() if name in known}
     return keys | _match_written_names(module, [name for name in wanted if name not in keys], wanted, held, parts)
 
 
@@ -147,14 +151,3 @@ def list_tensors(weights: Sequence[Path]) -> TensorPlaces:
         if name not in shapes[path]:
             raise SourceError(f"{path}: '{name}' is missing, which {INDEX} promises; copy or download the file again")
     return {name: (path, shapes[path][name]) for name, path in files.items()}
-
-
-def _match_names(held: TensorPlaces, wanted: Collection[str], prefix: str) -> dict[str, str]:
-    """Return module name -> file name, with the prefix taken off or put on where that fits more of them."""
-    dotted = f"{prefix}."
-    ways = [{name: name for name in held}]
-    if prefix:
-        ways.append({name.removeprefix(dotted): name for name in held})
-        ways.append({dotted + name: name for name in held})
-    best = max(ways, key=lambda way: sum(name in wanted for name in way))
-    return {name: key for name, key in best.items() if name in wanted}

@@ -23,15 +23,7 @@ from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
 from compress.errors import SourceError
-from compress.facts import (
-    FLOAT_BYTES,
-    LayerFacts,
-    ModelFacts,
-    SampleShapes,
-    Structure,
-    assign_roles,
-    describe_groups,
-)
+from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, SampleShapes, Structure, assign_roles, describe_groups
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
@@ -56,8 +48,6 @@ from runtime.tasks import find_task
 from runtime.words import size_text
 
 MOST_NAMED = 6
-MOST_BUILT = 2**30
-"""Bytes of weights up to which a factory's model is built for a plan to run it; larger ones are run once loaded."""
 DECLARED = re.compile(r"layer|block|module|depth")
 """Keys of config.json that count blocks, those of next-token predictors among them."""
 OURS, TORCHS = Path(__file__).parents[1], Path(torch.__file__).parent
@@ -178,7 +168,8 @@ def look_at_model(
     run = ModelRun(source, module, {names[name]: feeds_shapes[name] for name in names})
     (flow, work, _), shown = run.outcome, run.describe(coupling, blocks)
     n_bytes = sum(path.stat().st_size for path in source.weights) - sum(unread.values())
-    if source.kind == "python" and n_bytes <= MOST_BUILT:
+    # of larger weights (1 GiB) no model is built for the plan: it is run once it is loaded
+    if source.kind == "python" and n_bytes <= 2**30:
         check_batch(source.spec, _build_untrained(source), run.feeds)
     found = name_outputs(flow.result).items()
     outputs = {name: (tuple(out.shape), str(out.dtype).removeprefix("torch.")) for name, out in found}

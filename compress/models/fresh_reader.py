@@ -70,7 +70,10 @@ def answer(work: Path) -> None:
         n_samples = job.samples if job.whole else 0
         _write_outputs(module, work, n_samples, OUTPUTS)
         if job.rounds:
-            _leave_unrounded(module)
+            from compressed_tensors.quantization import disable_quantization
+
+            # the library's own switch for all rounding that a module does as it runs
+            module.apply(disable_quantization)
             _write_outputs(module, work, n_samples, UNROUNDED)
         reply = LoadReply(name, scales=_list_scales(module) if job.rounds else {})
     except (CompressError, *factory.USER_ERRORS, AssertionError, ArithmeticError, MemoryError) as error:
@@ -91,13 +94,6 @@ def _write_outputs(module: nn.Module, work: Path, n_samples: int, name: str) -> 
 def _list_scales(module: nn.Module) -> dict[str, float]:
     named = ((plain(name), value) for name, value in module.named_parameters())
     return {name: float(value.detach()) for name, value in named if name.endswith(SCALES) and value.numel() == 1}
-
-
-def _leave_unrounded(module: nn.Module) -> None:
-    """Switch off, by the library's own switch, all rounding that a module of transformers does as it runs."""
-    from compressed_tensors.quantization import disable_quantization
-
-    module.apply(disable_quantization)
 
 
 def _name_reader(reader: Reader) -> str:

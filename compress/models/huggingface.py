@@ -36,8 +36,6 @@ LAYERS = re.compile(r"^(n|num)_.*layers?$|^layers$")
 POSITIONS = re.compile(r"position|n_ctx|max_seq|max_length", re.IGNORECASE)
 MOST_COUNTED, MOST_POSITIONS, LARGEST = 10_000, 2**27, 2**63 - 1
 """A table of positions takes 8 bytes for each; no size is larger than what 64 bits hold."""
-SPARE_PARAMETERS = 1000
-"""Of a module, over twice the tensors of its files: a head or pooler that is built anew, tensors stored for several."""
 REASON_CHARACTERS = 400
 
 
@@ -464,7 +462,8 @@ def _limit_parameters(source: Source) -> Iterator[None]:
     if n_tensors is None:
         yield
         return
-    most, made, register = 2 * n_tensors + SPARE_PARAMETERS, 0, nn.Module.register_parameter
+    # to spare: a head or pooler that is built anew, tensors stored for several
+    most, made, register = 2 * n_tensors + 1000, 0, nn.Module.register_parameter
 
     def count_and_register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal made

@@ -34,7 +34,11 @@ def tokenizer_folder(source: Source, cache: Path) -> tuple[Path | None, list[str
     if not source.spec.decoder_only or source.kind != "huggingface" or source.folder is None:
         return source.folder, []
     notes: list[str] = []
-    made, key = ResultCache(cache / "tokenizers", notes.append), _hash_files(source.folder)
+    sha = hashlib.sha256(version("transformers").encode())
+    for name in FILES:
+        path = source.folder / name
+        sha.update(f"\n{name} ".encode() + (path.read_bytes() if path.is_file() else b""))
+    made, key = ResultCache(cache / "tokenizers", notes.append), sha.hexdigest()
     cached = made.get(key)
     if cached is None:
         try:
@@ -60,14 +64,6 @@ def _rebuild_tokenizer(folder: Path, trust_remote_code: bool) -> str:
         )
     text: str = tokenizer.backend_tokenizer.to_str()
     return text
-
-
-def _hash_files(folder: Path) -> str:
-    sha = hashlib.sha256(version("transformers").encode())
-    for name in FILES:
-        path = folder / name
-        sha.update(f"\n{name} ".encode() + (path.read_bytes() if path.is_file() else b""))
-    return sha.hexdigest()
 
 
 def has_chat_template(folder: Path | None) -> bool:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _HELD: dict[str, nn.Module] = {}
 _UNNAMED = itertools.count()
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
-DEEPEST = 8
-"""Levels of containers and objects in a module's attribute that are told apart."""
 
 
 def hold(module: nn.Module) -> str:
@@ -111,7 +109,8 @@ def _describe_value(value: Any, depth: int = 0) -> str:
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(_read_bytes(value)).hexdigest()}"
-    if depth == DEEPEST:
+    # containers and objects are told apart down to here
+    if depth == 8:
         return f"deeper {next(_UNNAMED)}"
     if isinstance(value, Mapping):
         return str([(_describe_value(k, depth + 1), _describe_value(v, depth + 1)) for k, v in value.items()])

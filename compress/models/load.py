@@ -101,7 +101,20 @@ def load_torch_model(source: Source, feeds_shapes: SampleShapes) -> TorchModel:
     Raises SourceError: a damaged file, tensors missing, left over or of another shape, NaN in a weight.
     """
     if source.onnx is not None:
-        return _load_rebuilt(source, source.onnx, feeds_shapes)
+        file = _load_onnx(source, source.onnx, feeds_shapes)
+        check_feeds(source.spec, {name: name for name in file.input_names}, feeds_shapes)
+        rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
+        return TorchModel(
+            architecture=file.architecture,
+            inputs=rebuilt.inputs,
+            outputs=file.outputs,
+            module=rebuilt.module,
+            parameters=rebuilt.parameters,
+            folder=file.folder,
+            class_names=file.class_names,
+            task=file.task,
+            detections=read_detections(source, file.outputs),
+        )
     module = _load_trained(source).float().eval().requires_grad_(False)
     check_finite(module, source.name)
     loaded = _describe_model(source, module, feeds_shapes)
@@ -198,21 +211,4 @@ def _load_onnx(source: Source, path: Path, feeds_shapes: SampleShapes) -> OnnxMo
         folder=source.folder,
         class_names=source.spec.class_names,
         task=source.task,
-    )
-
-
-def _load_rebuilt(source: Source, path: Path, feeds_shapes: SampleShapes) -> TorchModel:
-    file = _load_onnx(source, path, feeds_shapes)
-    check_feeds(source.spec, {name: name for name in file.input_names}, feeds_shapes)
-    rebuilt = rebuild_onnx(file.graph, file.inputs, feeds_shapes)
-    return TorchModel(
-        architecture=file.architecture,
-        inputs=rebuilt.inputs,
-        outputs=file.outputs,
-        module=rebuilt.module,
-        parameters=rebuilt.parameters,
-        folder=file.folder,
-        class_names=file.class_names,
-        task=file.task,
-        detections=read_detections(source, file.outputs),
     )

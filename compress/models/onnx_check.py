@@ -23,8 +23,6 @@ SECONDS = 60
 """Of the processor. The graph of a language model with 20,000 operators takes one."""
 SPARE_BYTES, COPIES = 2**31, 6
 """Memory of the process: this, and so many times the file."""
-_LONG = 64
-"""Elements of a tensor whose values say nothing of shapes."""
 _TYPES = {2: (25, 26), 4: (21, 22, 23), 6: (27, 28), 8: (2, 3, 9, 17, 18, 19, 20, 24), 16: (4, 5, 10, 16)}
 _TYPES |= {32: (1, 6, 12), 64: (7, 11, 13, 14), 128: (15,)}
 _BITS = {number: bits for bits, numbers in _TYPES.items() for number in numbers}
@@ -212,7 +210,10 @@ def _find_tensor_problem(tensor: Any, folder: Path) -> str | None:
     if tensor.HasField("raw_data"):
         has = len(tensor.raw_data)
         return None if has == wanted else f"has shape {list(tensor.dims)}, of {wanted} bytes, and {has} bytes"
-    return _find_list_problem(tensor, n)
+    bits = _BITS[tensor.data_type]  # small ones share an int32, complex ones are two floats
+    wanted = math.ceil(n * bits / 8) if bits < 8 else 2 * n if tensor.data_type in (14, 15) else n
+    has = max(len(getattr(tensor, field)) for field in _FIELDS)
+    return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
 
 
 def _find_external_problem(tensor: Any, wanted: int, folder: Path) -> str | None:
@@ -229,14 +230,6 @@ def _find_external_problem(tensor: Any, wanted: int, folder: Path) -> str | None
     return None
 
 
-def _find_list_problem(tensor: Any, n: int) -> str | None:
-    """Return why a tensor's list of numbers does not fit: small ones share an int32, complex ones are two floats."""
-    bits = _BITS[tensor.data_type]
-    wanted = math.ceil(n * bits / 8) if bits < 8 else 2 * n if tensor.data_type in (14, 15) else n
-    has = max(len(getattr(tensor, field)) for field in _FIELDS)
-    return None if has == wanted else f"has shape {list(tensor.dims)} and {has} values"
-
-
 def _drop_weights(model: Any, folder: Path) -> Any:
     """Drop, in place, the values that no shape depends on, which inference would copy, and load the external others.
 
@@ -245,7 +238,7 @@ def _drop_weights(model: Any, folder: Path) -> Any:
     import onnx
 
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) > _LONG:
+        if math.prod(tensor.dims) > 64:  # whose values say nothing of shapes
             tensor.ClearField("raw_data")
         elif tensor.data_location == onnx.TensorProto.EXTERNAL:
             onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))

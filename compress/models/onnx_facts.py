@@ -147,7 +147,14 @@ def _sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, path: Path, batc
     """
     fixed = onnx.ModelProto()
     fixed.CopyFrom(proto)
-    sizes = _bind_inputs(fixed, feeds, batch)
+    sizes: dict[str, int] = {}
+    for value in fixed.graph.input:
+        if value.name in feeds:
+            wanted = (batch, *feeds[value.name][0])
+            for dim, size in zip(value.type.tensor_type.shape.dim, wanted, strict=True):
+                if dim.dim_param:
+                    sizes[dim.dim_param] = size
+                dim.dim_value = size
     declared = _collect_known_shapes((*fixed.graph.value_info, *fixed.graph.output), sizes)
     del fixed.graph.value_info[:]  # they may name dimensions that are numbers here
     for value in fixed.graph.output:
@@ -159,19 +166,6 @@ def _sample_shapes(proto: onnx.ModelProto, feeds: SampleShapes, path: Path, batc
         why = " ".join(str(error).split())[:500]
         raise SourceError(f"{path}: its shapes cannot be told for a sample of {samples}: {why}") from error
     return declared | _collect_known_shapes((*inferred.value_info, *inferred.input, *inferred.output), {})
-
-
-def _bind_inputs(model: onnx.ModelProto, feeds: SampleShapes, batch: int) -> dict[str, int]:
-    """Give the inputs the sizes of a call (in place), and return the numbers of the named dimensions."""
-    sizes: dict[str, int] = {}
-    for value in model.graph.input:
-        if value.name in feeds:
-            wanted = (batch, *feeds[value.name][0])
-            for dim, size in zip(value.type.tensor_type.shape.dim, wanted, strict=True):
-                if dim.dim_param:
-                    sizes[dim.dim_param] = size
-                dim.dim_value = size
-    return sizes
 
 
 def _collect_known_shapes(values: tuple[Any, ...], sizes: Mapping[str, int]) -> Shapes:

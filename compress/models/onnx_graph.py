@@ -31,8 +31,6 @@ SHORT = 1024
 EMPTY: Mapping[str, Any] = {}
 ROUNDED = 2e-2
 """Tolerance of a graph that rounds as it runs: five of the 255 steps of DynamicQuantizeLinear."""
-RUNNING_BYTES = 2**34
-"""Address space of the process that runs one sample, beside copies of the weights: libraries and stacks take some."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ def check_runs(
 
 @functools.lru_cache(maxsize=64)
 def _run_apart(path: Path, order: str, marks: tuple[tuple[Path, int, int], ...]) -> Any:
-    most = RUNNING_BYTES + 2 * COPIES * sum(size for _, size, _ in marks)
+    # libraries and stacks take address space beside copies of the weights
+    most = 2**34 + 2 * COPIES * sum(size for _, size, _ in marks)
     code = "import sys; from compress.models.onnx_graph import main; main(*sys.argv[1:])"
     return run_apart(code, os.fspath(path.absolute()), order, str(most), what=f"{path}: one sample of it")
 

@@ -17,7 +17,6 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import copy_without_weights, empty_weights, memory_store, plain
 from compress.blocks.parametrized import list_computed
 from compress.blocks.sizes import AS_BUILT, Shapes, read_shapes_record
-from compress.blocks.store import WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.errors import SourceError
 from compress.facts import SampleShapes, Structure
@@ -55,7 +54,8 @@ def open_streamed_model(source: Source, feeds_shapes: SampleShapes, structure: S
             raise NotAsNamed(f"no tensor of the files is called '{lacking[0]}'")
     except NotAsNamed as error:
         notes = (f"the weights are held in memory as a whole: {error}",)
-        template, store = _load_in_memory(source, feeds_shapes)
+        module = load_torch_model(source, feeds_shapes).module
+        template, store = copy_without_weights(module), memory_store(module)
     _fuse_attention(template)
     names = parameters(source, template)
     check_feeds(source.spec, names, feeds_shapes)
@@ -83,12 +83,6 @@ def open_streamed_module(
     _fuse_attention(template)
     build = functools.partial(copy.deepcopy, template)
     return StreamedModel(build, store, structure, names, architecture(template), folder, shapes=shapes)
-
-
-def _load_in_memory(source: Source, feeds_shapes: SampleShapes) -> tuple[nn.Module, WeightStore]:
-    """Load the model and return its module without weights, and a store of the weights in memory."""
-    module = load_torch_model(source, feeds_shapes).module
-    return copy_without_weights(module), memory_store(module)
 
 
 def _build_empty(source: Source) -> nn.Module:

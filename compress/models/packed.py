@@ -134,16 +134,12 @@ def _decode_tensors(layer: str, part: Any, parts: Parts, scheme: Any) -> Decoded
     def read() -> Tensor:
         tensors = {leaf: _read_tensor(path, key) for leaf, (path, key, _) in parts.items() if leaf != "bias"}
         if "weight_global_scale" in tensors:
-            return _unpack_nvfp4(tensors)  # the library's own gives bfloat16, which rounds them once more
+            scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()  # [out, groups]
+            return _multiply_fp4(tensors["weight_packed"], scales)
         weight: Tensor = BaseCompressor.get_value_from_registry(form).decompress(tensors, scheme)["weight"]
         return weight
 
     return Decoded(shape, read)
-
-
-def _unpack_nvfp4(tensors: Mapping[str, Tensor]) -> Tensor:
-    scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()  # [out, groups]
-    return _multiply_fp4(tensors["weight_packed"], scales)
 
 
 def _multiply_fp4(packed: Tensor, scales: Tensor) -> Tensor:

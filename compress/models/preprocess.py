@@ -28,8 +28,6 @@ from runtime.tasks.base import OFFSETS
 
 USUAL_CONTEXT = 2048
 """Tokens of a language model's text where a recipe does not say."""
-USUAL_STRIDE = 128
-"""Tokens that two windows of a long context share, where a recipe does not say (as in BERT's own code)."""
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 """Pillow's filter numbers, as preprocessor_config.json has them."""
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer")
@@ -129,7 +127,8 @@ def _check_fit(source: Source, preprocess: PreprocessSpec) -> PreprocessSpec:
         parts = "tokens" if task.reads_texts else "the pixels of images as they came"
         raise SourceError(f"preprocess: {task.name} answers by {parts}, so it needs kind: {task.preprocess}")
     if isinstance(preprocess, TextPreprocess) and OFFSETS in task.facts and preprocess.stride is None:
-        return replace(preprocess, stride=min(USUAL_STRIDE, preprocess.max_length // 3))
+        # tokens that two windows of a long context share, as in BERT's own code
+        return replace(preprocess, stride=min(128, preprocess.max_length // 3))
     if isinstance(preprocess, TextPreprocess) and OFFSETS not in task.facts:
         _check_stride(source.spec, preprocess)
     return _resolve_longer(source.spec, preprocess) if isinstance(preprocess, AudioPreprocess) else preprocess
@@ -229,43 +228,20 @@ def _read_first_token(folder: Path) -> int | None:
     bos = read_text_config(folder).get("bos_token_id")
     adds = tokenizer.get("add_bos_token")
     if adds is None:
-        adds = _adds_bos(folder / "tokenizer.json", tokenizer.get("bos_token"))
+        path = folder / "tokenizer.json"
+        # else the tokenizer itself may put it before every text
+        token = tokenizer.get("bos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        adds = bool(text) and json.dumps(text) in json.dumps(_read_object(path).get("post_processor"))
     return bos if adds and isinstance(bos, int) else None
 
 
-def _adds_bos(path: Path, token: Any) -> bool:
-    """Return whether the tokenizer itself puts the token before every text."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return bool(text) and json.dumps(text) in json.dumps(_read_object(path).get("post_processor"))
-
-
 def _read_text(folder: Path) -> TextPreprocess:
-    pooling, normalize = _read_pooling(folder)
-    return TextPreprocess(max_length=_read_max_length(folder), pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
-
-
-def _read_max_length(folder: Path) -> int:
-    """Return the longest text in tokens, at most the model's positions.
-
-    From sentence_bert_config.json, else tokenizer_config.json, else the default of TextPreprocess.
-    """
-    stated = _read_object(folder / "sentence_bert_config.json").get("max_seq_length")
-    stated = stated or _read_object(folder / "tokenizer_config.json").get("model_max_length")
-    positions = _count_positions(_read_object(folder / "config.json"))
-    known = [int(length) for length in (stated, positions) if length is not None and length < 1e6]  # 1e30 means unknown
-    return min(known, default=TextPreprocess.max_length)
-
-
-def _count_positions(config: dict[str, Any]) -> int | None:
-    n = config.get("max_position_embeddings")
-    if n is not None and config.get("model_type") in OFFSET_POSITIONS:
-        return int(n) - int(config.get("pad_token_id") or 0) - 1
-    return n
-
-
-def _read_pooling(folder: Path) -> tuple[str, bool]:
-    """Read (pooling, normalize) of a sentence-transformers folder; mean and normalised where it says nothing."""
-    modules = _read_list(folder / "modules.json")
+    """Read a text encoder's folder: mean and normalised where it is not sentence-transformers' or says nothing."""
+    modules = _read_json(folder / "modules.json")
+    modules = [] if modules is None else modules
+    if not isinstance(modules, list):
+        raise SourceError(f"{folder / 'modules.json'}: is not a JSON list")
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     other = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if other or any(module.get("path") for module, kind in zip(modules, kinds, strict=True) if kind == "Transformer"):
@@ -282,7 +258,20 @@ def _read_pooling(folder: Path) -> tuple[str, bool]:
     known = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "mean": "mean", "cls": "cls", "max": "max"}
     if len(modes) > 1 or any(mode not in known for mode in modes):
         raise SourceError(f"{folder}: pooling {' + '.join(modes)} is not one of mean, cls, max; declare `preprocess:`")
-    return known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
+    pooling, normalize = known[modes[0]] if modes else "mean", not kinds or "Normalize" in kinds
+    stated = _read_object(folder / "sentence_bert_config.json").get("max_seq_length")
+    stated = stated or _read_object(folder / "tokenizer_config.json").get("model_max_length")
+    positions = _count_positions(_read_object(folder / "config.json"))  # no text is longer than these
+    lengths = [int(n) for n in (stated, positions) if n is not None and n < 1e6]  # 1e30 means unknown
+    longest = min(lengths, default=TextPreprocess.max_length)
+    return TextPreprocess(max_length=longest, pooling=pooling, normalize=normalize)  # type: ignore[arg-type]
+
+
+def _count_positions(config: dict[str, Any]) -> int | None:
+    n = config.get("max_position_embeddings")
+    if n is not None and config.get("model_type") in OFFSET_POSITIONS:
+        return int(n) - int(config.get("pad_token_id") or 0) - 1
+    return n
 
 
 def _read_image(folder: Path) -> ImagePreprocess:
@@ -440,13 +429,6 @@ def _read_object(path: Path) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise SourceError(f"{path}: is not a JSON object")
     return value or {}
-
-
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    value = _read_json(path)
-    if value is not None and not isinstance(value, list):
-        raise SourceError(f"{path}: is not a JSON list")
-    return value or []
 
 
 def _read_json(path: Path) -> Any:

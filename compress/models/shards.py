@@ -52,9 +52,6 @@ CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 """Of the cache in 8 bits that a rounded source may ask for; the result asks for none."""
 HEAD = "lm_head"
 """What patterns call an output layer, and a reader one that shares the embeddings' weight, so that no file names it."""
-LONGEST_KERNEL = 16
-"""Of a convolution over time, whose weight has three axes, too; above it, a stack of experts' matrices. A bound,
-not measured."""
 Layers = Mapping[str, tuple[int, int]]
 """Name -> [out, in]."""
 
@@ -178,7 +175,8 @@ def open_named_model(source: Source) -> StreamedModel:
 
 def is_stack(shape: Sequence[int]) -> bool:
     """Return whether a tensor of this shape holds the matrices of several experts."""
-    return len(shape) == 3 and min(shape[1:]) > LONGEST_KERNEL
+    # a convolution over time has three axes, too; above 16, a bound not measured, experts' matrices
+    return len(shape) == 3 and min(shape[1:]) > 16
 
 
 def _sort_naturally(name: str) -> list[tuple[int, str]]:

@@ -99,7 +99,14 @@ def model_digest(source: Source, digest_of: DigestOf = sha256_of) -> str:
     said = {"task": spec.task, "args": spec.args}
     said |= {key: value for key, value in (("inputs", spec.inputs), ("state", spec.state)) if value}
     sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for path in _list_deciding_files(source):
+    files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
+    if source.kind in ("huggingface", "shards") and source.folder is not None:
+        files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
+    if source.onnx is not None:
+        files += list_weight_files(source)
+    if source.code is not None:
+        files.append(factory_file(source.code, source.root))
+    for path in files:
         sha.update(f"\n{path.name} {digest_of(path) if path in weights else sha256_of(path)}".encode())
     if source.code is not None or source.live is not None:
         sha.update(f"\n{source.live or (source.code and source.code[1])}".encode())
@@ -242,17 +249,6 @@ def _parse_onnx(path: Path) -> onnx.ModelProto:
     if not model.graph.node:
         raise SourceError(f"{path}: cannot be read as ONNX: it holds no operators")
     return model
-
-
-def _list_deciding_files(source: Source) -> list[Path]:
-    files = [*source.weights, *([] if source.shapes is None else [source.shapes])]
-    if source.kind in ("huggingface", "shards") and source.folder is not None:
-        files += [source.folder / "config.json", *sorted(source.folder.glob("*.py"))]
-    if source.onnx is not None:
-        files += list_weight_files(source)
-    if source.code is not None:
-        files.append(factory_file(source.code, source.root))
-    return files
 
 
 def _locate_huggingface(spec: ModelSpec, root: Path, folder: Path) -> Source:

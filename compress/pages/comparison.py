@@ -54,7 +54,9 @@ class ComparisonPart:
     @property
     def rows(self) -> list[tuple[str | Markup, ...]]:
         """Return a row of the table for each difference, those beyond noise first."""
-        return [_make_row(found) for found in sort_differences(self.measured)]
+        return [
+            (*difference_cells(found)[:4], _mark(found, found.verdict)) for found in sort_differences(self.measured)
+        ]
 
     @property
     def chart(self) -> Markup | None:
@@ -90,10 +92,6 @@ def sort_differences(measured: Comparison) -> list[Difference]:
     """Return the differences: what is worse, what is better, then the others, each in the order of the tables."""
     order = ("worse", "better", "within noise", "not known")
     return sorted(measured.differences, key=lambda found: order.index(found.verdict))
-
-
-def _make_row(found: Difference) -> tuple[str | Markup, ...]:
-    return *difference_cells(found)[:4], _mark(found, found.verdict)
 
 
 def _mark(found: Difference, text: str) -> Markup:

@@ -99,7 +99,12 @@ def draw_frontier(frontier: Frontier) -> Markup:
         # the axes stay: an interval may be a thousand times as wide as what lies between the trials
         axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
         for trial in frontier.trials:
-            for x, y in _find_bars(trial):
+            bars = []
+            if trial.x_interval is not None and all(map(math.isfinite, trial.x_interval)):
+                bars.append((trial.x_interval, (trial.y, trial.y)))
+            if trial.y_interval is not None and all(map(math.isfinite, trial.y_interval)):
+                bars.append(((trial.x, trial.x), trial.y_interval))
+            for x, y in bars:
                 axes.plot(x, y, color=STYLES[trial.kind][2], linewidth=1, alpha=0.6, zorder=1.5)
         axes.set(xlabel=frontier.x_label, ylabel=frontier.y_label)
         kinds = [kind for kind in STYLES if any(trial.kind == kind for trial in frontier.trials)]
@@ -113,16 +118,6 @@ def draw_frontier(frontier: Frontier) -> Markup:
 def _spans_decades(numbers: Sequence[float]) -> bool:
     """Return whether a linear axis would crowd the least of the numbers at its end."""
     return min(numbers) > 0 and max(numbers) > 30 * min(numbers)
-
-
-def _find_bars(trial: PlottedTrial) -> list[tuple[Interval, Interval]]:
-    """Return the ends (x, y) of the lines that show a trial's intervals: none of one without a known end."""
-    bars = []
-    if trial.x_interval is not None and all(map(math.isfinite, trial.x_interval)):
-        bars.append((trial.x_interval, (trial.y, trial.y)))
-    if trial.y_interval is not None and all(map(math.isfinite, trial.y_interval)):
-        bars.append(((trial.x, trial.x), trial.y_interval))
-    return bars
 
 
 def describe_trial(trial: PlottedTrial, frontier: Frontier) -> str:

@@ -14,8 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from compress.pages.charts import LEGEND, SERIES, clean_text, draw_chart, tip, write_plainly
 from runtime.bundle.format import NO_LAYERS
 
-MOST_TIPS = 400
-"""Layers of a chart that say their names under the pointer; of more only the worst do."""
 WORST = 12
 """Layers that a table shows unfolded."""
 KEPT = "kept"
@@ -70,7 +68,8 @@ def draw_measures(rows: Sequence[dict[str, Any]]) -> list[Markup]:
 def _draw_measure(measure: Measure, rows: Sequence[dict[str, Any]]) -> Markup:
     known = [(n, row, value) for n, row in enumerate(rows, 1) if (value := measure.value(row)) is not None]
     actions = list(dict.fromkeys(str(row.get("action", "")) for _, row, _ in known))
-    named = {n for n, _, _ in sorted(known, key=lambda point: measure.badness(point[1]))[-MOST_TIPS:]}
+    # of more layers only the worst say their names under the pointer
+    named = {n for n, _, _ in sorted(known, key=lambda point: measure.badness(point[1]))[-400:]}
     values = [value for _, _, value in known]
 
     def paint(axes: Axes) -> None:

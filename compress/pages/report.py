@@ -31,14 +31,7 @@ from compress.pages.charts import (
     write_plainly,
 )
 from compress.pages.frontier import Frontier, draw_frontier, front_rows
-from compress.pages.layers import (
-    WORST,
-    count_actions,
-    draw_measures,
-    group_kept,
-    real_layers,
-    worst_table,
-)
+from compress.pages.layers import WORST, count_actions, draw_measures, group_kept, real_layers, worst_table
 from compress.pages.page import render_page
 from compress.pages.samples import show_samples
 from compress.pages.sizes import LayerSize, list_tensors, sum_formats, sum_layers

@@ -11,9 +11,6 @@ from matplotlib.axes import Axes
 from compress.pages.charts import AFTER, BEFORE, MUTED, SERIES, clean_text, draw_chart, tip, write_plainly
 from runtime.judge.why import Explanation
 
-ROOF = 20
-"""Characters of a roof's name."""
-
 
 @dataclass(frozen=True)
 class _ProductRow:
@@ -45,7 +42,7 @@ def draw_roofline(explanation: Explanation) -> Markup | str:
             corner = min(max(peak / bandwidth, first), last)
             roof = [min(peak, bandwidth * x) for x in (first, corner, last)]
             axes.plot([first, corner, last], roof, color=SERIES[number % len(SERIES)], linewidth=1)
-            axes.annotate(clean_text(numbers, ROOF), (last, peak), ha="right", va="bottom", color=MUTED, fontsize=9)
+            axes.annotate(clean_text(numbers, 20), (last, peak), ha="right", va="bottom", color=MUTED, fontsize=9)
         for product in products:
             (point,) = axes.plot(product.intensity, product.gflops, "o", markersize=5, color=product.color)
             point.set_gid(tip(f"{product.name}: {product.gflops:.3g} GFLOP/s at {product.intensity:.3g} FLOP/byte"))

@@ -15,8 +15,6 @@ from compress.passes.base import Pass
 from compress.passes.choosing import choose_layers, pattern_problems, target_word, tell_float_share
 from compress.specs import LayerPattern, Record
 
-CHANNEL_BYTES = 5
-"""Of a channel's scale and zero point."""
 Number = Literal["int8", "fp8"]
 Calibration = Literal["minmax", "percentile", "entropy", "mse"]
 Placement = Literal["auto", "all", "inputs"]
@@ -146,7 +144,8 @@ class EightBit(Pass):
         n_weights = sum(layer.n_weights for layer in distinct)
         channels = sum(layer.shape[1 if layer.type == "Embedding" else 0] for layer in distinct)
         rounded = facts.with_bits({layer.name: 8 for layer in taken}).n_bytes
-        least = rounded + CHANNEL_BYTES * channels
+        # a channel's scale and zero point take 5 bytes
+        least = rounded + 5 * channels
         if whole / ratio < least:
             nearest = math.floor(100 * whole / least) / 100
             text = (

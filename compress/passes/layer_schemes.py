@@ -9,9 +9,6 @@ from compress.facts import LayerFacts
 from compress.formats.schemes import BLOCK_BITS, PRESETS, Scheme, WeightScheme
 from compress.formats.targets import KERNEL_BLOCKS, TWO_BIT_BLOCKS, Format, Target
 
-PACKED_EXTRA = 16 + 2 * 110
-"""Bytes of a packed layer in a checkpoint beside its numbers: its shape, and two tensors more in the header."""
-
 
 def find_width(weights: WeightScheme, target: Target, in_decoder: bool = False, looked_up: bool = False) -> int:
     """Return the bits in which the target's file holds each integer, which is the least that it has a type for.
@@ -62,7 +59,8 @@ def count_layer_bytes(scheme: Scheme, layer: LayerFacts, target: Target, float_b
         return n + 4 * rows * groups
     packed = rows * math.ceil(inputs * weights.bits / 32) * 4
     zeros = 0 if weights.symmetric else math.ceil(rows * weights.bits / 32) * 4 * groups
-    return packed + rows * groups * float_bytes + zeros + PACKED_EXTRA
+    # a packed layer's shape, and two tensors more in the header
+    return packed + rows * groups * float_bytes + zeros + 16 + 2 * 110
 
 
 def format_of(scheme: Scheme) -> Format:

@@ -24,8 +24,6 @@ Units = Mapping[str, int]
 """Dimension -> how many of its units stay."""
 TRIES = 4
 """Times that a choice of widths is measured, and made anew with what that taught."""
-TOLD = 3
-"""Reasons, the commonest, for which layers stay, that a refusal names."""
 STEPS = 200
 """Ratios that are tried for a budget."""
 MOST = (STEPS - 1) / STEPS
@@ -98,7 +96,7 @@ class PruneChannels(Pass):
         problems = [*self._pattern_problems(facts), *self._sparse_problems(facts)]
         if not taken:
             found = ", ".join(sorted({group.kind for group in facts.prunable})) or "nothing"
-            why = Counter(facts.unprunable.values()).most_common(TOLD)
+            why = Counter(facts.unprunable.values()).most_common(3)  # reasons
             stays = "".join(f"; {n} layer{'s stay' if n > 1 else ' stays'}: {reason}" for reason, n in why)
             text = f"nothing is left to prune (of this model {found} could be; see dimensions{stays})"
             problems.append(f"{self.kind}: {text}")

@@ -33,27 +33,23 @@ class Rotate(Pass):
             return PassPlan(facts, problems=("rotate: works on torch models; an ONNX file has no blocks to rotate",))
         decisions = _decide_layers(facts, structure)
         turned = {d.layer for d in decisions if d.action == "rotated"}
-        gaps = _find_gaps(structure)
+        gaps = []
+        if structure.residual is None:
+            why = "; ".join(structure.notes) or "no residual stream was found"
+            gaps.append(f"rotate: the residual stream cannot be rotated ({why})")
+        if not values(structure):
+            gaps.append("rotate: heads cannot be rotated: no layer reads attention's weighted sums of another's values")
+        names = [layer.name for layer in facts.layers if layer.sparse and layer.name in turned]
+        way = "put rotate before the pass that makes it sparse, or leave it out"
         problems = [
             *(gaps if not turned else []),
             *_refuse_rounded(facts, {d.layer for d in decisions}),
-            *_refuse_sparse(facts, turned),
+            *([f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []),
         ]
         if problems:
             return PassPlan(facts, problems=tuple(problems))
         after, notes = _untie_head(facts, structure)
         return PassPlan(after, decisions, (*(Note("warning", text) for text in gaps), *notes))
-
-
-def _find_gaps(structure: Structure) -> list[str]:
-    """Return what cannot be rotated, and why."""
-    gaps = []
-    if structure.residual is None:
-        why = "; ".join(structure.notes) or "no residual stream was found"
-        gaps.append(f"rotate: the residual stream cannot be rotated ({why})")
-    if not values(structure):
-        gaps.append("rotate: heads cannot be rotated: no layer reads attention's weighted sums of another's values")
-    return gaps
 
 
 def _decide_layers(facts: ModelFacts, structure: Structure) -> tuple[LayerDecision, ...]:
@@ -84,12 +80,6 @@ def values(structure: Structure) -> tuple[Any, ...]:
 def _refuse_rounded(facts: ModelFacts, rotated: set[str]) -> list[str]:
     names = [layer.name for layer in facts.layers if layer.bits < 16 and layer.name in rotated]
     return [f"rotate: {names[0]} is rounded already; put rotate before the pass that does it"] if names else []
-
-
-def _refuse_sparse(facts: ModelFacts, rotated: set[str]) -> list[str]:
-    names = [layer.name for layer in facts.layers if layer.sparse and layer.name in rotated]
-    way = "put rotate before the pass that makes it sparse, or leave it out"
-    return [f"rotate: {names[0]} is sparse, and a rotation fills its zeros; {way}"] if names else []
 
 
 def _untie_head(facts: ModelFacts, structure: Structure) -> tuple[ModelFacts, list[Note]]:

@@ -21,8 +21,6 @@ SCALING_BYTES = 16
 """For each weight whose scales alone are learned."""
 BOTH_MODELS_BYTES = 2 * FLOAT_BYTES
 """For each weight: the model's and the float model's."""
-STEP_TOKENS = 256
-"""Of a step of the whole model, where the recipe does not say how many samples it takes."""
 LEARNED_FORWARDS = 3.0
 """Of a step: one, and its gradients with respect to inputs and weights."""
 STEP_ROWS = 2048
@@ -137,7 +135,8 @@ class Tune(WeightPass):
 
     def find_batch_size(self, tokens: float) -> int:
         """Return the samples of a step of the whole model, where one has so many tokens."""
-        return max(1, round(STEP_TOKENS / max(tokens, 1))) if self.batch_size == "auto" else self.batch_size
+        # a step of the whole model has 256 tokens where the recipe does not say
+        return max(1, round(256 / max(tokens, 1))) if self.batch_size == "auto" else self.batch_size
 
     def _explain_no_text(self, facts: ModelFacts) -> str:
         """Return why the texts' own tokens cannot be learned; "" where they can."""

@@ -39,7 +39,7 @@ from compress.recipe.schema import Recipe
 from compress.recipe.yaml_source import IN_PYTHON, make_node
 from compress.specs import HELD, MODEL_SOURCES, ModelSpec
 from compress.store.paths import resolve_path
-from compress.tasks import TORCH_TASKS, TorchTask
+from compress.tasks import TORCH_TASKS
 from compress.tasks.generic import GENERIC
 from runtime.bundle.engine import COMPILED
 from runtime.errors import RuntimeFailure
@@ -280,7 +280,7 @@ def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: P
         assert made.inputs is not None
         if problems := class_problems(name, made.inputs.facts.outputs):
             failures.append((name, problems[0]))
-        elif _takes_any_outputs(candidate) and not made.has_labels:
+        elif (candidate.any_outputs or not all(candidate.outputs.values())) and not made.has_labels:
             failures.append((name, "any outputs fit it, and there are no labels that would tell"))
         else:
             return made
@@ -293,10 +293,6 @@ def _find_fitting_task(base: Mapping[str, Any], spec: Mapping[str, Any], root: P
         raise RecipeError(causes.pop())
     told = [f"{name}: {problem}" for name, problem in failures]
     raise RecipeError([f"{source}: its task cannot be told from the model and the data; give --task", *told])
-
-
-def _takes_any_outputs(task: TorchTask) -> bool:
-    return task.any_outputs or not all(task.outputs.values())
 
 
 def _has_samples(task: str, spec: Mapping[str, Any], root: Path) -> bool:

@@ -13,8 +13,6 @@ EITHER_WAY = 2.0
 two cores took 0.6 to 1.9 times what is guessed."""
 ALIKE = 2.0
 """How many times more or less work may be for its time to be told by that of another run."""
-MOST_KEPT = 8
-"""Sizes of work that are kept of a stage, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Durations:
         """Keep what a stage took, in place of what it took before for as much work."""
         work = max(work, 1)
         others = [pair for pair in self._read(stage) if not 0.95 <= pair[0] / work <= 1.05]
-        pairs = [[work, round(seconds, 3)], *others][:MOST_KEPT]
+        pairs = [[work, round(seconds, 3)], *others][:8]  # the last sizes of work
         self.kept.write("stage", self._key(stage), {"took": pairs})
 
     def _read(self, stage: str) -> list[tuple[float, float]]:

@@ -11,14 +11,7 @@ from functools import cache
 import numpy as np
 
 from compress.blocks.stream import rss_mib
-from compress.blocks.stream_memory import (
-    FIXED_BYTES,
-    Shapes,
-    StreamUse,
-    backward_memory,
-    head_memory,
-    stream_memory,
-)
+from compress.blocks.stream_memory import FIXED_BYTES, Shapes, StreamUse, backward_memory, head_memory, stream_memory
 from compress.export.loading_back import HEADROOM
 from compress.facts import FLOAT_BYTES, LayerDecision, ModelFacts, sample_bytes
 from compress.graph.run import OUTPUT_BYTES
@@ -53,10 +46,6 @@ ELSEWHERE = {"openvino": 3}
 """Backend -> ways in which it is timed beside the one that is judged: both files, OpenVINO's float one in two types."""
 COPIES = 4
 """Float copies of the weights alive at once: the source's, the graph's, the rewritten graph's, a session's."""
-LOADED_COPIES = 1.5
-"""Float copies of the weights that the process holds in which a checkpoint is loaded back."""
-REDUCED_COPIES = 7
-"""Copies of the logits that are compared at once: both models' exponentials, and what divergence needs."""
 ARENA = 2
 """Times the activations that ONNX Runtime holds, whose arena doubles as it grows. Set on one model, 12 convolutions of
 8 x 320 x 320 in batches of 32 (1.9 GiB to calibrate, 2.35 in all; foretold 1.7 and 2.5, without it 1.6 in all)."""
@@ -73,9 +62,6 @@ START_S, LAYER_S, CLOCK_S = 5.0, 0.1, 15.0
 quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of placement."""
 TIMED_CALLS, TIMED_S = 12, 60.0
 """Times `iterations` that judging calls a model, all ways to run it together, and the seconds that it takes at most."""
-WITH_SCALES = 1.125
-"""Bytes of a weight in a finished block, for the forecast of disk: its integer, and its share of a float32 scale of 32
-weights, 1 + 4 / 32. Computed, not measured."""
 DISK_BYTES_S = 3e8
 """Bytes that are read and hashed, or written, in a second: of a cloud disk sha256 reads 1.6e9, and 1.9e8 written."""
 
@@ -400,7 +386,8 @@ class _Run:
         assert structure is not None
         n_scored = self.volumes.scored or self._rows("evaluation")
         handed_on = 2 * FLOAT_BYTES * n_scored * _find_width(self.before)
-        compared = REDUCED_COPIES * FLOAT_BYTES * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
+        # both models' exponentials, and what divergence needs
+        compared = 7 * FLOAT_BYTES * min(REDUCED_AT_ONCE, _count_rows(self.before) * self._vocabulary)
         return self.base_bytes + head_memory(structure, _collect_shapes(self.before)) + handed_on + compared
 
     @property
@@ -416,7 +403,8 @@ class _Run:
         """Return the memory of this process and the one in which a checkpoint is loaded back, together."""
         if self.before.classless:  # nothing loads it back
             return self.base_bytes + self.largest_bytes * self.before.float_bytes // FLOAT_BYTES
-        loaded = LOADED_COPIES * self.before.n_bytes if self.loads_whole() else 0
+        # float copies that the process holds in which a checkpoint is loaded back
+        loaded = 1.5 * self.before.n_bytes if self.loads_whole() else 0
         return int(self.base_bytes + self.library_bytes + loaded)
 
     def disk_bytes(self) -> tuple[int, int]:
@@ -438,7 +426,8 @@ class _Run:
             return self.after.n_bytes if self.on_blocks(number) else 0
         rounded = self.find_rounded(number)
         layers = (layer for layer in self.before.distinct_layers() if rounded is None or layer.name in rounded)
-        return math.ceil(WITH_SCALES * sum(layer.n_weights for layer in layers))
+        # an integer, and its share of a float32 scale of 32 weights: 1 + 4 / 32 bytes
+        return math.ceil(1.125 * sum(layer.n_weights for layer in layers))
 
     def on_blocks(self, number: int) -> bool:
         return self.before.structure is not None and self.recipe.passes[number].stage_on(self.before) == "blocks"

@@ -65,8 +65,6 @@ from runtime.processes.memory import available_bytes
 from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
-WORTH_TELLING_BYTES = 2**30
-"""Of weight files that were not read: what is smaller is read in less than a second."""
 TO_BE_FOUND = "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
 AS_WRITTEN = "search: this is of the values that stand in the recipe; `compress sweep` tries the others"
 Schemes = dict[str, Scheme]
@@ -191,7 +189,8 @@ def _list_first_keys(recipe: Recipe, facts: ModelFacts, keys: CacheKeys) -> tupl
 def _note_unread(inputs: Inputs) -> list[Note]:
     """Say that weights have not been read, so that what the cache has of them is not known yet."""
     n_bytes = sum(path.stat().st_size for path in inputs.unread)
-    if n_bytes < WORTH_TELLING_BYTES:
+    # what is smaller is read in less than a second
+    if n_bytes < 2**30:
         return []
     text = f"no digest of the weights ({size_text(n_bytes)}) is known yet: apply reads them once, and then knows"
     return [Note("info", f"{text} what the cache holds of them")]

@@ -82,7 +82,20 @@ class Plan:
 
     def render(self, console: Any) -> None:
         """Print the plan (rich)."""
-        render_plan(self, console)
+        title = f"[bold]{escape(self.recipe.name)}[/]  {escape(self.before.architecture)} for {self.recipe.target}"
+        console.print(f"{title}, torch on {self.device}" if self.device else title)
+        (first, *heads), *rows = _tabulate(self)
+        table = Table(Column(first, no_wrap=True), *heads)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        for work in self.steps:
+            _print_layers(work.decisions, work.name, console)
+            for note in work.notes:
+                console.print(f"  {_format_level(note.level)}{escape(note.text)}")
+        for note in self.notes:
+            console.print(f"{_format_level(note.level)}{escape(note.text)}")
+        console.print(_format_forecast(self))
 
     def __repr__(self) -> str:
         sizes = f"{size_text(self.before.n_bytes)} -> {size_text(self.after.n_bytes)}"
@@ -139,24 +152,6 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def render_plan(plan: Plan, console: Console) -> None:
-    """Print the work, layers, what the target will do, sizes and the forecast."""
-    title = f"[bold]{escape(plan.recipe.name)}[/]  {escape(plan.before.architecture)} for {plan.recipe.target}"
-    console.print(f"{title}, torch on {plan.device}" if plan.device else title)
-    (first, *heads), *rows = _tabulate(plan)
-    table = Table(Column(first, no_wrap=True), *heads)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for work in plan.steps:
-        _print_layers(work.decisions, work.name, console)
-        for note in work.notes:
-            console.print(f"  {_format_level(note.level)}{escape(note.text)}")
-    for note in plan.notes:
-        console.print(f"{_format_level(note.level)}{escape(note.text)}")
-    console.print(_format_forecast(plan))
-
-
 def plan_html(plan: Plan) -> str:
     """Format the plan as a table for notebooks."""
     heads, *cells = _tabulate(plan)
@@ -168,13 +163,6 @@ def plan_html(plan: Plan) -> str:
 
 def _tabulate(plan: Plan) -> list[tuple[str, ...]]:
     """Return the heads and the rows, without columns that are empty."""
-    rows = _list_rows(plan)
-    filled = [any(column) for column in zip(*rows, strict=True)]
-    return [tuple(compress(row, filled)) for row in (COLUMNS, *rows)]
-
-
-def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the cells of each row: what is planned, then the other stages of the run, with their time and memory."""
     stages = {stage.name: stage for stage in plan.stages}
     rows: list[tuple[str, ...]] = []
     for name, work in zip(plan.work_names, plan.steps, strict=True):
@@ -183,10 +171,13 @@ def _list_rows(plan: Plan) -> list[tuple[str, ...]]:
         sizes = size_text(work.before_bytes), size_text(work.after_bytes)
         done = "cached" if work.cached else ""
         seconds, memory = _format_stage(stages.pop(name, None))
-        rows.append((name, done, *sizes, seconds, _format_counts(work.decisions), memory))
+        counts = Counter(decision.action for decision in work.decisions)
+        rows.append((name, done, *sizes, seconds, ", ".join(f"{n} {action}" for action, n in counts.items()), memory))
     timed = {name: _format_stage(stage) for name, stage in stages.items()}
     others = [(name, "", "", "", seconds, "", memory) for name, (seconds, memory) in timed.items()]
-    return [*others[:1], *rows, *others[1:]]
+    rows = [*others[:1], *rows, *others[1:]]
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *rows)]
 
 
 def _format_stage(stage: StageForecast | None) -> tuple[str, str]:
@@ -218,11 +209,6 @@ def _format_latency(latency: LatencyForecast | None) -> str:
         before, after = latency.first_ms
         lines.append(f"the first token about {ms_text(before)} -> {ms_text(after)} ({before / after:.2f}x as fast)")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _format_counts(decisions: Sequence[LayerDecision]) -> str:
-    counts = Counter(decision.action for decision in decisions)
-    return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 
 def _print_layers(decisions: Sequence[LayerDecision], work: str, console: Console) -> None:

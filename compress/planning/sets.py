@@ -33,8 +33,6 @@ from runtime.tasks.predict import encoding_views
 
 MOST_COUNTED = 512
 """Texts whose tokens a plan counts."""
-BYTES_A_TOKEN = 2.0
-"""Of a text in its file: four or five in English, with what a batch is padded to."""
 IMAGE_BATCH = 32
 """Calibration samples that go through the graph together; texts go one by one, so that none is padded."""
 TEXTS = ("text", "language", "seq2seq")
@@ -74,7 +72,8 @@ def text_fill(inputs: Inputs, name: str) -> float:
     data, longest = inputs.data.get(name), getattr(inputs.preprocess, "max_length", None)
     if data is None or longest is None:
         return 1.0
-    return min(data.n_bytes / max(data.n_rows, 1) / BYTES_A_TOKEN / longest, 1.0)
+    # 2 bytes of the file a token: four or five in English, with what a batch is padded to
+    return min(data.n_bytes / max(data.n_rows, 1) / 2.0 / longest, 1.0)
 
 
 class Batches(Sequence[Feeds]):

@@ -19,7 +19,7 @@ from torch import nn
 from compress.blocks.experts import unstack_experts
 from compress.export.decoder import export_decoder
 from compress.export.onnx import Weight
-from compress.facts import FLOAT_BYTES, ModelFacts
+from compress.facts import FLOAT_BYTES
 from compress.models.huggingface import build_untrained, make_shallow
 from compress.planning.inputs import Inputs
 from runtime.processes.memory import available_bytes
@@ -50,7 +50,9 @@ def explain_none(inputs: Inputs) -> str | None:
         return f"its {n_blocks} blocks are too few to be foretold from some of them"
     if make_shallow(inputs.source, n_blocks, SHALLOW[-1]) is None:
         return "config.json does not say how many blocks there are"
-    blocks = _count_block_bytes(inputs.facts)
+    assert inputs.facts.structure is not None
+    held = {layer.name: FLOAT_BYTES * layer.n_weights for layer in inputs.facts.layers}
+    blocks = [sum(held.get(name, 0) for name in block.layers) for block in inputs.facts.structure.blocks]
     tables = inputs.facts.n_bytes - sum(blocks)
     needed, free = int(COPIES * sum(tables + sum(blocks[:n]) for n in SHALLOW)), available_bytes()
     if needed > free:
@@ -75,13 +77,6 @@ def extend(times: Sequence[float], n_blocks: int) -> float:
     """Return what so many blocks take, of what the two took."""
     (few, many), (short, long) = SHALLOW, times
     return short + (n_blocks - few) * max(long - short, 0.0) / (many - few)
-
-
-def _count_block_bytes(facts: ModelFacts) -> list[int]:
-    """Return the float bytes of each block's layers."""
-    assert facts.structure is not None
-    held = {layer.name: FLOAT_BYTES * layer.n_weights for layer in facts.layers}
-    return [sum(held.get(name, 0) for name in block.layers) for block in facts.structure.blocks]
 
 
 def _leave_out_weights(module: nn.Module, seed: int) -> dict[str, Weight]:

@@ -62,7 +62,16 @@ def _draw_columns(source: Source, preprocess: PreprocessSpec) -> dict[str, Any]:
     task = find_task(model.task)
     specs = onnx_io(model, source.onnx).inputs if source.onnx is not None else ()
     if isinstance(preprocess, ImagePreprocess):
-        return {"image": _draw_images(preprocess, specs, rng)}
+        resize = preprocess.resize if isinstance(preprocess.resize, tuple) else None
+        size = preprocess.letterbox or preprocess.crop or resize
+        if size is None and specs:
+            sides = specs[0].shape[2:4] if preprocess.layout == "NCHW" else specs[0].shape[1:3]
+            size = (sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None  # type: ignore[assignment]
+        if size is None:
+            side = preprocess.resize if isinstance(preprocess.resize, int) else USUAL_SIDE
+            size = (side, side)
+        shape = (N_SAMPLES, *size) if preprocess.channels == "L" else (N_SAMPLES, *size, 3)
+        return {"image": rng.integers(0, 256, shape, dtype=np.uint8)}
     if isinstance(preprocess, TextPreprocess | LanguagePreprocess) and source.folder is not None:
         n_tokens = min(preprocess.max_length, MOST_TOKENS)
         tokenizer = source.folder / preprocess.tokenizer
@@ -74,20 +83,6 @@ def _draw_columns(source: Source, preprocess: PreprocessSpec) -> dict[str, Any]:
     if source.onnx is not None and not task.columns:
         return {spec.name: _draw_tensor(spec, model, rng) for spec in specs}
     raise PlanError(f"{model.source}: samples of a {model.task} model cannot be drawn at random; give --data")
-
-
-def _draw_images(preprocess: ImagePreprocess, specs: tuple[TensorSpec, ...], rng: np.random.Generator) -> np.ndarray:
-    """Draw images uint8 [n, H, W(, 3)] of the size that preprocessing makes, or that the graph is bound to."""
-    resize = preprocess.resize if isinstance(preprocess.resize, tuple) else None
-    size = preprocess.letterbox or preprocess.crop or resize
-    if size is None and specs:
-        sides = specs[0].shape[2:4] if preprocess.layout == "NCHW" else specs[0].shape[1:3]
-        size = (sides[0], sides[1]) if all(isinstance(side, int) for side in sides) else None  # type: ignore[assignment]
-    if size is None:
-        side = preprocess.resize if isinstance(preprocess.resize, int) else USUAL_SIDE
-        size = (side, side)
-    shape = (N_SAMPLES, *size) if preprocess.channels == "L" else (N_SAMPLES, *size, 3)
-    return rng.integers(0, 256, shape, dtype=np.uint8)
 
 
 def _draw_texts(tokenizer: Path, n_tokens: int, rng: np.random.Generator) -> list[str]:

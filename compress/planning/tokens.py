@@ -16,7 +16,7 @@ from compress.planning.input_checks import NO_IMAGES
 from compress.planning.inputs import Inputs
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Columns, take
-from runtime.bundle.manifest import Generation, Judgement
+from runtime.bundle.manifest import Generation
 from runtime.decode.answers import answer_encoder
 from runtime.decode.scoring import count_targets, language_encoder
 from runtime.encode.language import IDS, LOSS_MASK, LanguageEncoder, LanguagePreprocess, make_language_encoder
@@ -47,7 +47,15 @@ def _check_references(samples: Samples, name: str, inputs: Inputs) -> Samples:
         encoded.references(samples.columns)
         split = split_samples(encoded, samples.columns)
     if name == "evaluation" and (split.rows_each > 1).all():
-        _refuse_token_metrics(inputs.recipe.validate_)
+        wanted = dict.fromkeys(
+            (*inputs.recipe.validate_.metrics, *(gate.metric for gate in inputs.recipe.validate_.gates))
+        )
+        of_tokens = [name for name in wanted if name in METRICS and METRICS[name].shape == "tokens"]
+        if of_tokens:
+            raise SourceError(
+                f"validate: {', '.join(of_tokens)}: all samples of data.evaluation are longer than the model reads at "
+                f"once, and of such a sample {WHOSE_WORDS}; judge the texts (wer, cer, chrf), or add shorter samples"
+            )
     return samples
 
 
@@ -124,17 +132,6 @@ def _pack_samples(encoder: LanguageEncoder, columns: Columns, name: str, inputs:
 
 def _mark_all(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.ones(len(ids), np.uint8) for ids in sequences]
-
-
-def _refuse_token_metrics(judgement: Judgement) -> None:
-    """Raise SourceError for metrics of a reference's tokens, where no evaluation sample is read in one part."""
-    wanted = dict.fromkeys((*judgement.metrics, *(gate.metric for gate in judgement.gates)))
-    of_tokens = [name for name in wanted if name in METRICS and METRICS[name].shape == "tokens"]
-    if of_tokens:
-        raise SourceError(
-            f"validate: {', '.join(of_tokens)}: all samples of data.evaluation are longer than the model reads at "
-            f"once, and of such a sample {WHOSE_WORDS}; judge the texts (wer, cer, chrf), or add shorter samples"
-        )
 
 
 def leave_out_unlearnable(samples: Samples, inputs: Inputs) -> tuple[Samples, Note | None]:

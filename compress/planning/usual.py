@@ -37,8 +37,6 @@ EIGHT_BITS = ("INT8", "W8A8", "W8A8_STATIC")
 """Presets that are `int8` on a target that reads graphs."""
 NEAR = 0.98
 """Of the float model's outputs: cosine, or samples of the same answer, where a task's own gate cannot be asked."""
-SMALL_BITS = 4
-"""Up to so many `hqq` keeps more than `rtn`, where there is no data."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,10 @@ class UsualPasses:
     notes: tuple[str, ...] = ()
 
 
-def list_schemes(target: Target) -> list[str]:
-    """Return the names of the schemes that one may ask for on a target."""
-    graphs = list(GRAPH_SCHEMES) if target.reads == "onnx" else []
-    return list(dict.fromkeys([*graphs, *PRESETS]))
-
-
 def find_scheme(name: str, target: str) -> str:
     """Return a scheme's name in capitals. RecipeError lists them all, the nearest first."""
-    known = list_schemes(TARGETS[target])
+    graphs = list(GRAPH_SCHEMES) if TARGETS[target].reads == "onnx" else []
+    known = list(dict.fromkeys([*graphs, *PRESETS]))
     full = name.upper().replace("-", "_")
     if full not in known:
         what = f"unknown scheme{did_you_mean(full, known)}" if name else "say what the numbers become, such as INT8"
@@ -161,7 +154,8 @@ def _list_chains(scheme: str, target: Target, facts: ModelFacts) -> Iterator[Usu
     if scheme in EIGHT_BITS:
         yield UsualPasses(({"kind": "smoothquant"}, {"kind": "gptq", **numbers}))
     yield UsualPasses(({"kind": "gptq", **numbers},))
-    if weights.bits <= SMALL_BITS and weights.kind == "int" and weights.scales == "float":
+    # up to 4 bits `hqq` keeps more than `rtn`, where there is no data
+    if weights.bits <= 4 and weights.kind == "int" and weights.scales == "float":
         yield UsualPasses(({"kind": "hqq", **numbers},))
     yield UsualPasses(({"kind": "rtn", **numbers},))
 

@@ -16,8 +16,6 @@ import numpy as np
 from compress.errors import PassError
 from compress.pruning.costs import Cost, Term
 
-BISECTIONS = 50
-"""Halvings of an interval of the price's logarithm that is 60 wide: down to what a float tells apart."""
 EXCHANGES = 400
 """At most; each makes the damage less."""
 MOST_WIDTHS = 4096
@@ -134,7 +132,8 @@ def _bisect_price(options: Sequence[Options], cost: Cost, cheapest: list[int], l
     """Return the choice at the lowest price of `cost` that still keeps to the limits."""
     low, high, best = -30.0, 30.0, cheapest  # of the price's logarithm, in damage over cost
     scale = sum(float(option.damage[0]) for option in options) / max(cost.at(_pick_widths(options, cheapest)), 1e-300)
-    for _ in range(BISECTIONS):
+    # an interval 60 wide, halved down to what a float tells apart
+    for _ in range(50):
         middle = (low + high) / 2
         tried = _minimize_at_price(options, cost, best, max(scale, 1e-300) * float(np.exp(middle)))
         if _keeps(options, tried, limits):

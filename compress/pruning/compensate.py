@@ -45,8 +45,6 @@ HELD_OUT = 4
 """Every so many-th batch is held out to choose the ridge; of fewer batches none is."""
 RECTIFIED_STEPS = 3
 """Rounds of least squares after the first where a ReLU follows."""
-FAINT = 1e-4
-"""A batch norm scale below this share of its largest lets too little through to fit what lies before it."""
 MAX_OUTPUTS = 16384
 """Of a layer that is fitted: the head of a large vocabulary would take gigabytes."""
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -153,7 +151,8 @@ def _refit(place: PointModules, rows: Callable[[], Iterable[_Rows]], students: S
     check_width(name, layer)
     fitted = _fit_change(place, rows)
     scale = place.scale()
-    faint = scale.abs() <= FAINT * scale.abs().max()
+    # a fainter scale lets too little through to fit what lies before it
+    faint = scale.abs() <= 1e-4 * scale.abs().max()
     change, shift = fitted.weight.flatten(0, 1).clone(), fitted.bias.flatten().clone()
     change[faint], shift[faint], scale[faint] = 0, 0, 1
     weight_change = (change / scale[:, None]).reshape(fitted.weight.shape)
@@ -255,7 +254,16 @@ def follow_data(module: nn.Module, batches: Sequence[Batch]) -> None:
         for batch in batches:
             module(**batch)
     for norm, (n, x, xx) in sums.items():
-        _restate_norm(norm, x / n, (xx / n - (x / n).square()).clamp_min(0))
+        mean = x / n
+        variance = (xx / n - (x / n).square()).clamp_min(0)
+        assert norm.running_mean is not None and norm.running_var is not None
+        # the same map, by another mean and variance (float64 [C])
+        before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
+        weight = norm.weight.double()
+        norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
+        norm.weight.copy_((weight * after / before).float())
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
 
 
 def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
@@ -267,17 +275,6 @@ def _make_sum_hook(norm: _BatchNorm, sums: dict[_BatchNorm, Tensor]) -> Callable
         sums[norm] = sums[norm] + batch_sums if norm in sums else batch_sums
 
     return hook
-
-
-def _restate_norm(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Express the same map by another mean and variance (float64 [C]), in place."""
-    assert norm.running_mean is not None and norm.running_var is not None
-    before, after = ((values.double() + norm.eps).sqrt() for values in (norm.running_var, variance))
-    weight = norm.weight.double()
-    norm.bias.add_((weight * (mean - norm.running_mean.double()) / before).float())
-    norm.weight.copy_((weight * after / before).float())
-    norm.running_mean.copy_(mean)
-    norm.running_var.copy_(variance)
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,12 +34,8 @@ from compress.rounding.outputs import list_outputs, square_distance
 from runtime.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
-MEASURED_BATCHES = 2
-"""On so many, the last ones, a dimension's damage is measured."""
 MEASURED_SHARES = (0.5, 0.25)
 """Of its units, with so many left."""
-FISHER_BATCHES = 4
-"""So many are enough for the curvature; it only weighs outputs against each other."""
 
 
 def find_curves(
@@ -143,7 +139,8 @@ def _find_curves_from_inputs(
     reading_layers = [[reader.as_layer(weights[reader.place.point.layer]) for reader in own] for own in readers]
     if importance == "obd":
         return [rank_units(damage(own), comparison) for own in reading_layers]
-    held = batches[-MEASURED_BATCHES:]
+    # a dimension's damage is measured on the last ones
+    held = batches[-2:]
     with torch.no_grad():
         targets = [list_outputs(module(**batch), batch) for batch in held]
     curves = []
@@ -207,7 +204,8 @@ def _output_weights(
     if loss is None:
         return {place.point.layer: place.scale().abs() for place in places}
     parts = {place.point.layer: place.point.norm or place.point.layer for place in places}
-    fisher = output_fisher(module, [*dict.fromkeys(parts.values())], batches[:FISHER_BATCHES], loss)
+    # enough for the curvature, which only weighs outputs against each other
+    fisher = output_fisher(module, [*dict.fromkeys(parts.values())], batches[:4], loss)
     weights = {}
     for place in places:
         scale = place.scale()
@@ -273,20 +271,16 @@ def _compensate_readers(readers: Sequence[Reader], removed: np.ndarray) -> Itera
             )
             reading_layer = reader.as_layer()
             compensated = compensate_weight(reading_layer, removed)
-            _write_with_bias(reader, reading_layer.weight, compensated)
+            # with the bias that keeps the mean output
+            place, groups = reader.place, n_groups(reader.place.layer)
+            rows, columns = reading_layer.weight.shape[0] // groups, reading_layer.weight.shape[1] // groups
+            blocks = [compensated[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
+            write_weight(place.layer, torch.stack(blocks))
+            mean = reader.sums.mean.flatten()
+            place.shift((reading_layer.weight - compensated) @ mean * place.scale())
         yield
     finally:
         for weight, old, holder, bias in before:
             weight.data.copy_(old)
             if holder is not None and bias is not None:
                 holder.data.copy_(bias)
-
-
-def _write_with_bias(reader: Reader, before: Tensor, after: Tensor) -> None:
-    """Write a new dense weight [out, features], with the bias that keeps the mean output."""
-    place, groups = reader.place, n_groups(reader.place.layer)
-    rows, columns = before.shape[0] // groups, before.shape[1] // groups
-    blocks = [after[g * rows : (g + 1) * rows, g * columns : (g + 1) * columns] for g in range(groups)]
-    write_weight(place.layer, torch.stack(blocks))
-    mean = reader.sums.mean.flatten()
-    place.shift((before - after) @ mean * place.scale())

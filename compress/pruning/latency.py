@@ -30,8 +30,6 @@ from compress.timing.clock import Clock
 from runtime.clock.graphs import Attribute, Node, write_model
 
 OPSET = 20
-CHAIN_BYTES = 2**23
-"""A chain has as many links as this holds weights of, at least one and at most LINKS."""
 LINKS = 4
 BUDGET_S = 20.0
 """Seconds for the calls of one layer at all its sizes."""
@@ -162,7 +160,15 @@ def measure(
         key = [clock.backend, clock.threads, numbers, layer.shape, layer.outs, layer.ins]
         kept = clock.kept.read("widths", key)
         if kept is None:
-            table = _measure_table(layer.shape, layer.outs, layer.ins, clock, form)
+            graphs, feeds, links = [], [], []
+            for n_out, n_in in ((o, i) for o in layer.outs for i in layer.ins):
+                graph, size, n_links = chain(layer.shape, n_out, n_in)
+                graphs.append(form(graph))
+                feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
+                links.append(n_links)
+            each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
+            rows = each.reshape(len(layer.outs), len(layer.ins))
+            table = LatencyTable(layer.shape, layer.outs, layer.ins, tuple(tuple(map(float, row)) for row in rows))
             clock.kept.write("widths", key, {"ms": table.ms})
             tables.append(table)
         else:
@@ -204,20 +210,6 @@ def _make_price(table: LatencyTable, scale: float) -> Callable[[tuple[int, ...]]
     return lambda sizes: scale * (table.at(sizes) - full)
 
 
-def _measure_table(
-    shape: LayerShape, outs: tuple[int, ...], ins: tuple[int, ...], clock: Clock, form: Callable[[ir.Model], ir.Model]
-) -> LatencyTable:
-    graphs, feeds, links = [], [], []
-    for n_out, n_in in ((o, i) for o in outs for i in ins):
-        graph, size, n_links = chain(shape, n_out, n_in)
-        graphs.append(form(graph))
-        feeds.append([{"x": np.random.default_rng(clock.seed).standard_normal(size).astype(np.float32)}])
-        links.append(n_links)
-    each = np.array(clock.time_each(graphs, feeds, BUDGET_S)) / (2 * np.array(links))
-    rows = each.reshape(len(outs), len(ins))
-    return LatencyTable(shape, outs, ins, tuple(tuple(map(float, row)) for row in rows))
-
-
 def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int, ...], int]:
     """Return a model of one input "x", its shape, and the number of links: two layers each, [n_out, n_in, *kernel].
 
@@ -226,7 +218,8 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int
     groups = n_out // shape.per_group if shape.per_group else shape.groups
     width = n_in * groups
     weight_bytes = 8 * n_out * n_in * int(np.prod(shape.kernel))
-    links = int(np.clip(CHAIN_BYTES // weight_bytes, 1, LINKS))
+    # as many links as 8 MiB hold weights of
+    links = int(np.clip(2**23 // weight_bytes, 1, LINKS))
     rng = np.random.default_rng(0)
     nodes: list[Node] = []
     names, weights, current = [], {}, "x"

@@ -23,8 +23,6 @@ from runtime.progress import Progress, no_progress
 
 Remove = Callable[[nn.Module, Dimension, np.ndarray], None]
 """(module, dimension, units): take the units out of the module, in place."""
-HELD_BATCHES = 2
-"""On so many, the last ones, the error of the outputs is told."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +80,8 @@ def shrink(
         for dimension, units, curve in zip(dimensions, kept, curves, strict=True)
     )
     remove_all(module, dimensions, kept, remove)
-    held = batches[-HELD_BATCHES:]
+    # the error of the outputs is told on the last ones
+    held = batches[-2:]
     without = output_error(module, teacher, held)
     if not compensation or all(
         len(units) == dimension.n_units for units, dimension in zip(kept, dimensions, strict=True)

@@ -22,8 +22,6 @@ MAX_FEATURES = 12288
 """One float64 matrix of so many features squared is 1.2 GB; a layer with more is refused."""
 GRAM_BYTES = 2**31
 """Most that the Gram matrices held at once may take; with more, several forward passes are made."""
-CONSTANT = 1e-11
-"""Variance over squared mean below which a feature's is rounding: of float32, in what computed it."""
 ROWS_AT_ONCE = 8192
 """Products in float32 of so many rows are summed in float64: their rounding stays near 1e-6 of the diagonal."""
 
@@ -114,7 +112,8 @@ class Sums:
         n = max(self.n, 1)
         mean, target = self.x / n, self.y / n
         xx = self.xx / n - mean[:, :, None] * mean[:, None, :]
-        varies = xx.diagonal(dim1=1, dim2=2) > CONSTANT * self.mean.square()
+        # less is the rounding of float32 in what computed the feature
+        varies = xx.diagonal(dim1=1, dim2=2) > 1e-11 * self.mean.square()
         xx = xx * (varies[:, :, None] & varies[:, None, :])
         xy = (self.xy / n - mean[:, :, None] * target[:, None, :]) * varies[:, :, None]
         return xx, xy, self.yy / n - target.square()

@@ -115,17 +115,13 @@ def _update_head_counts(module: nn.Module, dimension: Dimension, n_left: int, be
     factors = {members.shape[1] // size for members in dimension.members.values()}
     counts = {n * factor: n_left * factor for factor in factors}
     lengths = {old * size: new * size for old, new in counts.items()}
-    inside = _find_common_module([*dimension.writers, *dimension.readers])
+    # the innermost module that holds all of the layers
+    paths = [name.split(".")[:-1] for name in (*dimension.writers, *dimension.readers)]
+    differing = (i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1)
+    inside = ".".join(paths[0][: next(differing, min(map(len, paths)))])
     for path, part in module.named_modules():
         if within(plain(path), inside) and "weight" not in part._parameters:
             for key, value in before.attributes.get(plain(path), {}).items():
                 known = lengths if LENGTHS.match(key) else counts if HEAD_COUNTS.match(key) else {}
                 if type(value) is int and value in known:
                     setattr(part, key, known[value])
-
-
-def _find_common_module(names: list[str]) -> str:
-    """Return the name of the innermost module that holds all the named layers."""
-    paths = [name.split(".")[:-1] for name in names]
-    n = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
-    return ".".join(paths[0][:n])

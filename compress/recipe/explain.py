@@ -43,7 +43,11 @@ def _explain_error(error: Any, root: Node, data: Any) -> Problem:
     if kind == "union_tag_invalid":
         return _explain_unknown_kind(error, node, path, data)
     if kind == "value_error":
-        return _explain_refusal(str(error["ctx"]["error"]), node, path)
+        # a record's own rule, placed at the first key that its message names
+        message = str(error["ctx"]["error"])
+        key = next((word for word in re.findall(r"\w+", message) if node.child(word)), None)
+        place = node.find((key,)).place if key else node.place
+        return Problem(place, (*path, key) if key else path, message)
     return Problem(node.place, path, describe_unexpected(node, vocabulary.at(path, data)))
 
 
@@ -72,13 +76,6 @@ def _explain_unknown_kind(error: Any, node: Node, path: Path, data: Any) -> Prob
     tag = node.find(("kind",))
     what = "pass" if path[:1] == ("passes",) else "kind"
     return Problem(tag.place, (*path, "kind"), f"unknown {what} '{error['ctx']['tag']}'{suggest(tag.value, known)}")
-
-
-def _explain_refusal(message: str, node: Node, path: Path) -> Problem:
-    """Make a problem of a record's own rule, placed at the first key that the message names, if one does."""
-    key = next((word for word in re.findall(r"\w+", message) if node.child(word)), None)
-    place = node.find((key,)).place if key else node.place
-    return Problem(place, (*path, key) if key else path, message)
 
 
 def describe_unexpected(node: Node, alternatives: list[vocabulary.Schema]) -> str:

@@ -52,9 +52,15 @@ def parse_path(text: str, root: Node) -> Path:
 
 def _parse_key(word: str, path: Path, root: Node) -> str | int:
     before = root.find(path)
-    node = before if _exists(root, path) else None
+    node = before if all(root.find(path[:n]).child(key) is not None for n, key in enumerate(path)) else None
     if node is not None and isinstance(node.value, list):
-        return _parse_index(word, path, len(node.value))
+        n_items = len(node.value)
+        if not (word.isascii() and word.isdecimal() and len(word) < 10):
+            raise BadPath(f"{join_path(path)} is a list: expected a number, found '{word}'")
+        if int(word) >= n_items:
+            many = f"0 to {n_items - 1}" if n_items else "none"
+            raise BadPath(f"{join_path(path)} has no item {word}; it has {n_items} ({many})")
+        return int(word)
     if node is not None and isinstance(node.value, str) and is_reference(node.value):
         raise BadPath(f"{join_path(path)} is {node.value} in the recipe; set the variable instead")
     if path[:1] == (VARS,):
@@ -69,19 +75,6 @@ def _parse_key(word: str, path: Path, root: Node) -> str | int:
         raise BadPath(f"{join_path(path)} has no keys: expected {vocabulary.describe(alternatives)}")
     where = f" in {join_path(path)}" if path else ""
     raise BadPath(f"unknown key '{word}'{where}{suggest(word, [*known, VARS] if not path else known)}")
-
-
-def _exists(root: Node, path: Path) -> bool:
-    return all(root.find(path[:n]).child(key) is not None for n, key in enumerate(path))
-
-
-def _parse_index(word: str, path: Path, n_items: int) -> int:
-    if not (word.isascii() and word.isdecimal() and len(word) < 10):
-        raise BadPath(f"{join_path(path)} is a list: expected a number, found '{word}'")
-    if int(word) >= n_items:
-        many = f"0 to {n_items - 1}" if n_items else "none"
-        raise BadPath(f"{join_path(path)} has no item {word}; it has {n_items} ({many})")
-    return int(word)
 
 
 def _check_variable(word: str, root: Node) -> str:

@@ -34,22 +34,21 @@ class Space(Record):
     def _refuse_empty(self) -> Space:
         one_of(self, ("choice", "range"))
         if self.range is None:
-            self._check_choice()
+            if not self.choice:
+                raise ValueError("choice is empty: name the values that may stand here")
+            values = list(self.choice)
+            if twice := next((v for i, v in enumerate(values) if _equals_one_of(v, values[:i])), None):
+                raise ValueError(f"choice has {twice!r} twice")
+            for name in self.choice if isinstance(self.choice, dict) else ():
+                if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) is None:
+                    raise ValueError(
+                        f"choice: '{name}' is no name: use letters, digits, _ and -, with a letter or _ first"
+                    )
+            if self.log or self.step is not None:
+                raise ValueError(f"{'log' if self.log else 'step'} is of a range, and this is a choice; leave it out")
         else:
             self._check_range(*self.range)
         return self
-
-    def _check_choice(self) -> None:
-        if not self.choice:
-            raise ValueError("choice is empty: name the values that may stand here")
-        values = list(self.choice)
-        if twice := next((v for i, v in enumerate(values) if _equals_one_of(v, values[:i])), None):
-            raise ValueError(f"choice has {twice!r} twice")
-        for name in self.choice if isinstance(self.choice, dict) else ():
-            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) is None:
-                raise ValueError(f"choice: '{name}' is no name: use letters, digits, _ and -, with a letter or _ first")
-        if self.log or self.step is not None:
-            raise ValueError(f"{'log' if self.log else 'step'} is of a range, and this is a choice; leave it out")
 
     def _check_range(self, low: float, high: float) -> None:
         if not low < high:

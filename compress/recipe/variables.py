@@ -124,28 +124,22 @@ class _Variables:
             )
         if not isinstance(node.value, str) or "${" not in node.value:
             return node
-        return self._replace_string(node, node.value, path)
-
-    def _replace_string(self, node: Node, text: str, path: Path) -> Node:
         try:
-            whole = _REFERENCE.fullmatch(text)
+            whole = _REFERENCE.fullmatch(node.value)
             if whole and whole[1] is not None:
                 value = self._find_value(whole[1], whole=True)
                 with self.findings.count(node.place, path) as budget:
                     size = self.sizes.get(whole[1]) or measure(value)
                     budget.spend(size)
                     check_depth(self.depth + size.depth)
-                return replace(node, value=value.value, written=text)
+                return replace(node, value=value.value, written=node.value)
             with self.findings.count(node.place, path):
-                return replace(node, value=self._fill_text(text), written=text)
+                return replace(node, value=_REFERENCE.sub(self._format_match, node.value), written=node.value)
         except AlreadyReported:
             self.findings.settled.add(path)
         except Unresolved as error:
             self.findings.add(node.place, path, str(error))
         return node
-
-    def _fill_text(self, text: str) -> str:
-        return _REFERENCE.sub(self._format_match, text)
 
     def _format_match(self, match: re.Match[str]) -> str:
         if match[0] == "$${":
@@ -163,26 +157,23 @@ class _Variables:
     def _find_value(self, reference: str, *, whole: bool) -> Node:
         kind, colon, rest = reference.partition(":")
         if not colon:
-            return self._find_variable(reference)
+            if reference in self.open:
+                circle = " -> ".join((*self.open[self.open.index(reference) :], reference))
+                raise Unresolved(f"variables that stand for each other: {circle}")
+            if reference not in self.raw:
+                known = did_you_mean(reference, self.raw) or f"; define it under '{VARS}:'"
+                raise Unresolved(f"unknown variable '{reference}'{known}")
+            if reference not in self.done:
+                self._resolve(reference)
+            value = self.done[reference]
+            if value is None:
+                raise AlreadyReported
+            return value
         if kind == "env":
             return Node(_read_environment(rest, whole=whole), _NOWHERE)
         if kind == "package":
             return Node(package_folder(rest), _NOWHERE)
         raise Unresolved(f"${{{reference}}}: unknown source '{kind}:'{suggest(kind, ('env', 'package'))}")
-
-    def _find_variable(self, name: str) -> Node:
-        if name in self.open:
-            circle = " -> ".join((*self.open[self.open.index(name) :], name))
-            raise Unresolved(f"variables that stand for each other: {circle}")
-        if name not in self.raw:
-            known = did_you_mean(name, self.raw) or f"; define it under '{VARS}:'"
-            raise Unresolved(f"unknown variable '{name}'{known}")
-        if name not in self.done:
-            self._resolve(name)
-        value = self.done[name]
-        if value is None:
-            raise AlreadyReported
-        return value
 
 
 _NOWHERE = Position("", 0, 0)

@@ -89,7 +89,8 @@ def _expand(schema: Schema, data: Any) -> Iterator[Schema]:
     if "$ref" in schema:
         yield from _expand(recipe_schema()["$defs"][schema["$ref"].rsplit("/", 1)[1]], data)
     elif "oneOf" in schema:
-        chosen = schema["discriminator"]["mapping"].get(_read_kind(data)) if "discriminator" in schema else None
+        kind = str(data.get("kind")) if isinstance(data, dict) else ""
+        chosen = schema["discriminator"]["mapping"].get(kind) if "discriminator" in schema else None
         for option in [{"$ref": chosen}] if chosen else schema["oneOf"]:
             yield from _expand(option, data)
     elif "anyOf" in schema:
@@ -97,10 +98,6 @@ def _expand(schema: Schema, data: Any) -> Iterator[Schema]:
             yield from _expand({**{k: schema[k] for k in ("examples",) if k in schema}, **option}, data)
     else:
         yield schema
-
-
-def _read_kind(data: Any) -> str:
-    return str(data.get("kind")) if isinstance(data, dict) else ""
 
 
 def _follow_key(schema: Schema, key: str | int) -> Iterator[Schema]:
@@ -131,11 +128,20 @@ def _format_literal(value: Any) -> str:
 def _describe_type(schema: Schema) -> str:
     kind = schema.get("type")
     if kind in ("integer", "number"):
-        return ("a whole number" if kind == "integer" else "a number") + _describe_bounds(schema)
+        bounds = [f"{words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema]
+        number = "a whole number" if kind == "integer" else "a number"
+        return f"{number} of {' and '.join(bounds)}" if bounds else number
     if kind == "array":
-        return _describe_list(schema)
+        fixed = schema.get("prefixItems")
+        item = describe(list(_expand((fixed or [schema.get("items", {})])[0], None)))
+        many = _PLURAL.get(item)
+        return "a list" + (f" of {len(fixed)}" if fixed else " of" if many else "") + (f" {many}" if many else "")
     if kind == "string":
-        return _describe_text(schema)
+        if "examples" in schema:
+            return "text such as " + ", ".join(schema["examples"])
+        if schema.get("maxLength") == 1:
+            return "one character"
+        return f"text that matches {schema['pattern']}" if "pattern" in schema else "text"
     return {"boolean": "true or false", "object": "a mapping"}.get(str(kind), "any value")
 
 
@@ -147,27 +153,7 @@ _BOUNDS = {
 }
 
 
-def _describe_bounds(schema: Schema) -> str:
-    bounds = [f"{words} {schema[key]:g}" for key, words in _BOUNDS.items() if key in schema]
-    return f" of {' and '.join(bounds)}" if bounds else ""
-
-
 _PLURAL = {"a whole number": "whole numbers", "a number": "numbers", "text": "text", "a mapping": "mappings"}
-
-
-def _describe_list(schema: Schema) -> str:
-    fixed = schema.get("prefixItems")
-    item = describe(list(_expand((fixed or [schema.get("items", {})])[0], None)))
-    many = _PLURAL.get(item)
-    return "a list" + (f" of {len(fixed)}" if fixed else " of" if many else "") + (f" {many}" if many else "")
-
-
-def _describe_text(schema: Schema) -> str:
-    if "examples" in schema:
-        return "text such as " + ", ".join(schema["examples"])
-    if schema.get("maxLength") == 1:
-        return "one character"
-    return f"text that matches {schema['pattern']}" if "pattern" in schema else "text"
 
 
 def editor_schema() -> Schema:

@@ -32,8 +32,6 @@ INCLUDE = "include"
 IN_PYTHON = "recipe"
 """The place of what stands in no file."""
 TAG = "tag:yaml.org,2002:"
-MOST_DIGITS = 400
-"""Characters of a number: every float can be written in fewer."""
 INTEGERS = range(-(2**63), 2**64)
 
 
@@ -242,7 +240,7 @@ def _convert_scalar(yaml: YAML, node: ScalarNode) -> Scalar:
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):  # "\ud800": JSON's habit
             raise BadScalar("holds half of a surrogate pair, which is no letter; write \\U and eight digits")
         return text
-    if len(text) > MOST_DIGITS and node.tag != TAG + "null":
+    if len(text) > 400 and node.tag != TAG + "null":
         raise BadScalar(f"a number of {len(text)} characters")
     try:
         value: Scalar = maker(node)
@@ -277,7 +275,23 @@ class _TreeBuilder:
 
     def _build_value(self, node: Any, path: Path) -> Scalar | dict[str, Node] | list[Node]:
         if isinstance(node, MappingNode) and node.tag == TAG + "map":
-            return self._build_mapping(node, path)
+            items: dict[str, Node] = {}
+            inherited: list[Node] = []
+            for key, item in node.value:
+                if key.tag == TAG + "merge":
+                    inherited += self._build_inherited(item, path)
+                    continue
+                name = self._read_key(key, path)
+                if name is None:
+                    continue
+                if name in items:
+                    first = items[name].key_place
+                    self.findings.add(self._find_place(key), (*path, name), f"key given twice; first at {first}")
+                    continue
+                items[name] = replace(self.build(item, (*path, name)), key_place=self._find_place(key))
+            for source in inherited:  # `<<:` gives the keys which the mapping itself does not
+                items = {**cast(dict[str, Node], source.value), **items}
+            return items
         if isinstance(node, SequenceNode) and node.tag == TAG + "seq":
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
         if isinstance(node, ScalarNode) and str(node.tag) in {TAG + t for t in _SCALAR_TAGS}:
@@ -291,25 +305,6 @@ class _TreeBuilder:
         except BadScalar as error:
             self.findings.add(self._find_place(node), path, str(error))
             return None
-
-    def _build_mapping(self, node: MappingNode, path: Path) -> dict[str, Node]:
-        items: dict[str, Node] = {}
-        inherited: list[Node] = []
-        for key, item in node.value:
-            if key.tag == TAG + "merge":
-                inherited += self._build_inherited(item, path)
-                continue
-            name = self._read_key(key, path)
-            if name is None:
-                continue
-            if name in items:
-                first = items[name].key_place
-                self.findings.add(self._find_place(key), (*path, name), f"key given twice; first at {first}")
-                continue
-            items[name] = replace(self.build(item, (*path, name)), key_place=self._find_place(key))
-        for source in inherited:  # `<<:` gives the keys which the mapping itself does not
-            items = {**cast(dict[str, Node], source.value), **items}
-        return items
 
     def _build_inherited(self, node: Any, path: Path) -> list[Node]:
         sources = node.value if isinstance(node, SequenceNode) else [node]

@@ -13,8 +13,6 @@ import numpy as np
 
 from runtime.errors import MissingDependency
 
-GAP = 1e-9
-"""Relative difference from the optimum at which the solver stops."""
 SPAN = 1e6
 """The objective's largest loss, and the largest of costs that are no integers: HiGHS also stops at absolute differences
 of 1e-6, which are far below then."""
@@ -71,7 +69,7 @@ def choose_within_budget(
                 LinearConstraint((extra / unit).reshape(1, -1), -np.inf, limit),
                 *(LinearConstraint(row.reshape(1, -1), 1, np.inf) for row in better),
             ],
-            options={"mip_rel_gap": GAP},
+            options={"mip_rel_gap": 1e-9},
         )
         if answer.x is None:
             raise OutOfReach(float(least.sum()), budget) if better else ValueError(f"HiGHS: {answer.message}")

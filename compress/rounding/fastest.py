@@ -42,8 +42,6 @@ from runtime.stats import Estimate
 WORTH = 0.05
 """What a choice must gain of a whole call. Ten builds of a CNN of 0.1 ms, idle and beside other work, differed by up to
 0.0012 ms (1.5 %) in what they found of one layer."""
-SCREEN_BUDGET_S = 6.0
-"""Seconds for the calls of all of a step's candidates, in fresh processes."""
 CLOSE = 0.1
 """How far behind the best a step is taken all the same, as it leaves more layers in int8; so what a further step must
 gain, too. Three forms of a face detector (3.5 ms) lay 3 to 7 % apart, by how busy the core's other thread was."""
@@ -52,8 +50,6 @@ SCREEN_ERROR = 0.05
 forms of that detector 1.8 % off, beside two busy processes 2.5 %; in 24 s 0.8 %."""
 GRAPH_BUDGET_S = 1.0
 """Seconds of each graph's calls where a border is near."""
-FEW_INPUTS = 8
-"""Inputs of a group below which a convolution is a form of its own: int8 kernels read them in blocks of 4 or more."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,8 @@ def _choose_step(
     order = sorted(steps, key=lambda step: len(step.in_float))
     if not order:
         return None
-    seen = timer.compare([current, *(steps[step] for step in order)], SCREEN_BUDGET_S)
+    # seconds for the calls of all of a step's candidates, in fresh processes
+    seen = timer.compare([current, *(steps[step] for step in order)], 6.0)
     best = _find_best(seen)  # what computes more in float gained nothing by it
     near = [
         n for n in range(1, best + 1) if all(e.value * (1 + SCREEN_ERROR) >= b for e, b in _borders(seen, n, least))
@@ -172,7 +169,8 @@ def _group_layers(state: GraphState, timer: StateTimer) -> list[tuple[str, ...]]
     forms: dict[object, list[str]] = {}
     for name, call in calls.items():
         strided = any(key == "strides" and text.strip("[] 1,") for key, text in call.attributes)
-        inputs = "one" if call.weight[1] == 1 else "few" if call.weight[1] < FEW_INPUTS else "many"
+        # int8 kernels read inputs in blocks of 4 or more
+        inputs = "one" if call.weight[1] == 1 else "few" if call.weight[1] < 8 else "many"
         form = (call.op, call.weight[2:], strided, inputs) if call.op == "Conv" else (call.op,)
         forms.setdefault(form, []).append(name)
     sizes = {name: call.places for name, call in calls.items()}

@@ -52,7 +52,12 @@ class Gram:
         total = summed(self.total)
         del self.total
         mean = total.float().div_(max(n_rows, 1))
-        _mirror(mean)
+        n = len(mean)
+        for start in range(0, n, ROWS):
+            stop = min(start + ROWS, n)
+            corner = mean[start:stop, start:stop].triu_()
+            corner += corner.triu(1).T
+            mean[stop:, start:stop] = mean[start:stop, stop:].T
         return mean, n_rows
 
 

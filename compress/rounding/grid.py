@@ -34,8 +34,6 @@ GLOBAL_ROOM = 4.0
 """An E4M3 scale is at most its type's largest where the largest weight is this number of FP4 (the second largest)."""
 GLOBALS = 8
 """Scales of a whole NVFP4 tensor that are tried, over one octave: others have the same E4M3 scales."""
-SAMPLED_ROWS = 64
-"""Rows of a weight, evenly spaced, on which they are compared."""
 GLOBAL_REACH = 2.0**100
 """Largest scale of a whole NVFP4 tensor, and one over the smallest."""
 
@@ -237,18 +235,14 @@ def _fit_asymmetric(
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     high = torch.where(high > low, high, low + 1)
     best = _BestGrid(grouped, weighting, Numbers(0, top))
-    for below, above in _list_corners(tried):
+    # both ends alike, and each of a few with each
+    few = tried[:: max(1, len(tried) // 5)]
+    for below, above in [(both, both) for both in tried] + [(a, b) for a in few for b in few if a != b]:
         scales = ((high * above - low * below) / top).clamp_min(SMALLEST_SCALE)
         best.offer(scales, (-low * below / scales).round_().clamp_(0, top))
     for _ in range(fits):
         best.refit(best.zeros)
     return best.scales, best.zeros
-
-
-def _list_corners(alike: list[float]) -> list[tuple[float, float]]:
-    """Return fractions of the range's lower and upper part to try: both alike, and each of a few with each."""
-    few = alike[:: max(1, len(alike) // 5)]
-    return [(both, both) for both in alike] + [(a, b) for a in few for b in few if a != b]
 
 
 def fit_shared(
@@ -266,7 +260,8 @@ def fit_shared(
     if rule.kind == "e4m3":
         power, size = power_of_two(peak), scheme.group_size
         weighting = None if importance is None else importance.float().reshape(-1, size)
-        rows = torch.cat([weight[:: -(-len(weight) // SAMPLED_ROWS)].float() for weight in weights]) / power
+        # 64 rows, evenly spaced, tell
+        rows = torch.cat([weight[:: -(-len(weight) // 64)].float() for weight in weights]) / power
         grouped = rows.reshape(len(rows), -1, size)
         rules = _list_globals(rule, peak / power, power, GLOBALS if every == 1 else 1)
         fits = [_fit_float_scales(grouped, E2M1, weighting, tried, every) for tried in rules]

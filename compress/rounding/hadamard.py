@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST_CORE = 1024
-"""Largest size of Paley's matrices: the product with one is dense."""
-
 
 @dataclass(frozen=True, eq=False)
 class Orthogonal:
@@ -54,17 +51,14 @@ def orthogonal(size: int, seed: int = 0) -> Orthogonal:
     """
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).to(torch.float64) * 2 - 1
-    odd, power = _split_odd_part(size)
+    power = (size & -size).bit_length() - 1
+    odd = size >> power  # size = odd * 2^power
     core, left = _find_core(odd, power)
     if core is not None:
         return Orthogonal(signs, core, left, True)
-    return Orthogonal(signs, _draw_orthogonal(odd, generator) * odd**0.5, power, False)
-
-
-def _split_odd_part(size: int) -> tuple[int, int]:
-    """Return (odd, power) with size = odd * 2^power."""
-    power = (size & -size).bit_length() - 1
-    return size >> power, power
+    # uniform over all orthogonal ones: F. Mezzadri, How to generate random matrices, 2007
+    q, r = torch.linalg.qr(torch.randn((odd, odd), generator=generator, dtype=torch.float64))
+    return Orthogonal(signs, (q * r.diagonal().sign()) * odd**0.5, power, False)
 
 
 def _find_core(odd: int, power: int) -> tuple[Tensor | None, int]:
@@ -79,7 +73,8 @@ def _find_core(odd: int, power: int) -> tuple[Tensor | None, int]:
 
 def paley(size: int) -> Tensor | None:
     """Return a Hadamard matrix [size, size] of +-1 (float64) by Paley's constructions; None if neither gives one."""
-    if size > LARGEST_CORE:
+    # the product with one of Paley's matrices is dense
+    if size > 1024:
         return None
     q = size - 1
     if q % 4 == 3 and _is_prime(q):
@@ -107,12 +102,6 @@ def _build_bordered(q: int, sign: float) -> Tensor:
 
 def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
-
-
-def _draw_orthogonal(size: int, generator: torch.Generator) -> Tensor:
-    """Return a random orthogonal matrix, uniform over all (F. Mezzadri, How to generate random matrices, 2007)."""
-    q, r = torch.linalg.qr(torch.randn((size, size), generator=generator, dtype=torch.float64))
-    return q * r.diagonal().sign()
 
 
 def _multiply_sylvester(x: Tensor) -> Tensor:

@@ -222,7 +222,17 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
     if form.offset:
         low, high = x.amin(-1).clamp_max(0), x.amax(-1)
         first = (high - low).clamp_min(SMALLEST_SCALE) / form.numbers.high
-        candidates = [(first * shrinkage, -low * share) for shrinkage, share in _list_ranges()]
+        # parts of a range's scale and of its lower end: both alike, and each with the other whole
+        some = (0.92, 0.8, 0.65)
+        candidates = [
+            (first * shrinkage, -low * share)
+            for shrinkage, share in (
+                [(s, min(s, 1.0)) for s in _SHRINKAGES]
+                + [(s, 1.0) for s in some]
+                + [(0.96 * s, s) for s in some]
+                + [(0.9, 0.0)]
+            )
+        ]
     else:
         signed = torch.gather(x, -1, x.abs().argmax(-1, keepdim=True))[..., 0]
         first = torch.where(signed == 0, 1.0, signed) / form.numbers.low
@@ -242,17 +252,6 @@ def _fit_groups(blocks: _Blocks) -> tuple[Tensor, Tensor]:
 
 _SHRINKAGES = (1.12, 1.06, 1.0, 0.96, 0.92, 0.88, 0.84, 0.78, 0.7, 0.6)
 """Scales that are tried, as parts of the one that reaches the group's largest weight."""
-
-
-def _list_ranges() -> list[tuple[float, float]]:
-    """Return parts of a range's scale and of its lower end to try: both alike, and each with the other whole."""
-    some = (0.92, 0.8, 0.65)
-    return (
-        [(s, min(s, 1.0)) for s in _SHRINKAGES]
-        + [(s, 1.0) for s in some]
-        + [(0.96 * s, s) for s in some]
-        + [(0.9, 0.0)]
-    )
 
 
 def _fit_whole(blocks: _Blocks, scale: Tensor, offset: Tensor, start: float) -> _Fit:

@@ -26,8 +26,6 @@ from compress.timing.clock import middle_batch
 
 POINTS = 8
 """Sets that are held against the metric."""
-DOUBT = 0.5
-"""What a group's predicted loss is multiplied by where a set that returned it fell short: the loss lies elsewhere."""
 ROUNDED, FLOAT = 0, 1
 """The choices of a group."""
 TIMING_BUDGET_S = 6.0
@@ -221,6 +219,7 @@ def restore_within_budget(
         log(f"{len(layers)} layers in float: {found}")
         if confirmed:
             return points[-1]
-        doubts = [DOUBT if number == FLOAT else 1.0 for number in choice.numbers]
+        # a set that returned them fell short: the loss lies elsewhere
+        doubts = [0.5 if number == FLOAT else 1.0 for number in choice.numbers]
         expected = [value * doubt for value, doubt in zip(expected, doubts, strict=True)]
     return replace(min([*points, everything], key=lambda point: point.verdict.rank), tried=len(points))

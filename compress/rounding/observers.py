@@ -19,8 +19,6 @@ from compress.graph.run import TAPPED, Feeds, cut_batches, open_session, run_tok
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 HALF_BINS = 4096
 """Bins of a histogram on either side of zero, which doubles its range by merging pairs of them."""
-LOWEST_EXPONENT = -100
-"""Lowest exponent of the bound: the number of bins for each unit stays a float32."""
 Score = Callable[[np.ndarray, np.ndarray, float, float], float]
 """(centres, counts, low, high) -> the error of that interval."""
 
@@ -59,20 +57,18 @@ class Observer:
             self.counts[HALF_BINS] += values.size  # nothing but zeros so far
         self.n_values += values.size
         if self.axis is not None:
-            self._update_channels(values)
-
-    def _update_channels(self, values: np.ndarray) -> None:
-        assert self.axis is not None
-        other = tuple(i for i in range(values.ndim) if i != self.axis % values.ndim)
-        total, peak = values.sum(axis=other, dtype=np.float64), np.abs(values).max(axis=other)
-        self.channel_sum = total if self.channel_sum is None else self.channel_sum + total
-        self.channel_peak = peak if self.channel_peak is None else np.maximum(self.channel_peak, peak)
-        self.n_rows += values.size // values.shape[self.axis]
+            assert self.axis is not None
+            other = tuple(i for i in range(values.ndim) if i != self.axis % values.ndim)
+            total, peak = values.sum(axis=other, dtype=np.float64), np.abs(values).max(axis=other)
+            self.channel_sum = total if self.channel_sum is None else self.channel_sum + total
+            self.channel_peak = peak if self.channel_peak is None else np.maximum(self.channel_peak, peak)
+            self.n_rows += values.size // values.shape[self.axis]
 
     def widen(self, peak: float) -> None:
         if peak <= self.bound or peak == 0.0:
             return
-        bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), LOWEST_EXPONENT)
+        # so that the number of bins for each unit stays a float32
+        bound = 2.0 ** max(np.ceil(np.log2(peak * (1 + 1e-6))), -100)
         while self.bound and self.bound < bound:
             merged = self.counts.reshape(-1, 2).sum(axis=1)  # [HALF_BINS]
             self.counts = np.concatenate([np.zeros(HALF_BINS // 2), merged, np.zeros(HALF_BINS // 2)])

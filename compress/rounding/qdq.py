@@ -31,8 +31,6 @@ BLOCK_OPSET = 21
 LONG_NAME = 64
 """Letters. A pair and its readers hold the name of its tensor some 14 times: those of up to 300 letters that TensorFlow
 gave basic-pitch's (0.2 MB) took more room than all weights."""
-LARGEST_BIAS = 2.0**30
-"""Of an int32 bias: as much is left for the sum of the products that it is added to."""
 
 
 def write_state(state: GraphState, variant: Variant) -> ir.Model:
@@ -357,7 +355,8 @@ def fit_scales_to_bias(weight: QuantizedWeight, bias: np.ndarray, input_scale: n
     A channel whose inputs and weights are that small beside its bias adds a hundredth of it at most: that its weights
     keep fewer bits is seen nowhere, and a bias cut off would be.
     """
-    least = np.abs(bias.astype(np.float64)) / (float(input_scale) * LARGEST_BIAS)  # [out]
+    # as much of int32 is left for the sum of products that the bias is added to
+    least = np.abs(bias.astype(np.float64)) / (float(input_scale) * 2.0**30)  # [out]
     growth = np.maximum(1.0, least / weight.scales[:, 0])
     if (growth == 1.0).all():
         return weight

@@ -36,8 +36,6 @@ LOGITS = {"output": {"loss": "mse", "pooling": "none"}}
 three epochs: top-1 91.2 %, 90.4 % by their divergence at temperature 4."""
 MOST_EPOCHS = 100.0
 """Of a training that its time ends."""
-LEAST_SMALLER = 1.1
-"""What a format must make of the model's size to be worth a look."""
 LEAST_GAIN = 1.02
 """What a cut must gain to be made."""
 
@@ -83,7 +81,8 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
         for tables in (n for n in TABLE_BITS if n >= bits):
             found[f"w{bits}-tables{tables}"] = [weights | {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}]
     fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
-    smaller = {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= LEAST_SMALLER}
+    # what makes a model no smaller than that is not worth a look
+    smaller = {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= 1.1}
     return smaller | _list_cached(ground, smaller)
 
 

@@ -13,8 +13,6 @@ from runtime.judge.findings import MEASURED_FIELDS
 from runtime.metrics import MEASURED
 from runtime.metrics.measured import LATENCY_PERCENTILES
 
-MARGIN = 0.25
-"""By how much a forecast must miss a gate before the trial is refused for it: forecasts are right within some 20 %."""
 RATIO_OF = {"size_ratio": "size"}
 """A metric that is a ratio itself -> the one of whose two values it is."""
 Foreseen = Mapping[tuple[str, str], float]
@@ -84,7 +82,8 @@ def explain_foreseen_miss(gates: Sequence[Gate], foreseen: Foreseen) -> str:
         for rule, limit in gate.bounds.items():
             value = foreseen.get((gate.metric, rule))
             whole = value is not None and not gate.worst and not gate.slice
-            if whole and _measure_miss(value, limit, rule.startswith("min")) > MARGIN:
+            # forecasts are right within some 20 %
+            if whole and _measure_miss(value, limit, rule.startswith("min")) > 0.25:
                 return f"{gate.metric} is foreseen to be {value:.4g}, far from {rule} {limit:g}"
     return ""
 

@@ -68,12 +68,8 @@ FACTOR = 16
 """By which the short rung is shorter than the full one, where nothing else follows."""
 SHORT, FULL = 0, 1
 """The rungs: a little training, all of it."""
-MOST_FORMATS = 3
-"""Formats that are judged in full."""
 MORE = 1.1
 """Times what a judged format is foreseen to give, from which on another is worth a look."""
-MOST_RACING = 6
-"""Structures that are trained a little before the best is trained in full."""
 RACE = 0.35
 """Part of the time left that the race may take."""
 TASTE = 0.035
@@ -162,7 +158,7 @@ def pursue(
     deadline = time.monotonic() + (budget_s or BUDGET_S)
     log = choose_log(quiet)
     restrict_network(recipe)
-    bare = _without_goal(recipe)
+    bare = recipe.model_copy(update={"goal": (), "passes": ()})
     ground = look(recipe, cache)
     formats = _list_formats(recipe, ground)
     ahead = Foresight(bare, recipe.goal_gates, ground, formats, cache, log)
@@ -187,10 +183,6 @@ def look(recipe: Recipe, cache: Path | None) -> Ground:
     if inputs.problems:
         raise PlanError(list(inputs.problems))
     return ground_of(inputs.facts, recipe.target, list(inputs.data))
-
-
-def _without_goal(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"goal": (), "passes": ()})
 
 
 def _list_formats(recipe: Recipe, ground: Ground) -> dict[str, Passes]:
@@ -249,7 +241,7 @@ class Pursuit:
             self.keep()
         ordered = self.ahead.order(self.known.sizes, self.known.speeds)
         left, tried = sorted(ordered, key=lambda name: name != GIVEN), 0
-        while left and tried < MOST_FORMATS:
+        while left and tried < 3:  # formats that are judged in full
             name = left.pop(0)
             if name.endswith(CACHED) and not self.is_worth_caching(name.removesuffix(CACHED)):
                 continue
@@ -498,7 +490,8 @@ class Pursuit:
         taste = max(TASTE * left, LEAST_TASTE_S)
         judged = 1 + USUAL_FITTINGS
         each = taste + judged * (OVERHEAD * self.judging_s() + CUT_S)
-        return taste, min(max(round(RACE * left / each), 1), MOST_RACING)
+        # at most 6 are trained a little before the best is trained in full
+        return taste, min(max(round(RACE * left / each), 1), 6)
 
     def train_a_little(self, name: str, taste: float) -> None:
         """Train a structure for a part of the time that the last training will have, and judge it."""

@@ -21,10 +21,6 @@ from runtime.errors import MissingDependency
 if TYPE_CHECKING:
     import optuna
 
-STARTUP = 8
-"""Points that are drawn at random before TPE has something to learn from."""
-MOST_REPEATS = 30
-"""Times that a point is drawn that was tried, before one is taken from the list of those that were not."""
 MOST_LISTED = 10_000
 """Points of a finite space that are listed to find those that were not tried."""
 
@@ -42,7 +38,7 @@ def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Se
         if len(chosen) < n and same_point(point) not in tried:
             tried.add(same_point(point))
             chosen.append(point)
-    study = _feed_study(space, [*trials, *(_as_waiting(point) for point in chosen)])
+    study = _feed_study(space, [*trials, *(Trial(-1, -1, dict(point)) for point in chosen)])
     while len(chosen) < n:
         drawn = _draw_new(study, space, tried) or _find_untried(space, tried, len(trials) + len(chosen))
         if drawn is None:
@@ -52,12 +48,9 @@ def choose_points(space: SearchSpace, trials: Sequence[Trial], n: int, first: Se
     return chosen
 
 
-def _as_waiting(point: Point) -> Trial:
-    return Trial(-1, -1, dict(point))
-
-
 def _draw_new(study: optuna.Study, space: SearchSpace, tried: set[str]) -> Point | None:
-    for _ in range(MOST_REPEATS):
+    # draws of what was tried, before one is taken from the list of what was not
+    for _ in range(30):
         asked = study.ask()
         point: dict[str, Any] = {}
         for dimension in space.dimensions:
@@ -99,7 +92,7 @@ def _feed_study(space: SearchSpace, trials: Sequence[Trial]) -> optuna.Study:
         warnings.simplefilter("ignore")  # multivariate and group are called experimental
         sampler = optuna.samplers.TPESampler(
             seed=space.recipe.seed + 1_000_003 * len(trials),
-            n_startup_trials=STARTUP,
+            n_startup_trials=8,
             multivariate=True,
             group=True,
             constant_liar=True,

@@ -37,8 +37,6 @@ from runtime.bundle.files import write_whole
 
 MOST_REFUSED = 50
 """Trials refused one after another, after which a study ends: nothing in the space can work."""
-MOST_FAILED = 8
-"""Trials that failed, of a study in which none was judged, after which it ends."""
 NO_TIME = "the budget is used up; the same command goes on"
 
 
@@ -114,7 +112,8 @@ class Sweep:
             reason = Counter(run.reason for run in ending if run is not None).most_common(1)[0][0]
             return f"the last {MOST_REFUSED} trials were refused before any work, most of them for: {reason}"
         failed = [run for run in last if run is not None and run.state == "failed"]
-        if len(failed) >= MOST_FAILED and not any(run is not None and run.state == "judged" for run in last):
+        # where none was judged, 8 that failed are enough
+        if len(failed) >= 8 and not any(run is not None and run.state == "judged" for run in last):
             return f"the first {len(failed)} trials failed, the last of them for: {failed[-1].reason}"
         return ""
 

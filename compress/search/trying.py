@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from compress.planning.forecast import JUDGING, START
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
 from compress.recipe.load import load_recipe
-from compress.recipe.schema import DataSpecs, Recipe
+from compress.recipe.schema import Recipe
 from compress.recipe.search import Racing
 from compress.search.outcome import explain_foreseen_miss, foresee_sizes
 from compress.search.workers import TrialAnswer, TrialOrder, keep_untimed
@@ -120,19 +120,15 @@ def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mappi
     if "training" in racing.shorten:
         changes["passes"] = tuple(pass_.shorten(share) for pass_ in recipe.passes)
     names = [name for name in ("evaluation", "calibration") if name in racing.shorten]
-    changes["data"] = _reduce_sets(recipe.data, names, share, n_samples)
-    return recipe.model_copy(update=changes)
-
-
-def _reduce_sets(sets: DataSpecs, names: Sequence[str], share: float, n_samples: Mapping[str, int]) -> DataSpecs:
     changed: dict[str, object] = {}
     for name in names:
-        declared = getattr(sets, name)
+        declared = getattr(recipe.data, name)
         if isinstance(declared, DataSpec):
             changed[name] = _reduce(declared, share, n_samples.get(name))
         elif declared is not None:
             changed[name] = {key: _reduce(spec, share, None) for key, spec in declared.items()}
-    return sets.model_copy(update=changed)
+    changes["data"] = recipe.data.model_copy(update=changed)
+    return recipe.model_copy(update=changes)
 
 
 def _reduce(spec: DataSpec, share: float, n_all: int | None) -> DataSpec:

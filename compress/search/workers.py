@@ -30,8 +30,6 @@ from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.interrupts import Terminated, end_orderly
 from runtime.processes.isolated import FOLLOW_PARENT, last_line, python_command, python_environment
 
-GRACE_S = 20.0
-"""For a process that is told to end, to put its files in order."""
 STARTED = "from compress.search.workers import answer_orders; answer_orders({work!r})"
 USUAL_WORK = "compress.search.trying:obey"
 """module:function that answers an order in the process that got it, both as JSON values."""
@@ -217,7 +215,7 @@ class LocalProcesses(AbstractContextManager["LocalProcesses"]):
             process.terminate()
         for process in processes:
             try:
-                process.wait(GRACE_S)
+                process.wait(20.0)  # to put its files in order
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

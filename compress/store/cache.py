@@ -91,7 +91,8 @@ class ResultCache:
             if record is not None:
                 return CachedResult(folder, record)
             self.log(f"cache: result {key[:12]} is damaged; it is discarded and done again")
-            self._discard(folder)
+            with self._open_draft() as doomed:  # renamed at once, then removed: nobody meets it half removed
+                os.rename(folder, doomed if folder.is_dir() and not folder.is_symlink() else doomed / "file")
             return None
 
     def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> CachedResult:
@@ -170,11 +171,6 @@ class ResultCache:
                 yield draft / RESULT
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-
-    def _discard(self, folder: Path) -> None:
-        """Take a folder's name away at once, then its files: nobody meets it half removed."""
-        with self._open_draft() as doomed:
-            os.rename(folder, doomed if folder.is_dir() and not folder.is_symlink() else doomed / "file")
 
     def _sweep(self) -> None:
         """Remove what killed runs left; a draft that is locked, or so new that its lock may be on its way, stays."""

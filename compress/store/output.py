@@ -136,7 +136,10 @@ def refuse_foreign(out: Path, kind: type[OutputError]) -> None:
         raise kind(f"{out}: holds other things than a whole bundle; choose another --out or empty it") from error
     files, odd = regular_files(out)
     added = [*odd, *sorted(name for name in files if name not in records and name != MANIFEST and is_hashed(name))]
-    added += _find_empty_folders(out, files)
+    used = {parent for path in files.values() for parent in path.parents}
+    added += sorted(
+        f"the folder {path.relative_to(out)}" for path in out.rglob("*") if path.is_dir() and path not in used
+    )
     if added:
         raise kind(f"{out}: a bundle to which {added[0]} was added; move that away or choose another --out")
     edited = [name for name, record in records.items() if name in files and sha256_of(files[name]) != record.sha256]
@@ -145,13 +148,6 @@ def refuse_foreign(out: Path, kind: type[OutputError]) -> None:
             f"{out}: {edited[0]} is not as the run that made the bundle wrote it; move the bundle away to keep the "
             f"change, remove {edited[0]} to lose it, or choose another --out"
         )
-
-
-def _find_empty_folders(root: Path, files: dict[str, Path]) -> list[str]:
-    used = {parent for path in files.values() for parent in path.parents}
-    return sorted(
-        f"the folder {path.relative_to(root)}" for path in root.rglob("*") if path.is_dir() and path not in used
-    )
 
 
 def _refuse_working_directory(out: Path) -> None:

@@ -32,16 +32,13 @@ LEAST_SHOWN_S = 0.05
 """Below which a stage is in the file alone: "0.0 s" tells nothing."""
 MARKS = 128
 """Of a stage's items whose times are kept."""
-UNBROKEN = 10_000
-"""Columns of what is no terminal: a line that is broken there is found by half its words."""
-DRAWN_EVERY_S = 0.5
-"""How often a notebook's bar is drawn anew."""
 
 
 def open_console(stderr: bool = False) -> Console:
     """Return a console that breaks lines and tables at the terminal's width, and nowhere where there is none."""
     console = Console(stderr=stderr)
-    return console if console.file.isatty() or console.is_jupyter else Console(stderr=stderr, width=UNBROKEN)
+    # no terminal: a line that is broken there is found by half its words
+    return console if console.file.isatty() or console.is_jupyter else Console(stderr=stderr, width=10_000)
 
 
 def is_unwatched_notebook(console: Console) -> bool:
@@ -84,7 +81,8 @@ class NotebookBar:
     def _redraw(self) -> None:
         while True:
             self._place.update(self._html(self._draw()))
-            if self._ended.wait(DRAWN_EVERY_S):
+            # a notebook's bar is drawn anew twice a second
+            if self._ended.wait(0.5):
                 return
 
     def _draw(self) -> str:

@@ -63,7 +63,10 @@ class SavedRun:
 
 def module_state(module: nn.Module) -> Tensors:
     """Copy parameters and buffers by name to the CPU; tied ones once."""
-    return {name: _plain_copy(tensor) for name, tensor in distinct(module).items()}
+    return {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in distinct(module).items()
+    }
 
 
 def distinct(module: nn.Module) -> Tensors:
@@ -147,10 +150,6 @@ def add_prefix(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
 
 def remove_prefix(name: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {key.removeprefix(f"{name}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{name}/")}
-
-
-def _plain_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -68,11 +68,12 @@ class CutChain:
         blocks = [*structure.blocks, *(self._copy_block(structure.blocks[m], m, n) for n, m in self.models.items())]
         residual = structure.residual
         if residual is not None:
+            rows = self._continue_rows([(norm, *layers) for norm, layers in residual.norms])
             residual = replace(
                 residual,
                 writers=self._continue(residual.writers),
                 readers=self._continue(residual.readers),
-                norms=self._continue_norms(residual.norms),
+                norms=tuple((row[0], row[1:]) for row in rows),
             )
         routers = self._continue(structure.routers)
         return replace(structure, blocks=tuple(blocks), residual=residual, routers=routers)
@@ -103,12 +104,6 @@ class CutChain:
     def _continue(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return names in the order in which they run, with those of the blocks left out behind the kept blocks'."""
         return tuple(name for name, *_ in self._continue_rows([(name,) for name in names]))
-
-    def _continue_norms(
-        self, norms: tuple[tuple[str, tuple[str, ...]], ...]
-    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        rows = self._continue_rows([(norm, *layers) for norm, layers in norms])
-        return tuple((row[0], row[1:]) for row in rows)
 
     def _continue_rows(self, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         numbers = [self._find_number(row[0]) for row in rows]

@@ -61,7 +61,12 @@ def structure_of(flow: DataFlow) -> Structure:
         more += [f"no plain residual stream: {why}"] if residual is None else []
         residual = residual and _extend_to_experts(residual, mixtures)
     blocks = tuple(
-        BlockFacts(name, parts.by_block.get(name, ()), _list_experts(flow, name, mixtures)) for name in chain or ("",)
+        BlockFacts(
+            name,
+            parts.by_block.get(name, ()),
+            tuple(layers for mixture in mixtures if within(mixture.name, name) for _, layers in mixture.experts),
+        )
+        for name in chain or ("",)
     )
     return Structure(blocks, parts.before, parts.after, residual, tuple(notes + more), _find_routers(flow))
 
@@ -224,10 +229,6 @@ def _extend_to_experts(residual: Residual, mixtures: Sequence[_Mixture]) -> Resi
     return replace(residual, writers=every(residual.writers), readers=every(residual.readers), norms=norms)
 
 
-def _list_experts(flow: DataFlow, block: str, mixtures: Sequence[_Mixture]) -> tuple[tuple[str, ...], ...]:
-    return tuple(layers for mixture in mixtures if within(mixture.name, block) for _, layers in mixture.experts)
-
-
 def _find_input_groups(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[_Mixture]) -> _Parts:
     """Return all input groups, in order, sorted into blocks and what is before and after them."""
     sources = Sources(flow)
@@ -238,7 +239,11 @@ def _find_input_groups(flow: DataFlow, chain: Sequence[str], mixtures: Sequence[
     for call in flow.in_order():
         name = call.module
         if is_matrix(flow.modules[name]) and call is flow.calls[name][0]:
-            key = (_identify_inputs(flow, sources, name), block_of[name], expert_of.get(name))
+            key = (
+                tuple(sources.canonical(call.inputs[0]) if call.inputs else -1 for call in flow.calls[name]),
+                block_of[name],
+                expert_of.get(name),
+            )
             groups.setdefault(key, []).append(name)
     experts = {expert for m in mixtures for expert, _ in m.experts}
     input_groups = [_drop_outside_source(sources.resolve(tuple(layers)), experts) for layers in groups.values()]
@@ -268,15 +273,8 @@ def _find_start(flow: DataFlow, input_group: InputGroup) -> int:
     return calls[0].start if calls else len(flow.ops)
 
 
-def _identify_inputs(flow: DataFlow, sources: Sources, name: str) -> tuple[int, ...]:
-    """Return the tensor that the layer reads, at each of its calls."""
-    return tuple(sources.canonical(call.inputs[0]) if call.inputs else -1 for call in flow.calls[name])
-
-
 def _drop_outside_source(input_group: InputGroup, experts: set[str]) -> InputGroup:
     """Return the input group without a source on another side of an expert's border.
-
-    One expert alone need not tell what all of them read.
 
     One expert alone need not tell what all of them read.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 from torch import nn
 
@@ -23,19 +22,17 @@ def find_removable(flow: DataFlow, structure: Structure) -> tuple[Removable, ...
     module that gives x + f(x), or relu(x + f(x)), for the x that it reads (He et al. 2016), the innermost such.
     """
     chain = [block.name for block in structure.blocks if block.name]
-    chained = [] if _hands_on_more(flow, chain) else [name for name in chain if _keeps_shape(flow, name)]
+    calls = [flow.calls[name][0] for name in chain]
+    # whether a block is given more of what the one before made than its first output
+    given = {value for call in calls[:1] for value in call.inputs}
+    pairs = itertools.pairwise(calls)
+    takes_more = any(set(a.outputs[1:]) & set(b.inputs) - given - set(a.outputs[:1]) for a, b in pairs)
+    chained = [] if takes_more else [name for name in chain if _keeps_shape(flow, name)]
     alone = [name for name in flow.modules if not any(within(name, b) or within(b, name) for b in chain)]
     residual = [name for name in alone if name and _is_residual(flow, name)]
     inner = [name for name in residual if not any(other != name and within(other, name) for other in residual)]
     names = sorted([*chained, *inner], key=lambda name: flow.calls[name][0].start)
     return tuple(Removable(name, _list_layers(flow, name), _is_listed(flow, name)) for name in names)
-
-
-def _hands_on_more(flow: DataFlow, chain: Sequence[str]) -> bool:
-    """Return whether a block is given more of what the one before made than its first output."""
-    calls = [flow.calls[name][0] for name in chain]
-    given = {value for call in calls[:1] for value in call.inputs}
-    return any(set(a.outputs[1:]) & set(b.inputs) - given - set(a.outputs[:1]) for a, b in itertools.pairwise(calls))
 
 
 def _find_only_call(flow: DataFlow, name: str) -> ModuleCall | None:

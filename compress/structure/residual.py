@@ -129,7 +129,12 @@ class _Search:
             return
         module = self.flow.modules[op.module]
         if is_matrix(module):
-            self._note_reader(op.module)
+            calls = self.flow.calls[op.module]
+            if not all(call.inputs[0] in self.marked for call in calls):
+                raise Stop(f"{op.module} reads it at one call and not at another")
+            if any(op.module in layers for layers in self.norms.values()):
+                raise Stop(f"{op.module} reads it in two ways")
+            self.readers[op.module] = None
         elif self._is_norm(module):
             self._note_norm(op.module)
         elif op.name in ("add", "sub") and _takes_two_tensors(op):
@@ -142,14 +147,6 @@ class _Search:
             self._mark(op.outputs[0])
         else:
             self._fail(op)
-
-    def _note_reader(self, layer: str) -> None:
-        calls = self.flow.calls[layer]
-        if not all(call.inputs[0] in self.marked for call in calls):
-            raise Stop(f"{layer} reads it at one call and not at another")
-        if any(layer in layers for layers in self.norms.values()):
-            raise Stop(f"{layer} reads it in two ways")
-        self.readers[layer] = None
 
     def _is_norm(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)

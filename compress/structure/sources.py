@@ -15,8 +15,6 @@ from compress.structure.channels import Layout, ScaledOp, Stop, last_dim, pass_t
 from compress.structure.dataflow import DataFlow, Op, Ref
 
 SAME_ROWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "contiguous", "unsqueeze", "squeeze")
-_REACH = 400
-"""Operators to look back over from an input group, at most; attention takes about 40."""
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -95,7 +93,8 @@ class Sources:
                 makers[maker] = None
                 continue
             op = self.flow.producers.get(value)
-            if op is not None and len(seen) < _REACH:
+            # operators to look back over; attention takes about 40
+            if op is not None and len(seen) < 400:
                 fresh = [v for v in reversed(op.inputs) if v not in seen and v not in self.flow.parameters]
                 queue.extend(fresh)
                 seen.update(fresh)

@@ -267,7 +267,16 @@ class InputRanges:
 
     def _gather(self, layer: str) -> Observer:
         seen = gather_from_processes(self.seen.get(layer))
-        return _merge_observers([observer for observer in seen if observer is not None] or [Observer()])
+        observers = [observer for observer in seen if observer is not None] or [Observer()]
+        widest = max(observers, key=lambda observer: observer.bound)
+        total = replace(widest, counts=np.zeros_like(widest.counts))
+        for observer in observers:
+            same = replace(observer, counts=observer.counts.copy())
+            same.widen(widest.bound)
+            total.counts += same.counts
+            total.finite = total.finite and observer.finite
+            total.low, total.high = min(total.low, observer.low), max(total.high, observer.high)
+        return total
 
 
 def leave_unscaled(
@@ -284,16 +293,3 @@ def leave_unscaled(
         block.say(decisions=[LayerDecision(layer.name, layer.type, "kept", why) for layer in sharing])
     remark(block, [f"{config.kind}: {name} stays float: {why}" for name, why in lost.items()])
     return [name for name in names if name not in lost]
-
-
-def _merge_observers(observers: Sequence[Observer]) -> Observer:
-    """Merge observers into one that has seen what all of them have."""
-    widest = max(observers, key=lambda observer: observer.bound)
-    total = replace(widest, counts=np.zeros_like(widest.counts))
-    for observer in observers:
-        same = replace(observer, counts=observer.counts.copy())
-        same.widen(widest.bound)
-        total.counts += same.counts
-        total.finite = total.finite and observer.finite
-        total.low, total.high = min(total.low, observer.low), max(total.high, observer.high)
-    return total

@@ -40,7 +40,6 @@ from compress.rounding.int8 import (
 from compress.rounding.latency import pretend_ranges, round_roughly
 from compress.rounding.measure import (
     COLLAPSE,
-    Suspect,
     blame,
     hold_choices,
     layer_sqnr_db,
@@ -71,7 +70,8 @@ gave 62 %, then Add 1 %, which only cost time."""
 
 def apply_eight_bit(config: EightBit, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     try:
-        state, taken, kept = place_layers(config, state, _choose_rounding(config))
+        scheme = replace(INT8, bits=config.weight_bits) if isinstance(config, Int8) else PRESETS["FP8"].weights
+        state, taken, kept = place_layers(config, state, partial(round_layer, scheme=scheme))
         seen = observe_state(state, context.progress(context.batches, f"{config.kind}: observing"))
     except ValueError as error:
         raise PassError(f"{config.kind}: {error}") from error
@@ -212,12 +212,6 @@ def _choose_placement(config: EightBit, state: GraphState) -> Kind:
     return decide_kind([layer for layer in find_layers(state.model) if layer.name in names])
 
 
-def _choose_rounding(config: EightBit) -> Callable[[GraphLayer], QuantizedWeight]:
-    """Return how a layer's weights are rounded."""
-    scheme = replace(INT8, bits=config.weight_bits) if isinstance(config, Int8) else PRESETS["FP8"].weights
-    return partial(round_layer, scheme=scheme)
-
-
 def _make_settings(config: EightBit, state: GraphState) -> Callable[[str], Setting]:
     """Return a function: tensor name -> (method, percentile), with the overrides of the layers that touch it.
 
@@ -260,7 +254,11 @@ def _heal_collapse(
             notes.append(Note("warning", f"{text}; the layers of lowest sqnr_db in the report are the first to ignore"))
             break
         worst = suspects[0]
-        finding = _describe_collapse(config.kind, worst, cosine, seen)
+        tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
+        finding = (
+            f"{config.kind}: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are "
+            f"to blame: without them {worst.cosine:.3f}; tensors: {tensors}"
+        )
         context.log(finding)
         if config.placement_is_given:
             notes.append(Note("warning", f"{finding}. Use placement: auto or inputs"))
@@ -268,14 +266,6 @@ def _heal_collapse(
         notes.append(Note("warning", f"{finding}. They stay float"))
         held, cosine = replace(held, leave_out=[*held.leave_out, worst.operator]), worst.cosine
     return replace(state, leave_out=held.leave_out), notes
-
-
-def _describe_collapse(kind: str, worst: Suspect, cosine: float, seen: dict[str, Observer]) -> str:
-    tensors = ", ".join(f"{t} (largest value {spread(seen.get(t)):.0f}x its median)" for t in worst.tensors)
-    return (
-        f"{kind}: outputs collapsed (mean cosine {cosine:.3f}); quantized outputs of {worst.operator} are to blame: "
-        f"without them {worst.cosine:.3f}; tensors: {tensors}"
-    )
 
 
 @dataclass(frozen=True)
@@ -291,11 +281,6 @@ class _Restored:
 def _restore(config: EightBit, state: GraphState, context: GraphContext) -> _Restored:
     if config.restore.budget:
         return _restore_within_budget(config, state, context)
-    return _restore_for_gates(config, state, context)
-
-
-def _restore_for_gates(config: EightBit, state: GraphState, context: GraphContext) -> _Restored:
-    """Return layers to float, the most sensitive first, where a gate does not hold that held before eight bits."""
     if context.shortfalls is None or config.restore.max_layers == 0:
         return _Restored(state)
     variant, find = context.target.variant, context.shortfalls

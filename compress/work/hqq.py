@@ -14,15 +14,7 @@ from compress.formats.schemes import Scheme
 from compress.passes.hqq import Hqq
 from compress.rounding.hqq import hqq_round
 from compress.rounding.quantized_weight import QuantizedWeight, by_rows
-from compress.work.block_layers import (
-    block_layers,
-    matrix,
-    may_be_negative,
-    put_layer,
-    remark,
-    round_tables,
-    say_error,
-)
+from compress.work.block_layers import block_layers, matrix, may_be_negative, put_layer, remark, round_tables, say_error
 
 
 def apply_hqq(config: Hqq, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:

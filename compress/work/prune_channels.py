@@ -30,13 +30,7 @@ from compress.pruning.coupling import find_coupling
 from compress.pruning.curves import find_curves
 from compress.pruning.dimensions import Coupling, Dimension
 from compress.pruning.importance import draw_label_loss, random_projection_loss
-from compress.pruning.latency import (
-    find_wanted_layers,
-    keep_form,
-    latency_cost,
-    measure,
-    measure_scale,
-)
+from compress.pruning.latency import find_wanted_layers, keep_form, latency_cost, measure, measure_scale
 from compress.pruning.obs import Elimination
 from compress.pruning.shrink import ShrinkResult, remove_all, renumber_dimension, shrink
 from compress.pruning.surgery import differs_from_masked, remove

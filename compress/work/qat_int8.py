@@ -47,10 +47,6 @@ NAME = "qat"
 PART = 0.2
 """By which `learning_rate`, as it suits a float model, is too fast for one that is nearly right already (measured on
 ResNet-20: at the full rate 200 steps hardly win back what the first ones cost)."""
-MOVING = 0.3
-"""Part of the run over which ranges move; then they stay, and weights learn what fits them."""
-LEAST_RATE = 1e-4
-"""Of a vector of zeros."""
 TOLERANCE = 1e-4
 """Of the largest output: by how much the float graph may differ in torch, as for the export."""
 
@@ -87,12 +83,16 @@ def apply_qat_int8(config: Qat, state: GraphState, context: GraphContext) -> Pas
 
     PassError: no training set, no torch model, an operator that cannot be trained through, a loss that breaks.
     """
-    trainset, loaded = training_set(NAME, context), _load_source(context)
+    if context.teacher is None:
+        raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
+    trainset, loaded = training_set(NAME, context), context.teacher()
     feeds, sample = trainset.feeds(np.arange(1)), list(islice(context.batches, MEASURE_BATCHES))
     check_in_torch(state, sample[0] if sample else feeds)
     begun = apply_eight_bit(config.int8(), state, context)
     simulated = SimulatedGraph(begun.model, context.target.variant)
-    loaded, teacher = _feed_as_graph(loaded, feeds)
+    taken = loaded.parameters
+    teacher = GraphTeacher(loaded.module, taken.values())
+    loaded = replace(loaded, parameters={name: taken.get(name, name) for name in feeds})
     student = GraphStudent(simulated, loaded.parameters or {}, _output_names(loaded, teacher, feeds))
     config, changes = settle_changes(config, loaded, teacher, trainset, context)
     asked = teacher if config.needs_teacher(loaded.task) else None
@@ -125,21 +125,6 @@ def check_in_torch(state: GraphState, feeds: Feeds) -> None:
         )
 
 
-def _load_source(context: GraphContext) -> TorchModel:
-    """Return the torch model before all passes: it teaches, and the samples are made for its inputs."""
-    if context.teacher is None:
-        raise PassError(f"{NAME}: there is no torch model to train: an onnx: source has none; use int8")
-    return context.teacher()
-
-
-def _feed_as_graph(loaded: TorchModel, feeds: Feeds) -> tuple[TorchModel, GraphTeacher]:
-    """Return the model with all of the graph's inputs, named as forward's parameters where possible, and a teacher."""
-    taken = loaded.parameters
-    return replace(loaded, parameters={name: taken.get(name, name) for name in feeds}), GraphTeacher(
-        loaded.module, taken.values()
-    )
-
-
 def _output_names(loaded: TorchModel, teacher: GraphTeacher, feeds: Feeds) -> tuple[str, ...]:
     names = loaded.parameters or {}
     with torch.no_grad():
@@ -157,7 +142,8 @@ def _make_callbacks(pupil: nn.Module, simulated: SimulatedGraph, context: GraphC
     keep = zero_keeper(simulated.graph)
 
     def before(step: int, done: float) -> None:
-        simulated.before_step(frozen=done >= MOVING)
+        # then ranges stay, and weights learn what fits them
+        simulated.before_step(frozen=done >= 0.3)
 
     def after(step: int) -> None:
         simulated.after_step()
@@ -173,7 +159,8 @@ def _compute_rates(pupil: nn.Module, simulated: SimulatedGraph) -> dict[str, flo
     A step then moves all of them by the same part of what they are. Folding batch norms leaves layers whose weights
     differ by orders of magnitude, and one rate for all would wreck the small ones: nothing normalises after them.
     """
-    held = {id(p): max(float(p.detach().square().mean().sqrt()), LEAST_RATE) for p in simulated.graph.values}
+    # the rate of a vector of zeros
+    held = {id(p): max(float(p.detach().square().mean().sqrt()), 1e-4) for p in simulated.graph.values}
     return {name: PART * held.get(id(p), 1.0) for name, p in pupil.named_parameters()}
 
 

@@ -45,8 +45,6 @@ ROUNDING_RATE = 0.012
 """How far one step moves a weight at most, in levels; a scale half as far, as a part of it. tinystories656k in 2 bits
 has 3.596, 3.556, 3.536 and 3.562 nats per token after 200 steps of 0.003, 0.006, 0.012 and 0.024; after 1,200 of 0.006
 and 0.012 it has 3.498 and 3.496."""
-EPSILON = 1e-12
-"""Of Adam: the gradient of a weight that is counted in levels is as much smaller as its scale is."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,23 @@ def apply_qat_weights(config: Qat, loaded: TorchModel, context: ModelContext) ->
     trained, kept = _round_layers(config, student, context)
     with objective(config, loaded, student, teacher, trainset, context) as goal, rounding(student, trained):
         pupil = nn.ModuleDict(
-            {"student": student, "weights": _collect_weights(trained), "projections": goal.projections}
+            {
+                "student": student,
+                "weights": nn.ModuleDict({_key(name): weight for name, weight in trained.weights.items()}),
+                "projections": goal.projections,
+            }
         )
-        _let_learn(student, trained)
+        # all learn but the float weights of the rounded layers, in whose place others do
+        student.requires_grad_(True)
+        for name, layer in trained.layers.items():
+            _weight_of(layer).requires_grad_(False)
+            trained.weights[name].growth.requires_grad_(True)
+            zeros = _matrix(layer) == 0  # all of them: few of a pass that spared this layer, too
+            zeros = zeros.reshape(trained.weights[name].quantized.shape)
+            trained.weights[name].zero_mask = zeros if bool(zeros.any()) else None
         dataset = make_dataset(config, trainset, loaded, goal.loss)
-        schedule = replace(config.make_schedule(trainset.n, context.seed), epsilon=EPSILON)
+        # the gradient of a weight that is counted in levels is as much smaller as its scale is
+        schedule = replace(config.make_schedule(trainset.n, context.seed), epsilon=1e-12)
         log = train(pupil, dataset, schedule, _make_callbacks(config, student, trained, context))
     student.requires_grad_(False)
     return _make_result(config, loaded, trained, kept, log, goal.notes, context)
@@ -93,22 +103,6 @@ def _round_layers(config: Qat, student: nn.Module, context: ModelContext) -> tup
         except ValueError as error:
             raise PassError(f"{NAME}: {name}: {error}") from error
     return Trained(layers, {layer.name: layer for layer in facts}, schemes, weights), kept
-
-
-def _let_learn(student: nn.Module, trained: Trained) -> None:
-    """Turn on gradients for all but the float weights of the rounded layers, in whose place others are learned."""
-    student.requires_grad_(True)
-    for name, layer in trained.layers.items():
-        _weight_of(layer).requires_grad_(False)
-        trained.weights[name].growth.requires_grad_(True)
-        zeros = _matrix(layer) == 0  # all of them: few of a pass that spared this layer, too
-        zeros = zeros.reshape(trained.weights[name].quantized.shape)
-        trained.weights[name].zero_mask = zeros if bool(zeros.any()) else None
-
-
-def _collect_weights(trained: Trained) -> nn.ModuleDict:
-    """Return the weights as a module can hold them."""
-    return nn.ModuleDict({_key(name): weight for name, weight in trained.weights.items()})
 
 
 def _key(name: str) -> str:

@@ -79,7 +79,9 @@ def edits_of(structure: Structure, modules: Modules, read: Read, seed: int) -> t
     for size, turn in turns.items():
         notes += _note_not_hadamard(turn, f"heads of {size}")
     for input_group in values(structure):
-        columns = _n_columns(modules[input_group.layers[0]])
+        layer = modules[input_group.layers[0]]
+        shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
+        columns = shape[0] if is_hf_conv1d(layer) else shape[1]
         _turn_heads(edits, input_group, turns[input_group.head_size], columns // input_group.source_repeat, modules)
     return edits, notes
 
@@ -152,8 +154,3 @@ def _add(edits: Edits, name: str, edit: Edit) -> None:
 def modules_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by plain name."""
     return {plain(name): part for name, part in module.named_modules()}
-
-
-def _n_columns(layer: nn.Module) -> int:
-    shape: tuple[int, ...] = tuple(layer.weight.shape)  # type: ignore[arg-type]
-    return shape[0] if is_hf_conv1d(layer) else shape[1]

@@ -47,7 +47,10 @@ def apply_smoothquant(
 ) -> PassResult[GraphState | StreamedModel]:
     if isinstance(model, GraphState):
         return _smooth_graph(config, model, context)
-    return _smooth_blocks(config, model, context)
+    stream = Stream(model, context)
+    for block in stream:
+        _BlockSmoothing(config, block, context).run()
+    return stream.result()
 
 
 def _smooth_graph(config: SmoothQuant, state: GraphState, context: PassContext) -> PassResult[GraphState]:
@@ -111,14 +114,6 @@ def _check_weights(group: list[GraphLayer]) -> None:
     for layer in group:
         if not np.isfinite(layer.matrix()).all():
             raise PassError(f"smoothquant: {layer.name}: the weight holds NaN or Inf")
-
-
-def _smooth_blocks(config: SmoothQuant, model: StreamedModel, context: PassContext) -> PassResult[StreamedModel]:
-    """Smooth a streamed model. Raises PassError naming the layers."""
-    stream = Stream(model, context)
-    for block in stream:
-        _BlockSmoothing(config, block, context).run()
-    return stream.result()
 
 
 class _Sample:

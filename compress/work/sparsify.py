@@ -79,7 +79,15 @@ class _BlockSparsifying:
             return
         hessians = self._invert_grams(names, grams) if self.config.method == "sparsegpt" else []
         for name in names:
-            self._sparsify(name, grams, hessians)
+            weight, amount = self._matrices(name), self.config.setting(self.facts[name])
+            if hessians:
+                sparse = sparsegpt(weight, hessians, amount, self.config.block_size)
+                damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
+                sparse = refit(weight, sparse, damped)
+            else:
+                sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, "row"), 0.0)
+            self._replace(name, sparse)
+            self._measure(name, weight, sparse, grams)
             del self.left[name]
 
     def finish(self) -> None:
@@ -102,17 +110,6 @@ class _BlockSparsifying:
         if most > wanted:
             self._remark([f"{', '.join(names)}: the Hessian could not be inverted until damp_percent was {most:g}"])
         return hessians
-
-    def _sparsify(self, name: str, grams: Tensor, hessians: Sequence[Hessian]) -> None:
-        weight, amount = self._matrices(name), self.config.setting(self.facts[name])
-        if hessians:
-            sparse = sparsegpt(weight, hessians, amount, self.config.block_size)
-            damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
-            sparse = refit(weight, sparse, damped)
-        else:
-            sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, "row"), 0.0)
-        self._replace(name, sparse)
-        self._measure(name, weight, sparse, grams)
 
     def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
         """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""

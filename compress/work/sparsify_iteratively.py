@@ -95,25 +95,21 @@ class _IterativePruning:
             rewind = Rewind(self.pupil, round(self.config.rewind * self.schedule.steps), self.context.work)
             rounds.append(Round(0.0, self._train(0, rewind.after_step)))
         for number, share in enumerate(round_shares(self.config.sparsity, self.config.rounds), start=1):
-            self._prune(number, share, rewind)
+            masks = smallest(self.weights, share)
+            emptied = [name for name, mask in masks.items() if bool(mask.all())]
+            if emptied:
+                raise PassError(
+                    f"{NAME}: round {number} of {self.config.rounds} leaves none of the weights of {emptied[0]}; "
+                    "ignore it, or take a lower sparsity"
+                )
+            if rewind is not None and not rewind.restore():
+                raise PassError(
+                    f"{NAME}: the first training ended before step {rewind.step}, to which rewind "
+                    f"{self.config.rewind} goes back; use a lower rewind, or leave max_seconds out"
+                )
+            set_to_zero(self.weights, masks)
             rounds.append(Round(share, self._train(number)))
         return rounds
-
-    def _prune(self, number: int, share: float, rewind: Rewind | None) -> None:
-        """Set the smallest of the trained weights to zero, and bring the others back."""
-        masks = smallest(self.weights, share)
-        emptied = [name for name, mask in masks.items() if bool(mask.all())]
-        if emptied:
-            raise PassError(
-                f"{NAME}: round {number} of {self.config.rounds} leaves none of the weights of {emptied[0]}; ignore "
-                "it, or take a lower sparsity"
-            )
-        if rewind is not None and not rewind.restore():
-            raise PassError(
-                f"{NAME}: the first training ended before step {rewind.step}, to which rewind {self.config.rewind} "
-                "goes back; use a lower rewind, or leave max_seconds out"
-            )
-        set_to_zero(self.weights, masks)
 
     def _train(self, number: int, also: Callable[[int], None] | None = None) -> TrainLog:
         """Train with the zeros that there are. `also`: called after each step."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.blocks.sharing import share, sum_over_processes
 from compress.blocks.skeleton import without_cache
@@ -22,7 +22,7 @@ from compress.passes.gptq import Gptq
 from compress.passes.tune import SAID, How, Tune, is_selected
 from compress.passes.weight_only import WeightPass
 from compress.rounding.learn import RoundingSchedule, TuneLog, learn
-from compress.rounding.learned_batches import Loss, length, mark_next_tokens
+from compress.rounding.learned_batches import length, mark_next_tokens
 from compress.rounding.outputs import gives_logits
 from compress.rounding.quantized_weight import QuantizedWeight
 from compress.rounding.tune import student_of, tune_module, vectors
@@ -186,7 +186,7 @@ def _learn_whole(
         teacher,
         _make_schedule(config, config.steps, context.seed, _remaining_seconds(config, learned, how)),
         kept_aside=kept,
-        kind=_choose_loss(student),
+        kind="kl" if gives_logits(student) else "hidden",  # what nobody calls logits is compared as it is
         floats={layer: float_matrix(model, layer, layers[layer]).to(context.device) for layer in chosen},
         places=vectors_of(student, model),
         learn_rounding=how == "whole",
@@ -266,11 +266,6 @@ def _remaining_seconds(config: Tune, learned: Learned, how: How) -> float | None
         return config.max_seconds
     blocks = sum("best_step" in numbers for numbers in learned.measured.values())
     return config.max_seconds / (blocks + 1)
-
-
-def _choose_loss(module: nn.Module) -> Loss:
-    """Choose the loss: logits are compared as distributions; an output that nobody calls logits as it is."""
-    return "kl" if gives_logits(module) else "hidden"
 
 
 def _count_weights(model: StreamedModel, start: Mapping[str, QuantizedWeight]) -> tuple[int, int]:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STRIDE = 8
-CENTRE = 1.5
-"""Cells whose centre is so many strides from that of an object learn it."""
 
 
 class ConvBlock(nn.Sequential):
@@ -126,7 +124,8 @@ def find_near_cells(centres: Tensor, labels: Tensor) -> Tensor:
     sides = torch.cat(
         [centres[None, :, None] - boxes[:, None, :, :2], boxes[:, None, :, 2:] - centres[None, :, None]], -1
     )
-    near = (centres[None, :, None] - middle[:, None]).abs().amax(-1) < CENTRE * STRIDE
+    # cells whose centre is within 1.5 strides of an object's learn it
+    near = (centres[None, :, None] - middle[:, None]).abs().amax(-1) < 1.5 * STRIDE
     return near & (sides.amin(-1) > 0) & there[:, None]
 
 

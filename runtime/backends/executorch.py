@@ -88,7 +88,10 @@ def open_session(path: Path, threads: int, options: Options) -> Session:
     library = import_library()
     try:
         with _silent_stderr():
-            _set_threads(threads)
+            from executorch.extension.pybindings import portable_lib
+
+            if portable_lib._threadpool_get_thread_count() != threads:
+                portable_lib._unsafe_reset_threadpool(threads)
             program = library.runtime.Runtime.get().load_program(path)
             ends = json.loads(program.load_method(DESCRIBE).execute([])[0])
             method = program.load_method(FORWARD)
@@ -111,13 +114,6 @@ def _silent_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def _set_threads(threads: int) -> None:
-    from executorch.extension.pybindings import portable_lib
-
-    if portable_lib._threadpool_get_thread_count() != threads:
-        portable_lib._unsafe_reset_threadpool(threads)
 
 
 def why_unavailable() -> str | None:

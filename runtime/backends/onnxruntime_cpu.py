@@ -89,8 +89,6 @@ class SessionOptions(Protocol):
     log_severity_level: int
 
 
-SPARE_THREADS = 2
-"""Beside those of a session, for what it needs of the same limits."""
 Opened = tuple[InferenceSession, tuple[TensorSpec, ...], tuple[TensorSpec, ...]]
 
 
@@ -183,7 +181,8 @@ def check_threads_start(threads: int) -> None:
         return
     ended, started = threading.Event(), []
     try:
-        for _ in range(threads + SPARE_THREADS):
+        # two beside a session's, for what it needs of the same limits
+        for _ in range(threads + 2):
             one = threading.Thread(target=ended.wait, daemon=True)
             one.start()
             started.append(one)

@@ -16,16 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime.backends.base import (
-    Backend,
-    Feeds,
-    Options,
-    Session,
-    check_call,
-    check_feeds,
-    check_open,
-    choose_outputs,
-)
+from runtime.backends.base import Backend, Feeds, Options, Session, check_call, check_feeds, check_open, choose_outputs
 from runtime.bundle.columns import Array
 from runtime.bundle.files import ir_files, model_files
 from runtime.bundle.manifest import SELF_PAST, SELF_PRESENT, KvCacheSpec, find_cache
@@ -41,8 +32,6 @@ IR = ".xml"
 TOKENS = "input_ids"
 """End of the name of what a decoder reads: input_ids, or decoder_input_ids."""
 PRECISIONS = ("f32", "bf16")
-MOST_SHAPES = 8
-"""Compiled at once with `static`; the one used longest ago goes."""
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -152,7 +141,7 @@ class OpenVinoSession:
         shapes = tuple(sorted((name, values.shape) for name, values in feeds.items()))
         request = self.special.pop(shapes, None) or self.specialize(feeds)
         self.special[shapes] = request  # the newest last
-        if len(self.special) > MOST_SHAPES:
+        if len(self.special) > 8:  # the one used longest ago goes
             del self.special[next(iter(self.special))]
         return request
 

@@ -223,7 +223,11 @@ def open_engine(runtime: str) -> Callable[[Path, int, Options], Session]:
         context = engine.create_execution_context()
         if context is None:
             raise RuntimeFailure(f"{path}: the engine found no room on the GPU: {_last_error(messages)}")
-        profiles, graphs = _read_profiles(engine, inputs), bool(options.get("cuda_graph", False))
+        numbers = range(engine.num_optimization_profiles)
+        profiles = tuple(
+            {spec.name: InputShapes(*_read_profile_shapes(engine, spec.name, i)) for spec in inputs} for i in numbers
+        )
+        graphs = bool(options.get("cuda_graph", False))
         device = cuda.Device(cuda.load())
         return TensorrtSession(path, inputs, outputs, profiles, engine, context, device, messages, graphs)
 
@@ -279,13 +283,6 @@ def _read_specs(
             raise BundleError(f"{path}: {name} is {kind}, which numpy has no type for; keep it float32") from error
         specs[engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT].append(TensorSpec(name, dtype, shape))
     return tuple(specs[True]), tuple(specs[False])
-
-
-def _read_profiles(engine: CudaEngine, inputs: Sequence[TensorSpec]) -> tuple[Profile, ...]:
-    numbers = range(engine.num_optimization_profiles)
-    return tuple(
-        {spec.name: InputShapes(*_read_profile_shapes(engine, spec.name, i)) for spec in inputs} for i in numbers
-    )
 
 
 def _read_profile_shapes(engine: CudaEngine, name: str, number: int) -> list[tuple[int, ...]]:

@@ -161,7 +161,15 @@ def complete_detections(stated: Detections, outputs: Sequence[TensorSpec], class
     if missing := [name for name in known.outputs.names if name not in shapes]:
         raise UsageError(f"detections.outputs: the model has no output '{missing[0]}'; it has {_describe(outputs)}")
     known = _apply_conventions(known, stated, shapes, len(class_names))
-    problems = _list_unstated(known)
+    problems = []
+    if known.boxes is None:
+        problems.append(
+            f"boxes ({', '.join(WHOLE)}: whole ones; {' or '.join(RELATIVE)}: relative to priors, which are then given)"
+        )
+    if known.normalized is None:
+        problems.append("normalized (true: parts of the input from 0 to 1; false: its pixels)")
+    if known.scores is None:
+        problems.append("scores (sigmoid or softmax of the numbers, or none: they are scores)")
     if problems:
         raise UsageError(
             f"detections: the outputs {_describe(outputs)} do not say what their numbers mean: give "
@@ -240,19 +248,6 @@ def _apply_conventions(
     changes = {name: value for name, value in told.items() if getattr(stated, name) == getattr(defaults, name)}
     known = replace(known, **changes)  # type: ignore[arg-type]
     return replace(known, normalized=False) if known.boxes in RELATIVE else known
-
-
-def _list_unstated(known: Detections) -> list[str]:
-    problems = []
-    if known.boxes is None:
-        problems.append(
-            f"boxes ({', '.join(WHOLE)}: whole ones; {' or '.join(RELATIVE)}: relative to priors, which are then given)"
-        )
-    if known.normalized is None:
-        problems.append("normalized (true: parts of the input from 0 to 1; false: its pixels)")
-    if known.scores is None:
-        problems.append("scores (sigmoid or softmax of the numbers, or none: they are scores)")
-    return problems
 
 
 def _check_classes(known: Detections, shapes: dict[str, tuple[int | str, ...]], class_names: Sequence[str]) -> None:

@@ -32,8 +32,6 @@ _NO_HEADER = (
     *(RecursionError, MemoryError, tokenize.TokenError),
 )
 """What Python raises where numpy lets it evaluate a header's text."""
-_MOST_HEADER = 10_000
-"""Bytes of an array's header, as numpy has it; a plain array's has 118."""
 _CHUNK = 2**24
 SHARE = 0.8
 """Of the memory available, what arrays may take."""
@@ -88,7 +86,19 @@ def read_rows(path: Path, name: str, rows: Array) -> Array:
                 return _read_body(file, header)[rows]
             if len(rows) and not 0 <= rows.min() <= rows.max() < header.shape[0]:
                 raise NpzError(f"array '{name}' has {header.shape[0]} rows, not one of number {rows.max()}")
-            return _read_body_rows(file, header, rows)
+            n, row_bytes = header.shape[0], header.n_bytes // max(1, header.shape[0])
+            _check_memory(len(rows) * row_bytes)
+            result = np.empty((len(rows), *header.shape[1:]), header.dtype)
+            order = np.argsort(rows, kind="stable")
+            step = max(1, _CHUNK // max(1, row_bytes))
+            piece = np.empty((min(step, n), *header.shape[1:]), header.dtype)
+            for start in range(0, n if piece.size else 0, step):
+                part = piece[: min(step, n - start)]
+                _read_into(file, part)
+                first, last = np.searchsorted(rows[order], (start, start + len(part)))
+                result[order[first:last]] = part[rows[order[first:last]] - start]
+            _read_end(file)
+            return result
 
 
 @contextmanager
@@ -129,7 +139,8 @@ def _read_header(file: IO[bytes], entry: zipfile.ZipInfo) -> Header:
         raise NpzError(f"entry '{entry.filename}' is no array of numpy's format 1.0 or 2.0")
     length = file.read(width)
     n = int.from_bytes(length, "little")
-    if n > _MOST_HEADER:
+    # bytes, as numpy has it; a plain array's header has 118
+    if n > 10_000:
         raise NpzError(f"entry '{entry.filename}' has a header of {n} bytes")
     read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
     content = file.read(n)
@@ -164,23 +175,6 @@ def _read_body(file: IO[bytes], header: Header) -> Array:
         _read_into(file, array)
     _read_end(file)
     return array.T if header.is_fortran else array
-
-
-def _read_body_rows(file: IO[bytes], header: Header, rows: Array) -> Array:
-    """Read some rows of the array that follows its header: it is read through, a piece at a time."""
-    n, row_bytes = header.shape[0], header.n_bytes // max(1, header.shape[0])
-    _check_memory(len(rows) * row_bytes)
-    result = np.empty((len(rows), *header.shape[1:]), header.dtype)
-    order = np.argsort(rows, kind="stable")
-    step = max(1, _CHUNK // max(1, row_bytes))
-    piece = np.empty((min(step, n), *header.shape[1:]), header.dtype)
-    for start in range(0, n if piece.size else 0, step):
-        part = piece[: min(step, n - start)]
-        _read_into(file, part)
-        first, last = np.searchsorted(rows[order], (start, start + len(part)))
-        result[order[first:last]] = part[rows[order[first:last]] - start]
-    _read_end(file)
-    return result
 
 
 def _read_into(file: IO[bytes], array: Array) -> None:

@@ -13,9 +13,6 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.errors import MissingDependency, UsageError
 
-ORIENTATION = 0x0112
-"""EXIF's tag of how the camera was held."""
-
 
 def load_pixels(image: Any, name: str = "image") -> Array:
     """Return an array, a path or a Pillow image as uint8 [H, W] or [H, W, C] (C = 1, 3 or 4).
@@ -67,7 +64,8 @@ def read_image_size(path: str | Path, any_depth: bool) -> tuple[int, int]:
     with _open_image(Path(path), "image") as image:
         if not any_depth:
             _check_depth(image, f"image: {path}")
-        turned = image.getexif().get(ORIENTATION, 1) >= 5  # by a quarter
+        # EXIF's tag of how the camera was held
+        turned = image.getexif().get(0x0112, 1) >= 5  # by a quarter
         return (image.width, image.height) if turned else (image.height, image.width)
 
 

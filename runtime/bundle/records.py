@@ -82,7 +82,15 @@ def _read_value(hint: Any, data: Any, where: str, measured: bool) -> Any:
         return {key: _read_value(args[1], item, f"{where}[{key!r}]", measured) for key, item in data.items()}
     if is_dataclass(hint) and isinstance(hint, type):
         return from_json(hint, data, where, measured)
-    return _read_scalar(hint, data, where, measured)
+    if hint in (Any, object):
+        return data
+    if hint is float and data is None and measured:
+        return math.nan
+    if hint is float and type(data) is int:
+        return float(data)
+    if type(data) is not hint:  # bool is an int to isinstance
+        raise Mismatch(f"{where}: expected {_KINDS[hint]}, found {_name_kind(data)}")
+    return data
 
 
 def _read_union(hints: tuple[Any, ...], data: Any, where: str, measured: bool) -> Any:
@@ -112,18 +120,6 @@ def _read_tuple(hints: tuple[Any, ...], data: Any, where: str, measured: bool) -
         _read_value(hint, item, f"{where}[{i}]", measured)
         for i, (hint, item) in enumerate(zip(hints, data, strict=True))
     )
-
-
-def _read_scalar(hint: Any, data: Any, where: str, measured: bool) -> Any:
-    if hint in (Any, object):
-        return data
-    if hint is float and data is None and measured:
-        return math.nan
-    if hint is float and type(data) is int:
-        return float(data)
-    if type(data) is not hint:  # bool is an int to isinstance
-        raise Mismatch(f"{where}: expected {_KINDS[hint]}, found {_name_kind(data)}")
-    return data
 
 
 _KINDS = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}

@@ -61,13 +61,9 @@ def work(function: str, task: str, folder: str) -> None:
         record, arrays = {"error": "MemoryError", "problems": [str(error)]}, {}
     except RuntimeFailure as error:
         kind = next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)
-        record, arrays = {"error": kind, "problems": _list_problems(error)}, {}
+        record, arrays = {"error": kind, "problems": list(getattr(error, "problems", None) or [str(error)])}, {}
     np.savez(Path(folder) / ARRAYS, allow_pickle=False, **arrays)
     print(json.dumps(record))
-
-
-def _list_problems(error: RuntimeFailure) -> Sequence[str]:
-    return list(getattr(error, "problems", None) or [str(error)])
 
 
 def write_batches(path: Path, parts: Mapping[str, Sequence[Mapping[str, Array]]]) -> None:

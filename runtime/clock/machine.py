@@ -40,15 +40,11 @@ def environment(threads: int) -> dict[str, Any]:
     }
 
 
-BUSY = 0.02
-"""Share of the time that other work had the processor, from which on it is worth a word."""
-
-
 def say_busy(machine: Mapping[str, Any]) -> str:
     """Return a sentence where other work had the processor ("taken", of what was timed) or all cores; else ""."""
     taken = machine.get("taken")
     if taken is not None:
-        if taken <= BUSY:
+        if taken <= 0.02:  # not worth a word
             return ""
         return f"Other work had the processor for {taken:.0%} of the time that was measured; that is not counted."
     load, cores = machine.get("load_average"), machine.get("cores")

@@ -22,8 +22,6 @@ from runtime.bundle.columns import Array
 BLOCK_S = 0.005
 """Seconds of calls in a row. Linux hands a shared core on after about 3 ms; blocks of 5 ms gave ratios of a CNN of 0.08
 and 0.04 ms that scatter by 0.6 % between processes, blocks of 30 ms, of which fewer fit in, by 0.9 %."""
-SETTLED_S = 0.05
-"""A call from which on none is made uncounted before it: what it meets in caches is nothing beside it."""
 MIN_ROUNDS = 5
 """Rounds whose ratios have a median and a spread."""
 WARMUP_BUDGET_S = 10.0
@@ -81,7 +79,8 @@ def time_in_turns(
     rng = np.random.default_rng(seed)
     pace = [_warm_up(call, warmup) for call in calls]
     in_block = max(1, int(np.ceil(BLOCK_S / max(pace)))) if shape is None else shape[1]
-    uncounted = [1 if seconds < SETTLED_S else 0 for seconds in pace]
+    # what a longer call meets in caches is nothing beside it
+    uncounted = [1 if seconds < 0.05 else 0 for seconds in pace]
     per_round = max(1e-9, sum(seconds * (in_block + more) for seconds, more in zip(pace, uncounted, strict=True)))
     wanted = min(-(-count // in_block), int(budget_s / per_round))
     rounds = max(MIN_ROUNDS, wanted, int(lasting_s / per_round)) if shape is None else shape[0]

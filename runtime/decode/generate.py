@@ -34,8 +34,6 @@ Pieces = abc.Generator[tuple[int, str], None, "list[GeneratedText]"]
 """(row, text) as it comes; the return value is the results."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer makes of bytes that are no whole character (yet)."""
-DECODED_ALONG = 6
-"""Tokens of the prompt that are decoded along: whether a token begins with a space can depend on those before it."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,9 @@ class Generator:
         spec = from_json(ImagePreprocess, images.preprocess, "images.preprocess")
         return normalize_pixels(batch_pixels([image], spec), spec)
 
-    def _limit_new_tokens(self, ids: Sequence[Array], request: Request) -> int:
-        """Return how many tokens to generate at most; UsageError where they do not fit into the model's context."""
+    def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
+        """Generate after prompts that are read: tokens and pixels of each."""
+        ids, sampling = [prompt for prompt, _ in read], request.sampling(self.settings)
         longest, limit = max(map(len, ids)), self.settings.context_length
         n_new = request.max_new_tokens or max(1, min(USUAL_NEW_TOKENS, limit - longest))
         if longest + n_new > limit:
@@ -166,12 +165,6 @@ class Generator:
                 f"a prompt of {longest} tokens and max_new_tokens {n_new} are more than the model's context_length "
                 f"{limit}: shorten the prompt, or ask for fewer tokens"
             )
-        return n_new
-
-    def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
-        """Generate after prompts that are read: tokens and pixels of each."""
-        ids, sampling = [prompt for prompt, _ in read], request.sampling(self.settings)
-        n_new = self._limit_new_tokens(ids, request)
         rows = [Answer(prompt, TextStream(self.encoder.tokenizer, prompt.tolist(), request.stop)) for prompt in ids]
         features = self.decoder.look([image for _, pixels in read for image in pixels])
         start = partial(self.decoder.start, ids, self.decoder.room(ids, n_new), features)
@@ -272,7 +265,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids = [int(token) for token in prompt[-DECODED_ALONG:]]
+        # whether a token begins with a space can depend on those before it
+        self._ids = [int(token) for token in prompt[-6:]]
         self._shown, self._decoded = 0, len(self._ids)
         self._held = ""
         self.text = ""

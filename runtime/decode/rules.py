@@ -39,7 +39,9 @@ class Rules:
             return logits
         length = len(prompt) + len(made)
         if self.forced_end is not None and length == self.max_length - 1:
-            return _force(logits, self.forced_end)
+            forced = np.full_like(logits, -np.inf)
+            forced[self.forced_end] = 0
+            return forced
         banned = [*self.suppress, *(self.begin_suppress if not made else ())]
         banned += ends if length < self.min_length else ()
         if self.bad_words or self.no_repeat_ngram_size:
@@ -81,9 +83,3 @@ def find_bad_words(seen: Sequence[int], words: Sequence[Sequence[int]], ends: Se
         for word in words
         if not (len(word) == 1 and word[0] in ends) and tuple(seen[len(seen) - len(word) + 1 :]) == tuple(word[:-1])
     ]
-
-
-def _force(logits: Array, token: int) -> Array:
-    forced = np.full_like(logits, -np.inf)
-    forced[token] = 0
-    return forced

@@ -37,7 +37,6 @@ WHISPER_WINDOW, WHISPER_HOP, WHISPER_HIGH = 400, 160, 8000.0
 """Samples of a frame, samples between frames, the highest frequency in Hz."""
 KALDI_WINDOW, KALDI_HOP, KALDI_LOW = 0.025, 0.010, 20.0
 """Seconds of a frame, seconds between frames, the lowest frequency in Hz."""
-PREEMPHASIS = 0.97
 KALDI_FLOOR, WHISPER_FLOOR = float(np.finfo(np.float32).eps), 1e-10
 """The least energy of which a logarithm is taken."""
 VARIANCE_FLOOR = 1e-7
@@ -153,7 +152,12 @@ class AudioEncoder:
         values, mask = make_features(waveforms, self.spec, self._find_length(), masked=self.mask is not None)
         extra = len(self.input.shape) - values.ndim
         values = values.reshape(len(values), *(1,) * extra, *values.shape[1:])  # [n, 1, ...] for a channel
-        self._check_size(values.shape)
+        wanted = self.input.shape
+        if any(isinstance(want, int) and want != have for want, have in zip(wanted[1:], values.shape[1:], strict=True)):
+            raise UsageError(
+                f"audio is {list(values.shape[1:])} after preprocessing, but the model's input '{self.input.name}' "
+                f"takes {list(wanted[1:])}: set seconds{', frames' if self.spec.features == 'kaldi' else ''} or bins"
+            )
         feeds = {self.input.name: values.astype(self.input.dtype, copy=False)}
         return feeds if self.mask is None else feeds | {self.mask.name: mask.astype(self.mask.dtype)}
 
@@ -183,14 +187,6 @@ class AudioEncoder:
         axis = -2 if self.spec.features == "kaldi" else -1
         size = self.input.shape[axis]
         return size if isinstance(size, int) else None
-
-    def _check_size(self, shape: tuple[int, ...]) -> None:
-        wanted = self.input.shape
-        if any(isinstance(want, int) and want != have for want, have in zip(wanted[1:], shape[1:], strict=True)):
-            raise UsageError(
-                f"audio is {list(shape[1:])} after preprocessing, but the model's input '{self.input.name}' takes "
-                f"{list(wanted[1:])}: set seconds{', frames' if self.spec.features == 'kaldi' else ''} or bins"
-            )
 
 
 def make_audio_encoder(spec: AudioPreprocess, inputs: tuple[TensorSpec, ...]) -> AudioEncoder:
@@ -272,16 +268,14 @@ def _split_at_pauses(waveform: Array, longest: int, pause: int) -> list[Array]:
     pieces, reach = [], -(-longest // PAUSES_SHARE)
     while len(waveform) > longest:
         end = min(longest, (len(waveform) + reach) // 2)
-        end = _find_pause(waveform, end - reach, end, min(pause, reach))
+        begin = end - reach
+        size = min(pause, reach)
+        # the middle of the quietest `size` samples, rounded up; of equal ones the first
+        power = np.concatenate([[0.0], np.cumsum(waveform[begin:end].astype(np.float64) ** 2)])
+        end = begin + int((power[size:] - power[:-size]).argmin()) + (size + 1) // 2
         pieces.append(waveform[:end])
         waveform = waveform[end:]
     return [*pieces, waveform]
-
-
-def _find_pause(waveform: Array, begin: int, end: int, size: int) -> int:
-    """Return the middle of the quietest `size` samples between two places, rounded up; of equal ones the first."""
-    power = np.concatenate([[0.0], np.cumsum(waveform[begin:end].astype(np.float64) ** 2)])
-    return begin + int((power[size:] - power[:-size]).argmin()) + (size + 1) // 2
 
 
 def whisper_features(waveform: Array, rate: int, bins: int) -> Array:
@@ -316,7 +310,7 @@ def kaldi_features(waveform: Array, spec: AudioPreprocess) -> Array:
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / (size - 1))  # symmetric
     window = hann if spec.window == "hann" else hann**0.85
     n_fft = 1 << (size - 1).bit_length()
-    power = np.abs(np.fft.rfft((frames - PREEMPHASIS * before) * window, n_fft)) ** 2
+    power = np.abs(np.fft.rfft((frames - 0.97 * before) * window, n_fft)) ** 2
     logs = np.log(np.maximum(power @ kaldi_filters(n_fft // 2 + 1, spec.bins, spec.rate), KALDI_FLOOR))
     if spec.normalize:
         if len(logs) < 2:

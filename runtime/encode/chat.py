@@ -51,7 +51,12 @@ def render_chat(model_dir: Path, messages: Messages, answer: bool = True) -> str
     source = _read_template(model_dir, config)
     if importlib.util.find_spec("jinja2") is None:
         raise MissingDependency("jinja2", "a chat template")
-    variables = {"messages": list(messages), "add_generation_prompt": answer, **_read_special_tokens(config)}
+    tokens = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    variables = {"messages": list(messages), "add_generation_prompt": answer, **tokens}
     try:
         request = json.dumps({"source": source, "variables": variables})
     except (TypeError, ValueError, RecursionError) as error:
@@ -246,13 +251,3 @@ def _read_template(model_dir: Path, config: Mapping[str, Any]) -> str:
     if len(source) > MOST_TEMPLATE:
         raise BundleError(f"{model_dir}: its chat template has {len(source)} characters, more than {MOST_TEMPLATE}")
     return source
-
-
-def _read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token, ... as text, for the template."""
-    tokens = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens

@@ -164,7 +164,12 @@ def image_pixels(image: Any, spec: ImagePreprocess, name: str = "image") -> Arra
     pixels = _to_channels(load_pixels(image, name), spec)
     height, width = pixels.shape[:2]
     if spec.letterbox is not None:
-        return _pad_to_letterbox(pixels, spec)
+        assert spec.letterbox is not None
+        size, top, left = fit_letterbox(pixels.shape[0], pixels.shape[1], spec)
+        canvas = np.full((*spec.letterbox, pixels.shape[2]), spec.padding, np.uint8)
+        inside = pixels if size == pixels.shape[:2] else _resize(pixels, size, spec.resample)
+        canvas[top : top + size[0], left : left + size[1]] = inside
+        return canvas
     size = compute_resized(height, width, spec.resize)
     if isinstance(spec.resize, int) and max(size) > max(LONGEST_SIDES * spec.resize, height, width):
         raise UsageError(
@@ -199,15 +204,6 @@ def fit_letterbox(height: int, width: int, spec: ImagePreprocess) -> tuple[tuple
     if spec.anchor == "top-left":
         return size, 0, 0
     return size, (spec.letterbox[0] - size[0]) // 2, (spec.letterbox[1] - size[1]) // 2
-
-
-def _pad_to_letterbox(pixels: Array, spec: ImagePreprocess) -> Array:
-    assert spec.letterbox is not None
-    size, top, left = fit_letterbox(pixels.shape[0], pixels.shape[1], spec)
-    canvas = np.full((*spec.letterbox, pixels.shape[2]), spec.padding, np.uint8)
-    inside = pixels if size == pixels.shape[:2] else _resize(pixels, size, spec.resample)
-    canvas[top : top + size[0], left : left + size[1]] = inside
-    return canvas
 
 
 def centre_crop(pixels: Array, crop: tuple[int, int]) -> Array:

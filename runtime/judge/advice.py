@@ -21,12 +21,8 @@ from runtime.words import interval_words
 
 VNNI = ("avx512_vnni", "avx_vnni", "amx_int8")
 """Any of these x86 instruction sets makes int8 products fast."""
-NEAR_FORECAST = 0.8
-"""A speed-up below this share of the forecast's is less than was promised."""
 MOST_REASONS = 2
 """Said in the advice; the report's table has all."""
-NOISY = 3.0
-"""p99 over p50 from which a machine counts as busy."""
 OTHERWISE = {
     "ttft": ("The first token comes", "ms"),
     "throughput": ("Many samples at once are", "samples a second"),
@@ -133,7 +129,8 @@ def slower_otherwise(evidence: Mapping[str, Evidence]) -> list[str]:
 def falls_short(evidence: Mapping[str, Evidence], forecast: float | None) -> bool:
     """Return whether the candidate is surely less fast than was forecast; False without a forecast."""
     speedup = evidence["latency_p50"].speedup
-    return forecast is not None and speedup is not None and speedup.high < NEAR_FORECAST * forecast
+    # less than four fifths of what was promised
+    return forecast is not None and speedup is not None and speedup.high < 0.8 * forecast
 
 
 def asks_why(evidence: Mapping[str, Evidence], forecast: float | None) -> bool:
@@ -246,7 +243,7 @@ def noisy(evidence: Mapping[str, Evidence], environment: Mapping[str, Any]) -> l
     p50, p99 = evidence["latency_p50"], evidence["latency_p99"]
     sides = [(p50.candidate, p99.candidate), *([(p50.baseline, p99.baseline)] if p50.baseline and p99.baseline else [])]
     spread = max(late.value / usual.value for usual, late in sides)
-    if spread >= NOISY:
+    if spread >= 3.0:  # p99 over p50 of a busy machine
         sentences.append(
             f"Timings varied much (p99 is {spread:.1f}x p50): other work, or inputs of very different sizes."
         )

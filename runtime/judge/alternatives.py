@@ -32,8 +32,6 @@ from runtime.metrics import Outputs
 from runtime.tasks.metrics import METRICS, why_not
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
-FIDELITY_SAMPLES = 256
-"""The first samples, on which another way to run the model is compared with the baseline."""
 JUDGED = 2
 """Rows of the models that are judged: baseline and candidate on the main backend."""
 Row = dict[str, Any]
@@ -161,7 +159,8 @@ def _measure_fidelity(
     session: Session, preprocessor: Any, manifest: Manifest, columns: Mapping[str, Any], baseline: Outputs
 ) -> Row:
     """Measure how close the outputs on the first samples are to the baseline's frozen ones."""
-    n = min(FIDELITY_SAMPLES, count(columns))
+    # the first samples are compared with the baseline
+    n = min(256, count(columns))
     few = {name: take(columns, name, slice(0, n)) for name in columns}
     size = manifest.judgement.batch_size
     outputs = run_samples(session, preprocessor, manifest.task, few, size, facts=facts_of(manifest))

@@ -29,15 +29,8 @@ from runtime.clock.machine import count_cores, environment
 from runtime.decode.scoring import split_sides
 from runtime.errors import BundleError, RuntimeFailure
 from runtime.judge.advice import Subject, advise, asks_why, find_doubts, larger, reason_not_smaller
-from runtime.judge.alternatives import (
-    Way,
-    add_latencies,
-    available_others,
-    find_ways,
-    list_other_files,
-    only_main,
-)
-from runtime.judge.changes import Changes, Confusion, count_confusions, find_changes
+from runtime.judge.alternatives import Way, add_latencies, available_others, find_ways, list_other_files, only_main
+from runtime.judge.changes import Changes, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
 from runtime.judge.explain import explain_bundle, explain_unprofiled
@@ -51,15 +44,7 @@ from runtime.judge.slices import find_groups
 from runtime.judge.speed import size_evidence, speed_evidence
 from runtime.judge.why import Explanation
 from runtime.measure.answering import STAGES
-from runtime.measure.benchmark import (
-    BenchmarkResult,
-    Beside,
-    backend_of,
-    list_variants,
-    measure,
-    open_variant,
-    pair,
-)
+from runtime.measure.benchmark import BenchmarkResult, Beside, backend_of, list_variants, measure, open_variant, pair
 from runtime.measure.workload import UNUSED, settings_for
 from runtime.metrics import MEASURED, SIZES, NonFiniteOutputs, Outputs, check_finite
 from runtime.progress import Progress, no_progress
@@ -70,8 +55,6 @@ from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
 BASELINE_TOLERANCE = 1e-3
 """Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
-CANDIDATE_TOLERANCE = 2e-2
-"""As BASELINE_TOLERANCE, of a candidate whose sums torch computed from its weights alone: kernels round inputs, too."""
 
 
 def judge_model(
@@ -114,7 +97,9 @@ def judge_model(
     report = assemble(case, timed, evidence, failures, rows, [*advice, *trouble])
     report = replace(report, explanation=explanation)
     if not failures:
-        report = replace(report, confusion=_confusion(case, candidate), changes=_changes(case, candidate))
+        names = case.manifest.class_names
+        confusion = count_confusions(case.manifest.task, candidate, case.baseline, case.labels, names)
+        report = replace(report, confusion=confusion, changes=_changes(case, candidate))
     if passes:
         report = replace(report, steps=make_pass_table(case, passes, candidate, timed, report))
     return report, evidence
@@ -171,10 +156,6 @@ def judge_size(case: Case) -> tuple[Findings, Mapping[str, Evidence]]:
 
 def _changes(case: Case, candidate: Outputs) -> Changes | None:
     return find_changes(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
-
-
-def _confusion(case: Case, candidate: Outputs) -> Confusion | None:
-    return count_confusions(case.manifest.task, candidate, case.baseline, case.labels, case.manifest.class_names)
 
 
 def not_smaller(case: Case) -> str:
@@ -302,7 +283,7 @@ def run_candidate(case: Case, progress: Progress = no_progress) -> Outputs:
     if manifest.generates and not case.alone:
         again, beside = run_beside(case.root, manifest, case.columns, case.backend, case.threads, progress)
         check_outputs(case.root, manifest.task, again, case.baseline)
-        check_baseline(case.root, again["nll"], again["n_tokens"], case.baseline)
+        check_sums(case.root, "baseline", BASELINE_TOLERANCE, again["nll"], again["n_tokens"], case.baseline)
         return beside
     with ExitStack() as stack:
         threads = case.threads or manifest.judgement.benchmark.threads
@@ -365,7 +346,8 @@ def run_candidate_alone(root: Path, manifest: Manifest, columns: Columns, sessio
     """
     outputs = _run(root, manifest, columns, session)
     frozen = read_candidate_outputs(root, manifest)
-    check_sums(root, "candidate", CANDIDATE_TOLERANCE, outputs["nll"], outputs["n_tokens"], frozen)
+    # torch computed the candidate's sums from its weights alone: kernels round inputs, too
+    check_sums(root, "candidate", 2e-2, outputs["nll"], outputs["n_tokens"], frozen)
     return {**frozen, **outputs}
 
 
@@ -375,11 +357,6 @@ def _describe_alone(manifest: Manifest) -> str:
         "The bundle holds no float model, so the candidate ran alone: nll and perplexity are measured here, against "
         f"those of the baseline by {scorer}; kl_token and token_agreement are {scorer}, of both; no speed is compared."
     )
-
-
-def check_baseline(root: Path, nll: Any, n_tokens: Any, frozen: Outputs) -> None:
-    """Raise BundleError where the baseline, run again, scores other tokens than its frozen sums or differs by much."""
-    check_sums(root, "baseline", BASELINE_TOLERANCE, nll, n_tokens, frozen)
 
 
 def check_sums(root: Path, which: str, tolerance: float, nll: Any, n_tokens: Any, frozen: Outputs) -> None:

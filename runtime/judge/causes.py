@@ -22,15 +22,9 @@ WORTH, WORTH_OF_FAST = 0.05, 0.1
 """Share of a call below which a saving is not worth a word: of a candidate that is no faster than its baseline, and of
 one that is, where silence is better than a false alarm."""
 MOST_NAMED = 8
-MUCH_SLOWER = 0.5
-"""Of the rate of unsigned int8, below which signed int8 counts as the slow way: 0.08 on a CPU with VNNI."""
 QUANTIZING = ("QuantizeLinear", "DequantizeLinear")
-BOUND = 0.25
-"""Share of a float layer's time that reading its weights takes at most where its products bound it."""
 SLOWER = 1.25
 """A layer that takes this many times its twin's time counts as slower: two profiles of one layer differ by less."""
-ODD_RATE = 0.85
-"""Of its twin's rate, below which a layer's width counts as one that kernels do not like."""
 KERNEL_WIDTH = 8
 """Channels that kernels take at once, or a divisor of it."""
 LARGE_GROUP = 128
@@ -41,8 +35,6 @@ LAYOUT = ("ReorderInput", "ReorderOutput")
 FIXED_COST_MS = 0.2
 """A call below this may be mostly the runtime's own cost."""
 HALF = ("float16", "bfloat16")
-MOST_BETWEEN = 1000
-"""Nodes behind which a layer's other end is no longer looked for."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +164,8 @@ def find_signed_activations(pair: ProfiledPair, told: set[str]) -> Found:
     """Find products of signed activations where signed int8 is much slower here than unsigned, or left in float."""
     profile, peaks = pair.after, pair.peaks
     signed, unsigned = peaks.gflops.get("int8", 0.0), peaks.gflops.get("uint8", 0.0)
-    if not unsigned or signed > MUCH_SLOWER * unsigned:
+    # below half of unsigned int8's rate signed int8 is the slow way: 0.08 of it on a CPU with VNNI
+    if not unsigned or signed > 0.5 * unsigned:
         return NOTHING
     left = [product.node for product in _find_left_float(profile) if product.signed]
     slow = [node for node in profile.products if node.computes_in == "int8"]
@@ -241,8 +234,8 @@ def find_unfused_qdq(pair: ProfiledPair, told: set[str]) -> Found:
     norms = [node for node in between if node.operator == "BatchNormalization"]
     products = [product.node for product in left]
     saves = total_ms([*unpacking, *packing, *norms]) + total_ms(products) * _int8_saving(pair.peaks)
-    reading = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
-    computed = {node.name: node for node in (*between, *products, *reading)}
+    readers = [n for dq in unpacking for n in profile.readers.get(dq.outputs[0].name, []) if n.is_product]
+    computed = {node.name: node for node in (*between, *products, *readers)}
     names = Counter(node.operator for node in computed.values()).most_common(3)
     around = ", ".join(f"{n} {operator}" for operator, n in names) or "the model's outputs"
     seen = (
@@ -287,7 +280,8 @@ def _between(profile: Profile, unpacking: Sequence[NodeTime]) -> list[NodeTime]:
         if node.name in found or node.is_product or node.operator in QUANTIZING:
             continue
         found[node.name] = node
-        if len(found) > MOST_BETWEEN:
+        # behind so many nodes a layer's other end is no longer looked for
+        if len(found) > 1000:
             break
         front += [reader for tensor in node.outputs for reader in profile.readers.get(tensor.name, [])]
     return list(found.values())
@@ -419,7 +413,8 @@ def find_compute_bound(pair: ProfiledPair, told: set[str]) -> Found:
             continue
         before_ms = twin.ms if twin is not None else node.flops / floats / 1e6 if floats else 0.0
         reading_ms = 4 * node.input_width * node.output_width / pair.before_peaks.gb_per_s / 1e6
-        if before_ms and reading_ms < BOUND * before_ms and node.ms > 0.7 * before_ms:
+        # a float layer that its products bound reads its weights in less than a quarter of its time
+        if before_ms and reading_ms < 0.25 * before_ms and node.ms > 0.7 * before_ms:
             bound.append((node, reading_ms / before_ms))
     nodes = [node for node, _ in bound]  # also those that are computed in float: this may save more
     if not nodes or total_ms(nodes) < 0.3 * profile.call_ms:
@@ -478,7 +473,8 @@ def find_odd_widths(pair: ProfiledPair, told: set[str]) -> Found:
         ours, theirs = _file_widths(profile, node), _file_widths(before, twin)
         changed = [a for a, b in zip(ours, theirs, strict=False) if a != b and a % KERNEL_WIDTH]
         rate, usual = _needed_flops(profile, node) / node.ms / 1e6, _needed_flops(before, twin) / twin.ms / 1e6
-        if changed and node.computes_in == twin.computes_in and rate < ODD_RATE * usual:
+        # its width counts as one that kernels do not like
+        if changed and node.computes_in == twin.computes_in and rate < 0.85 * usual:
             odd.append((node, twin))
             rates[node.name] = rate, usual
             saves += node.ms * (1 - rate / usual)

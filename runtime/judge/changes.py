@@ -62,10 +62,13 @@ def find_changes(
     order = np.lexsort([-of_metric for of_metric in reversed(losses)])  # the last key counts first
     changed = losses[0] != losses[0].min() if counted is None else counted
     rows = order[changed[order]][:MOST_SAMPLES]
-    taken = [_take_outputs(outputs, rows) for outputs in (baseline, candidate)]
+    taken = [{name: values[rows] for name, values in outputs.items()} for outputs in (baseline, candidate)]
     answers = [find_task(task).predict(outputs, class_names) if len(rows) else [] for outputs in taken]
     before, after = (shorten(of_model or [None] * len(rows)) for of_model in answers)
-    values = _compute_values(metrics[:1] + _find_own(task, baseline, labels), candidate, baseline, rows)
+    # what a sample's own outputs say something by, as the nats of a text; nothing for most tasks
+    fits = [m for m in METRICS.values() if m.against == "texts" and m.kind == "statistic" and m.sliceable]
+    own = [metric for metric in fits if why_not(metric, task, baseline, labels) is None][:1]
+    values = _compute_values(metrics[:1] + own, candidate, baseline, rows)
     samples = tuple(map(ChangedSample, rows.tolist(), before, after, values))
     return Changes(first.name, None if counted is None else int(np.count_nonzero(counted)), samples)
 
@@ -78,12 +81,6 @@ def _find_comparing(task: str, baseline: Outputs, labels: Any | None) -> list[Me
         if metric.against == "baseline" and metric.sliceable and why_not(metric, task, baseline, labels) is None
     ]
     return sorted(metrics, key=lambda metric: metric.fits is None)
-
-
-def _find_own(task: str, baseline: Outputs, labels: Any | None) -> list[Metric]:
-    """Return the metric that a sample's own outputs say something by, as the nats of a text; none for most tasks."""
-    fits = [m for m in METRICS.values() if m.against == "texts" and m.kind == "statistic" and m.sliceable]
-    return [metric for metric in fits if why_not(metric, task, baseline, labels) is None][:1]
 
 
 def _find_changed(metric: Metric, columns: Columns) -> Array | None:
@@ -126,10 +123,6 @@ def _compute_alone(metric: Metric, columns: Columns, row: int) -> float | None:
         return None
     value = metric.statistic(alone)
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-
-
-def _take_outputs(outputs: Outputs, rows: Array) -> dict[str, Array]:
-    return {name: values[rows] for name, values in outputs.items()}
 
 
 def shorten(answer: Any) -> Any:

@@ -46,7 +46,9 @@ def first_divergence(tensors: Sequence[str], compare: Compare, allowed: float) -
         return None
     high = different[0]
     while high - low > 1:
-        places = _spread_places(low, high)
+        inner = high - low - 1
+        count = min(AT_ONCE, inner)
+        places = sorted({low + 1 + (inner * i) // count for i in range(count)})
         errors |= compare([tensors[place] for place in places])
         questions += 1
         wrong = [place for place in places if errors[tensors[place]] > allowed]
@@ -76,10 +78,3 @@ def squares(found: Array, expected: Array) -> tuple[float, float]:
 def relative(difference: float, size: float) -> float:
     """Return the `relative_error` of what `squares` gave, or of their sums."""
     return float(np.sqrt(difference / size)) if size else (0.0 if difference == 0 else float("inf"))
-
-
-def _spread_places(low: int, high: int) -> list[int]:
-    """Return at most AT_ONCE places strictly between, evenly spread."""
-    inner = high - low - 1
-    count = min(AT_ONCE, inner)
-    return sorted({low + 1 + (inner * i) // count for i in range(count)})

@@ -281,7 +281,10 @@ def _decide_rule(
     subject: _Subject, name: str, rule: str, limit: float, confidence: float, undecided_holds: bool
 ) -> GateResult:
     evidence, estimate = subject.evidence, subject.estimate
-    verdict = _compare_with_bound(estimate, limit, at_least=_is_floor(rule))
+    low, high, bound = estimate.low, estimate.high, limit
+    if not _is_floor(rule):  # a ceiling, held as the floor of what is negative
+        low, high, bound = -high, -low, -bound
+    verdict: Verdict = "pass" if low >= bound else "fail" if high < bound else "undecided"
     why = _explain_verdict(evidence, rule, estimate, limit, verdict, confidence)
     if subject.slice:
         why = f"{subject.remark or subject.slice}: {why}"
@@ -293,11 +296,6 @@ def _decide_rule(
     interval = (estimate.low, estimate.high)
     unit, method = _name_unit(evidence, rule), estimate.method
     return GateResult(evidence.name, name, estimate.value, interval, verdict, holds, why, subject.slice, unit, method)
-
-
-def _compare_with_bound(estimate: Estimate, limit: float, at_least: bool) -> Verdict:
-    low, high, bound = (estimate.low, estimate.high, limit) if at_least else (-estimate.high, -estimate.low, -limit)
-    return "pass" if low >= bound else "fail" if high < bound else "undecided"
 
 
 def _explain_verdict(

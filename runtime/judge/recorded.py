@@ -37,7 +37,14 @@ def recorded_evidence(
         theirs, ours = (value_columns(values, record.per_sample) for values in sides)
         metric = describe_own_metric(record, ours, theirs)
         found = column_evidence(metric, ours, theirs, manifest.judgement, groups, draws if record.per_sample else None)
-        evidence[record.name] = _mark_recorded(found)
+        slices = {
+            column: tuple(
+                replace(part, alone=replace(part.alone, recorded=True), at_once=replace(part.at_once, recorded=True))
+                for part in parts
+            )
+            for column, parts in found.slices.items()
+        }
+        evidence[record.name] = replace(found, recorded=True, slices=slices)
     return evidence
 
 
@@ -49,17 +56,6 @@ def describe_own_metric(record: RecordedMetric, ours: Columns, theirs: Columns) 
     if np.isin((ours[0], theirs[0]), (0, 1)).all():
         return replace(metric, kind="proportion")
     return replace(metric, reach=float(np.ptp((ours[0], theirs[0]))))
-
-
-def _mark_recorded(evidence: Evidence) -> Evidence:
-    slices = {
-        column: tuple(
-            replace(part, alone=replace(part.alone, recorded=True), at_once=replace(part.at_once, recorded=True))
-            for part in parts
-        )
-        for column, parts in evidence.slices.items()
-    }
-    return replace(evidence, recorded=True, slices=slices)
 
 
 def as_metric(record: RecordedMetric) -> Metric:

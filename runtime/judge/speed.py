@@ -21,8 +21,6 @@ BETWEEN_RUNS = 0.02
 """Share of a ratio: of 140 judgements of five pairs of models, alone and beside other work, 100 intervals of the
 processes held the median of 54 idle ones, 122 when wider by 1 % and 129 by 2 %. The pair near 1.9 alone moved from 1.94
 to 1.98 within the hour, in all of a run's processes alike (benchmarks/verdict_under_load.py)."""
-_SIDE_OF_A_PERCENTILE = 2.5
-"""Calls of a process beyond a percentile, below which the percentile is one odd call's."""
 
 
 def speed_evidence(result: BenchmarkResult, judgement: Judgement) -> dict[str, Evidence]:
@@ -87,7 +85,8 @@ def timing_evidence(
 
 def _lack_calls(percentile: float, n_calls: int) -> str:
     """Return what is missing where a process made too few calls to show a percentile; "" where it made enough."""
-    needed = 1 if percentile == 50 else math.ceil(_SIDE_OF_A_PERCENTILE / min(percentile / 100, 1 - percentile / 100))
+    # with fewer calls beyond it, a percentile is one odd call's
+    needed = 1 if percentile == 50 else math.ceil(2.5 / min(percentile / 100, 1 - percentile / 100))
     if n_calls >= needed:
         return ""
     return f"each process made {n_calls} calls, and at least {needed} are needed (benchmark.iterations)"

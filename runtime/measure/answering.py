@@ -27,7 +27,6 @@ STAGES = ("decode", "encode", "call", "answer")
 """An image's bytes to pixels; samples to the model's inputs; the model's call; outputs to answers."""
 BATCHES, MOST_SENT = 32, 512
 """Different batches that the rounds go through in turn, and samples of all of them, if one batch is not more."""
-JPEG_QUALITY = 95
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _compress(pixels: Array) -> Any:
     alpha = pixels.ndim == 3 and pixels.shape[2] == 4
     file = BytesIO()
     image = Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
-    image.save(file, "PNG") if alpha else image.save(file, "JPEG", quality=JPEG_QUALITY)
+    image.save(file, "PNG") if alpha else image.save(file, "JPEG", quality=95)
     return file.getvalue()
 
 

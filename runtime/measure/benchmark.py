@@ -51,12 +51,8 @@ LATENCY_BUDGET_S, THROUGHPUT_BUDGET_S, ANSWERS_BUDGET_S, LIMIT_BUDGET_S = 60.0, 
 LASTING_S = 6.0
 """How long calls last in all processes together where a gate asks for their speed: of a CNN of 0.1 ms ratios then
 scatter by 0.7 % between processes, idle and beside two spinning ones alike."""
-SLOW_TO_START_S = 5.0
-"""Seconds until a process measures, from which on as few processes as have an interval are started."""
 SHOWN = 3
 """Processes that time what no gate is about: whole answers, models beside the judged ones."""
-LARGE_BATCHES = 8
-"""Different large batches: a process reads all of them before it measures."""
 LATENCIES = frozenset({*LATENCY_PERCENTILES, "latency_percentile"})
 RATES = frozenset({"throughput", "cost_per_million"})
 """Metrics of single calls, and of large batches."""
@@ -319,7 +315,8 @@ def _make_batches(
             encoder, given, settings.batch_size, seed, length, streams=manifest.streams
         )
         size = settings.throughput_batch_size
-        batches[f"large {number}"] = make_feeds(encoder, given, size, seed, length, LARGE_BATCHES, manifest.streams)
+        # 8 different ones: a process reads all of them before it measures
+        batches[f"large {number}"] = make_feeds(encoder, given, size, seed, length, 8, manifest.streams)
     return batches
 
 
@@ -375,7 +372,8 @@ def _run_processes(order: Order, judgement: Judgement, name: str, progress: Prog
         if index == 0:
             record = answers[0][0]
             order = replace(order, shapes={part: (shape[0], shape[1]) for part, shape in record["shapes"].items()})
-            slow = record["starting_s"] > SLOW_TO_START_S and judgement.benchmark.processes is None
+            # then as few processes as have an interval are started
+            slow = record["starting_s"] > 5.0 and judgement.benchmark.processes is None
             if slow and not gated & MEMORY:
                 count = min(count, fresh_processes_needed(judgement.confidence))
     return answers

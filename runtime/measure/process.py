@@ -25,7 +25,7 @@ from runtime.bundle.records import from_json
 from runtime.clock.compare import RUNS
 from runtime.clock.fresh import Answer, read_batches
 from runtime.clock.machine import peak_memory_bytes
-from runtime.clock.turns import MIN_ROUNDS, Call, Turns, make_call, time_in_turns
+from runtime.clock.turns import MIN_ROUNDS, Call, make_call, time_in_turns
 from runtime.decode.kv_cache import Decoder, EncodedDecoder
 from runtime.measure.answering import Answerer, make_sent, time_answers
 from runtime.measure.energy import find_meter, measure_energy
@@ -42,8 +42,6 @@ from runtime.tasks import find_task
 from runtime.tasks.manifest import read_manifest
 from runtime.tasks.predict import bundle_preprocessor, encoding_views, facts_of
 
-MAX_LIMITED_POWER = 10
-"""Batches of up to 2^10 are tried for the largest that keeps a limit."""
 FEEDS = "feeds.npz"
 
 
@@ -208,13 +206,10 @@ class _Calls(_Process):
             one_thread=self.one_thread,
             shape=None if shape is None else (shape[0], shape[1]),
         )
-        self._note(part, turns)
-        return turns.seconds
-
-    def _note(self, part: str, turns: Turns) -> None:
         self.record["shapes"][part] = list(turns.seconds.shape[1:])
         self.record["taken"][part] = turns.taken
         self.record["set_apart"] += turns.set_apart
+        return turns.seconds
 
     def _time_beside(self, baseline: Call, make: Callable[[int, Session], Call]) -> None:
         """Time the models beside the judged ones, in rounds with the first of these; NaN for one that fails."""
@@ -245,7 +240,8 @@ class _Calls(_Process):
         limit_s = (self.settings.latency_limit_ms or 0.0) / 1000
         fixed = fixed_batch([spec for session in judged for spec in session.inputs])
         rates, growing = [0.0, 0.0], [True, True]
-        sizes = [fixed] if fixed else [2**power for power in range(MAX_LIMITED_POWER + 1)]
+        # batches of up to 2^10 are tried for the largest that keeps a limit
+        sizes = [fixed] if fixed else [2**power for power in range(10 + 1)]
         for size in sizes:
             calls = []
             for number, session in enumerate(judged):

@@ -29,8 +29,6 @@ BUDGET_S = 2.0
 """Seconds for the profiled calls of one model."""
 SHORT_MS, PLAIN_CALLS = 1.0, 100
 """A call that takes less is also timed this often without the profiler, whose own work is no small part of it."""
-MOST_EVENTS = 50_000
-"""Of a profile, which is read as one JSON document."""
 PROFILERS: dict[str, Callable[[Path, int, Options, Feeds | None, Path], Profiled]] = {
     "onnxruntime-cpu": profile_onnxruntime,
     "openvino": profile_openvino,
@@ -38,8 +36,6 @@ PROFILERS: dict[str, Callable[[Path, int, Options, Feeds | None, Path], Profiled
 """Backend -> what opens a model so that its calls are profiled."""
 _RENAMED = re.compile(r"(_token_\d+|_nchwc|_nhwc|_quant|_QuantizeLinear|_DynamicQuantizeMatMul|/MatMulAddFusion)+$")
 """What ONNX Runtime and its quantizer put behind the name of a node that they replace."""
-_PASSED_THROUGH = 8
-"""Nodes between a product and the activation that was fused into it, at most."""
 _UNPACKING = ("DequantizeLinear", "Reshape", "Transpose", "Cast", "Identity")
 
 
@@ -111,27 +107,24 @@ def _counts(is_request: bool, runs_each: int, run: int) -> bool:
 def _count_calls(path: Path, runs_each: int) -> int:
     """Return how many calls are profiled at most."""
     n_nodes = len(read_graph(path).nodes) if path.suffix == ".onnx" else 1000
-    return max(LEAST_CALLS, min(MOST_CALLS // runs_each, MOST_EVENTS // (runs_each * max(1, n_nodes))))
+    # 50,000 events at most: a profile is read as one JSON document
+    return max(LEAST_CALLS, min(MOST_CALLS // runs_each, 50_000 // (runs_each * max(1, n_nodes))))
 
 
 def _complete(backend: str, threads: int, order: ProfileOrder, profile: Profile) -> Profile:
     """Add the runtime's own time of short calls, and the file's layers."""
     file = read_graph(order.path) if order.path.suffix == ".onnx" else Graph((), {})
     if order.request is None and order.feeds is not None and profile.nodes_ms < SHORT_MS:
-        call_ms = _time_plain_calls(backend, order.path, threads, order.feeds, order.options)
+        # unprofiled: to profile a node costs some microseconds of its own
+        session, times = open_model(find_backend(backend), order.path, threads, order.options), []
+        for _ in range(PLAIN_CALLS):
+            start = time.perf_counter()
+            session.run(order.feeds)
+            times.append(1000 * (time.perf_counter() - start))
+        session.close()
+        call_ms = average_undisturbed(times)
         profile = replace(profile, call_ms=max(profile.nodes_ms, call_ms))
     return trace_layers(profile, file, order.layers)
-
-
-def _time_plain_calls(backend: str, path: Path, threads: int, feeds: Feeds, options: Options) -> float:
-    """Return the milliseconds of a call that is not profiled: to profile a node costs some microseconds of its own."""
-    session, times = open_model(find_backend(backend), path, threads, options), []
-    for _ in range(PLAIN_CALLS):
-        start = time.perf_counter()
-        session.run(feeds)
-        times.append(1000 * (time.perf_counter() - start))
-    session.close()
-    return average_undisturbed(times)
 
 
 def trace_layers(profile: Profile, file: Graph, layers: Sequence[str] = ()) -> Profile:
@@ -164,7 +157,8 @@ def trace_layers(profile: Profile, file: Graph, layers: Sequence[str] = ()) -> P
 
 def _walk_to_product(node: GraphNode | None, makers: Mapping[str, GraphNode]) -> GraphNode | None:
     """Return the product that a fused activation, sum or quantization stands behind; None where there is none near."""
-    for _ in range(_PASSED_THROUGH):
+    # nodes between a product and the activation that was fused into it
+    for _ in range(8):
         if node is None or node.operator in PRODUCTS:
             return node
         node = next((maker for name in node.inputs if (maker := makers.get(name)) is not None), None)

@@ -17,8 +17,6 @@ from runtime.bundle.onnx_file import Graph, GraphNode, read_graph
 from runtime.errors import RuntimeFailure
 from runtime.measure.profile import NodeTime, Profile, Profiled, Tensor, average_undisturbed
 
-INT8_LEVEL = 4
-"""MatMulNBits' accuracy_level at which it multiplies in eight bits; below it does so in float32."""
 _CPU = ["CPUExecutionProvider"]
 _KERNEL = "_kernel_time"
 
@@ -131,7 +129,8 @@ def read_onnxruntime_profile(
             (o for o in node.outputs if o), last[key]["args"].get("output_type_shape", []), strict=False
         ):
             for dtype, shape in kind.items():  # one; none of a sequence
-                known[output] = Tensor(output, _numpy_name(dtype), tuple(shape))
+                dtype = {"float": "float32", "double": "float64"}.get(dtype, dtype)  # numpy's names
+                known[output] = Tensor(output, dtype, tuple(shape))
     return Profile(
         "onnxruntime-cpu",
         tuple(_make_node(key, node, average_undisturbed(times[key]), known) for key, node in timed),
@@ -158,11 +157,8 @@ def _make_node(name: str, node: GraphNode, ms: float, known: Mapping[str, Tensor
 
 def _find_number_type(node: NodeTime) -> str:
     if node.operator == "MatMulNBits":
-        return "uint8" if node.integers.get("accuracy_level", 0) >= INT8_LEVEL else "float32"
+        # MatMulNBits multiplies in eight bits from this accuracy_level on
+        return "uint8" if node.integers.get("accuracy_level", 0) >= 4 else "float32"
     if node.operator == "DynamicQuantizeMatMul":
         return "uint8"
     return node.inputs[0].dtype if node.inputs else "float32"
-
-
-def _numpy_name(dtype: str) -> str:
-    return {"float": "float32", "double": "float64"}.get(dtype, dtype)

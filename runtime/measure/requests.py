@@ -34,8 +34,6 @@ WARM_S = 1.0
 of many calls. Three of each model were about a quarter of what a process took for Qwen2.5 0.5B, float32 and 4 bits."""
 PROMPTS = 16
 """Different batches of prompts that the rounds go through in turn."""
-MAX_REQUEST_POWER = 6
-"""Batches of up to 2^6 prompts are tried for goodput."""
 Prompts = Sequence[Array] | Feeds
 """A batch of prompts: tokens of each, or of an encoder-decoder the inputs of its encoder."""
 
@@ -158,7 +156,8 @@ def find_goodput(timed: Callable[[int], RequestTimes], settings: Benchmark) -> l
         return kept
 
     rates, growing = [0.0, 0.0], np.array([True, True])
-    for batch_size in (2**power for power in range(MAX_REQUEST_POWER + 1)):
+    # batches of up to 2^6 prompts are tried for goodput
+    for batch_size in (2**power for power in range(6 + 1)):
         times = timed(batch_size)
         growing &= keep_limit(times.first, settings.ttft_limit_ms) & keep_limit(times.per_token, settings.tpot_limit_ms)
         medians = np.median(times.whole, axis=1)

@@ -32,8 +32,6 @@ UNUSED: Mapping[str, Mapping[str, str]] = {
 """What is timed, `Task.unit` -> settings of a benchmark that do not fit it, and the way out; "": it is passed over."""
 MAX_FEEDS = 32
 """Different batches that a timing goes through in turn."""
-MAX_FEED_BYTES = 128 << 20
-"""Memory for them; one batch is always made."""
 MOST_FEED_BYTES = 2**33
 """Of one batch."""
 
@@ -45,16 +43,6 @@ def settings_for(manifest: Manifest, threads: int | None) -> tuple[Benchmark, st
     requests that are longer than a decoder's context.
     """
     settings = manifest.judgement.benchmark
-    _check_settings(settings, manifest)
-    settings = replace(settings, threads=threads or settings.threads)
-    fixed = bound_batch(manifest)
-    if fixed is None or fixed == settings.batch_size == settings.throughput_batch_size:
-        return settings, None
-    note = f"The model takes batches of exactly {fixed}, so that latency and throughput were measured at that size."
-    return replace(settings, batch_size=fixed, throughput_batch_size=fixed), note
-
-
-def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
     usual = Benchmark()
     for name, way_out in UNUSED[find_task(manifest.task).unit].items():
         if way_out and getattr(settings, name) != getattr(usual, name):
@@ -67,6 +55,12 @@ def _check_settings(settings: Benchmark, manifest: Manifest) -> None:
     if manifest.generation is not None and timed:
         spec = spec_from_dict(manifest.preprocess)
         check_room(settings, manifest.generation.context_length, spec)
+    settings = replace(settings, threads=threads or settings.threads)
+    fixed = bound_batch(manifest)
+    if fixed is None or fixed == settings.batch_size == settings.throughput_batch_size:
+        return settings, None
+    note = f"The model takes batches of exactly {fixed}, so that latency and throughput were measured at that size."
+    return replace(settings, batch_size=fixed, throughput_batch_size=fixed), note
 
 
 def check_room(settings: Benchmark, context_length: int, spec: PreprocessSpec) -> None:
@@ -129,7 +123,8 @@ def make_feeds(
         if streams:
             batch = {name: values[:, :1] for name, values in batch.items()}
         feeds.append(stretch(batch, sequence_length) if sequence_length else batch)
-        if sum(values.nbytes for feed in feeds for values in feed.values()) > MAX_FEED_BYTES:
+        # 128 MiB of them; one batch is always made
+        if sum(values.nbytes for feed in feeds for values in feed.values()) > 128 << 20:
             break
     return feeds
 

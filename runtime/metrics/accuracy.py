@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Metric, Outputs, class_labels
+from runtime.metrics.base import FRACTION, Columns, Metric, Outputs, class_labels
 
 
 def label_rank(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -38,10 +38,8 @@ def _make_fraction_metric(name: str, reduce: Callable[[Outputs, Any], Columns], 
     return Metric(
         name=name,
         against="labels",
-        higher_is_better=True,
+        **FRACTION,
         fits=("classes",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"fraction of samples whose label {about}",
         reduce=reduce,
         shape="classes",

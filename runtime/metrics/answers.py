@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Metric, Outputs, class_labels, share_of_sums
+from runtime.metrics.base import FRACTION, Columns, Metric, Outputs, class_labels, share_of_sums
 
 
 def mark_answered(outputs: Outputs, _: Any = None) -> Columns:
@@ -27,10 +27,8 @@ def mark_right_answers(outputs: Outputs, labels: Any) -> Columns:
 COVERAGE = Metric(
     name="coverage",
     against="texts",
-    higher_is_better=True,
+    **FRACTION,
     fits=("classes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of samples that are answered at all: those that postprocess.reject_below does not reject",
     reduce=mark_answered,
     shape="answers",
@@ -40,10 +38,8 @@ COVERAGE = Metric(
 ACCURACY_ANSWERED = Metric(
     name="accuracy_answered",
     against="labels",
-    higher_is_better=True,
+    **FRACTION,
     fits=("classes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of the answered samples whose label is among the answers (postprocess.top_k of them, or one)",
     reduce=mark_right_answers,
     shape="answers",

@@ -23,6 +23,8 @@ ANSWERS = ("tokens", "maps", "answers", "boxes", "texts")
 """Outputs that are no tensors any more, in the words of `runtime.tasks.Task.outputs`: their numbers lie nowhere."""
 Columns = tuple[np.ndarray, ...]
 """Arrays [N] (or [N, ...]) with one row per sample."""
+FRACTION: dict[str, Any] = {"higher_is_better": True, "unit": "fraction", "range": (0.0, 1.0)}
+"""Of a `Metric` that is a share of what is right."""
 LARGEST = float(np.finfo(np.float32).max) ** 2
 """Beyond which no metric is: what a model gives is float32, and some metrics are of squares."""
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from runtime.boxes.match import (
     match_detections,
 )
 from runtime.boxes.overlap import measure_areas
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums, remember
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs, ratio_of_sums, remember
 
 LEAST_BOXES = 10
 """Boxes among the labels below which there is no interval: one of them is worth too much."""
@@ -34,8 +34,6 @@ AREAS = {"small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**
 """Square pixels, as COCO has them."""
 HALF, THREE_QUARTERS, EVERY = slice(0, 1), slice(5, 6), slice(None)
 """Of `runtime.boxes.match.THRESHOLDS`."""
-_SPLITS = 10
-"""Into halves: enough that their mean varies less than the bias that they tell."""
 
 
 @remember
@@ -78,7 +76,8 @@ def precision_bias(columns: Columns) -> float:
     """
     n, rng = len(columns[0]), np.random.default_rng(0)
     halves = []
-    for _ in range(_SPLITS if n > 1 else 0):
+    # halvings enough that their mean varies less than the bias that they tell
+    for _ in range(10 if n > 1 else 0):
         order = rng.permutation(n)
         for part in (order[: n // 2], order[n // 2 :]):
             halves.append(average_precision(tuple(column[np.sort(part)] for column in columns)))
@@ -292,10 +291,8 @@ def _make_precision(
     return Metric(
         name=name,
         against="labels",
-        higher_is_better=True,
+        **FRACTION,
         fits=("boxes",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=about,
         reduce=_count_detections(levels, areas),
         kind="statistic",
@@ -321,10 +318,8 @@ BY_AREA = tuple(
 BOX_RECALL = Metric(
     name="box_recall",
     against="labels",
-    higher_is_better=True,
+    **FRACTION,
     fits=("boxes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of boxes found among 100 of an image, mean over classes and overlaps from 0.5 to 0.95 (COCO's AR)",
     reduce=_count_found,
     kind="statistic",
@@ -336,10 +331,8 @@ BOX_RECALL = Metric(
 BOX_IOU = Metric(
     name="box_iou",
     against="labels",
-    higher_is_better=True,
+    **FRACTION,
     fits=("boxes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="mean intersection over union of the detections that are right at 0.5",
     reduce=_sum_overlaps,
     kind="statistic",
@@ -349,10 +342,8 @@ BOX_IOU = Metric(
 F1_AT = Metric(
     name="f1_at",
     against="labels",
-    higher_is_better=True,
+    **FRACTION,
     fits=("boxes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="F1 of detections (overlap 0.5, all classes together) from the score on at which the float model's is best",
     reduce=lambda outputs, labels: _count_from(find_best_threshold(outputs, labels), outputs, labels),
     kind="statistic",
@@ -367,10 +358,8 @@ F1_AT = Metric(
 BOX_AGREEMENT = Metric(
     name="box_agreement",
     against="baseline",
-    higher_is_better=True,
+    **FRACTION,
     fits=("boxes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="scores of the boxes that candidate and baseline both find (overlap 0.5, same class) over those of all",
     reduce=_weigh_common,
     kind="statistic",

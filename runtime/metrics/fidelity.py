@@ -6,14 +6,7 @@ import math
 
 import numpy as np
 
-from runtime.metrics.base import (
-    Columns,
-    Metric,
-    Outputs,
-    cosine_rows,
-    float_outputs,
-    same_shapes,
-)
+from runtime.metrics.base import FRACTION, Columns, Metric, Outputs, cosine_rows, float_outputs, same_shapes
 
 MAX_SQNR_DB = 200.0
 """Reported for outputs without any error; float32 outputs that differ at all stay below about 150 dB."""
@@ -83,10 +76,8 @@ def sqnr_influence(columns: Columns) -> np.ndarray:
 AGREEMENT = Metric(
     name="agreement",
     against="baseline",
-    higher_is_better=True,
+    **FRACTION,
     fits=("classes",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of samples for which candidate and baseline choose the same class",
     reduce=agreement_columns,
     shape="classes",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.metrics.accuracy import top1_columns
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, class_labels
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs, class_labels
 
 MIN_PER_CLASS = 10
 """Samples of the rarest class below which a macro average has no interval: one of them is worth too much."""
@@ -126,10 +126,8 @@ def _make_micro_metric(name: str) -> Metric:
     return Metric(
         name=f"{name}_micro",
         against="labels",
-        higher_is_better=True,
+        **FRACTION,
         fits=("classes",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"{name} over all decisions; equals top1 when each sample has one label",
         reduce=top1_columns,
         shape="classes",
@@ -144,10 +142,8 @@ def _make_macro_metric(
     return Metric(
         name=f"{name}_macro",
         against="labels",
-        higher_is_better=True,
+        **FRACTION,
         fits=("classes",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"mean over classes of {name}",
         reduce=predictions,
         shape="classes",

@@ -9,12 +9,13 @@ whose assistant says nothing) does not count.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from runtime.errors import RuntimeFailure, UsageError
-from runtime.metrics.base import Columns, Link, Metric, Outputs, share_of_sums
+from runtime.metrics.base import FRACTION, Columns, Link, Metric, Outputs, share_of_sums
 
 PART = 64
 """Tokens of a sample that follow each other and are summed up as one part, too."""
@@ -128,55 +129,31 @@ NLL = Metric(
     counts=have_tokens,
     cut=cut_parts,
 )
-PERPLEXITY = Metric(
+PERPLEXITY = replace(
+    NLL,
     name="perplexity",
-    against="texts",
-    higher_is_better=False,
-    fits=("tokens", "texts"),
     unit="perplexity",
     range=(1.0, math.inf),
     about="exp of nll",
-    reduce=nll_columns,
-    shape="tokens",
-    kind="statistic",
     statistic=perplexity,
     influence=perplexity_influence,
-    weights=tokens,
-    counts=have_tokens,
-    cut=cut_parts,
     link=Link(to=math.log, back=math.exp, slope=lambda value: 1 / value),
 )
-KL_TOKEN = Metric(
+KL_TOKEN = replace(
+    NLL,
     name="kl_token",
     against="baseline",
-    higher_is_better=False,
-    fits=("tokens", "texts"),
-    unit="nats per token",
-    range=(0.0, math.inf),
     about="mean KL divergence of the candidate's next-token distribution from the baseline's",
     reduce=kl_columns,
-    shape="tokens",
-    kind="statistic",
-    statistic=per_token,
-    influence=per_token_influence,
-    weights=tokens,
-    counts=have_tokens,
-    cut=cut_parts,
     ideal=0.0,
 )
-TOKEN_AGREEMENT = Metric(
+TOKEN_AGREEMENT = replace(
+    NLL,
     name="token_agreement",
     against="baseline",
-    higher_is_better=True,
-    fits=("tokens", "texts"),
-    unit="fraction",
-    range=(0.0, 1.0),
+    **FRACTION,
     about="fraction of tokens for which candidate and baseline find the same one most likely",
     reduce=agreement_columns,
-    shape="tokens",
-    kind="statistic",
     **share_of_sums(changed=differ_in_sums),
-    counts=have_tokens,
-    cut=cut_parts,
     ideal=1.0,
 )

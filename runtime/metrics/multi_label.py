@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import UsageError
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, same_shapes
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs, same_shapes
 
 MIN_PER_LABEL = 10
 """Samples with (and without) the rarest label below which a macro average has no interval."""
@@ -203,10 +203,8 @@ def _make_curve_metrics(name: str, curve: Curve, about: str) -> tuple[Metric, ..
         return Metric(
             name=f"{name}_{average}",
             against="labels",
-            higher_is_better=True,
+            **FRACTION,
             fits=("label sets",),
-            unit="fraction",
-            range=(0.0, 1.0),
             about=f"{about}, {over}",
             reduce=label_columns,
             misfit=find_label_misfit,
@@ -233,10 +231,8 @@ def _make_f1_metrics(threshold: float | None) -> tuple[Metric, ...]:
         return Metric(
             name=f"label_f1_{average}{ending}",
             against="labels",
-            higher_is_better=True,
+            **FRACTION,
             fits=("label sets",),
-            unit="fraction",
-            range=(0.0, 1.0),
             about=f"F1 of {those}, {over}",
             reduce=partial(_decide, threshold),
             misfit=find_label_misfit,
@@ -270,10 +266,8 @@ def _make_f1_metrics(threshold: float | None) -> tuple[Metric, ...]:
 LABEL_AGREEMENT = Metric(
     name="label_agreement",
     against="baseline",
-    higher_is_better=True,
+    **FRACTION,
     fits=("label sets",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of decisions, label by label, that are the baseline's",
     reduce=_agreement,
     ideal=1.0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, remember
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs, remember
 
 DEPTHS = (1, 5, 10)
 ROWS = 1024
@@ -58,10 +58,8 @@ def _make_recall(side: str, depth: int) -> Metric:
     return Metric(
         name=f"{side}_recall_at_{depth}",
         against="texts",
-        higher_is_better=True,
+        **FRACTION,
         fits=("embedding pairs",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"fraction of {query}s whose own {side} is among the {depth} most similar of all {side}s",
         reduce=partial(_mark_hits, side, depth),
         misfit=partial(_find_misfit, depth),
@@ -74,10 +72,8 @@ def _make_ndcg(side: str, depth: int) -> Metric:
     return Metric(
         name=f"{side}_ndcg_at_{depth}",
         against="texts",
-        higher_is_better=True,
+        **FRACTION,
         fits=("embedding pairs",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"normalised discounted gain of each {query}'s own {side} among the {depth} most similar",
         reduce=partial(_discount_ranks, side, depth),
         misfit=partial(_find_misfit, 1),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import UsageError
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs
 
 NO_CHARACTER = -1
 """Fills up answers that are kept as arrays."""
@@ -95,7 +95,10 @@ def count_ngrams(answer: str, reference: str) -> list[list[int]]:
 def chrf(columns: Columns) -> float:
     """Return chrF2 of a corpus, 0 to 100 (Popovic 2015): precision and recall averaged over the orders that occur."""
     precision, recall, _ = _average_orders(columns)
-    return _f_score(precision, recall)
+    if precision + recall == 0:
+        return 0.0
+    factor = CHRF_BETA**2
+    return 100 * (1 + factor) * precision * recall / (factor * precision + recall)
 
 
 def chrf_influence(columns: Columns) -> np.ndarray:
@@ -144,13 +147,6 @@ def _average_orders(columns: Columns) -> tuple[float, float, np.ndarray]:
         float((common[counted] / real[counted]).mean()),
         counted,
     )
-
-
-def _f_score(precision: float, recall: float) -> float:
-    if precision + recall == 0:
-        return 0.0
-    factor = CHRF_BETA**2
-    return 100 * (1 + factor) * precision * recall / (factor * precision + recall)
 
 
 def split_words(text: str) -> list[str]:
@@ -245,10 +241,8 @@ def _edits(name: str, split: Callable[[str], list[str]], about: str) -> Metric:
 EXACT_MATCH = Metric(
     name="exact_match",
     against="labels",
-    higher_is_better=True,
+    **FRACTION,
     fits=("texts",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of answers that are the reference, white space around them aside",
     reduce=match_columns,
     kind="proportion",
@@ -297,10 +291,8 @@ CER = _edits(
 TEXT_AGREEMENT = Metric(
     name="text_agreement",
     against="baseline",
-    higher_is_better=True,
+    **FRACTION,
     fits=("texts",),
-    unit="fraction",
-    range=(0.0, 1.0),
     about="fraction of samples to which candidate and baseline write the same text",
     reduce=agreement_columns,
     kind="proportion",

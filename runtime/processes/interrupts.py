@@ -23,8 +23,6 @@ from typing import Any
 
 PREFIX, MARK = "compress-run-", ".of-compress"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN_S = 0.05
-"""Seconds until a signal that a finalizer swallowed is given again, for the finalizer to have ended."""
 
 
 class Terminated(BaseException):
@@ -64,7 +62,8 @@ class _Delivery:
         return True
 
     def _repeat_signal(self, number: signal.Signals, swallowed: int) -> None:
-        time.sleep(AGAIN_S)
+        # for the finalizer that swallowed the signal to have ended
+        time.sleep(0.05)
         if self.waiting is not None and self.swallowed == swallowed:
             _thread.interrupt_main(number)
 

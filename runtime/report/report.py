@@ -512,8 +512,10 @@ def render_html(report: Findings) -> str:
     rows = table_rows(report)
     names = _choose_open_rows(report)
     first, rest = [r for r in rows if r.name in names], [r for r in rows if r.name not in names]
+    verdict, _, summary = verdict_line(report).partition(": ")
+    style = f"background:{COLORS[report.verdict]};color:white;padding:1px 8px;border-radius:4px"
     parts = [
-        _render_headline(report),
+        f'<p><b style="{style}">{escape(verdict)}</b> {escape(summary)}</p>',
         _render_measurements(first),
         _render_gates(report.gates),
         _render_slices(report),
@@ -538,12 +540,6 @@ def _choose_open_rows(report: Findings) -> set[str]:
     chosen = {name for name in named if name in gated} or set(named[:1])
     chosen |= {f"{name} ({AT_BUILD})" for name in chosen if name in report.recorded}
     return {*SHOWN, *chosen, *(name.replace("_", " ") for name in gated & MEASURED.keys())}
-
-
-def _render_headline(report: Findings) -> str:
-    verdict, _, summary = verdict_line(report).partition(": ")
-    style = f"background:{COLORS[report.verdict]};color:white;padding:1px 8px;border-radius:4px"
-    return f'<p><b style="{style}">{escape(verdict)}</b> {escape(summary)}</p>'
 
 
 def _render_measurements(rows: Sequence[Row]) -> str:

@@ -75,26 +75,22 @@ def slice_notes(table: MetricSlices, confidence: float) -> list[str]:
 def confusion_table(confusion: Confusion) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return heads and rows: of few classes the whole matrix, of more the pairs that are confused most, or changed."""
     if confusion.n_classes <= MOST_CLASSES:
-        return _make_matrix(confusion)
+        names = confusion.classes
+        cells = {(pair.label, pair.taken_for): pair for pair in confusion.pairs}
+        rows: list[tuple[str, ...]] = [
+            (label, *(_format_cell(cells.get((label, taken))) for taken in names))
+            for label in names
+            if any(pair.label == label for pair in confusion.pairs)
+        ]
+        return ("class \\ taken for", *names), rows
     wrong = [pair for pair in confusion.pairs if pair.label != pair.taken_for]
     common = sorted(wrong, key=lambda pair: -pair.candidate)[:MOST_PAIRS]
     changed = sorted(wrong, key=lambda pair: -abs(pair.candidate - pair.baseline))[:MOST_PAIRS]
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (pair.label, pair.taken_for, str(pair.baseline), str(pair.candidate), _format_change(pair))
         for pair in dict.fromkeys((*common, *(pair for pair in changed if pair.candidate != pair.baseline)))
     ]
     return PAIR_HEADS, rows
-
-
-def _make_matrix(confusion: Confusion) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    names = confusion.classes
-    cells = {(pair.label, pair.taken_for): pair for pair in confusion.pairs}
-    rows = [
-        (label, *(_format_cell(cells.get((label, taken))) for taken in names))
-        for label in names
-        if any(pair.label == label for pair in confusion.pairs)
-    ]
-    return ("class \\ taken for", *names), rows
 
 
 def _format_cell(pair: ConfusedPair | None) -> str:

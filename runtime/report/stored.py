@@ -83,20 +83,16 @@ def read_report(file: Path) -> Report:
             raise UsageError(
                 f"{file}: is of format {version}, and this version of compress reads up to {FORMAT_VERSION}; update it"
             )
-        return _restore_numbers(from_json(Report, data, "report.json", measured=True))
+        report = from_json(Report, data, "report.json", measured=True)
+        differences: dict[str, dict[str, Any]] = {}
+        for name, change in report.differences.items():
+            ends = change.get("interval")
+            if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+                raise ValueError(f"differences[{name!r}].interval: expected a list of 2 numbers")
+            numbers = [float("nan") if number is None else float(number) for number in (change.get("value"), *ends)]
+            differences[name] = {**change, "value": numbers[0], "interval": (numbers[1], numbers[2])}
+        return replace(report, differences=differences)
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}; `compress validate DIR` writes it") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: no report of a judgement: {error}; {again}") from error
-
-
-def _restore_numbers(report: Report) -> Report:
-    """Return the report with the ends of its differences' intervals as tuples of numbers."""
-    differences: dict[str, dict[str, Any]] = {}
-    for name, change in report.differences.items():
-        ends = change.get("interval")
-        if not isinstance(ends, (list, tuple)) or len(ends) != 2:
-            raise ValueError(f"differences[{name!r}].interval: expected a list of 2 numbers")
-        numbers = [float("nan") if number is None else float(number) for number in (change.get("value"), *ends)]
-        differences[name] = {**change, "value": numbers[0], "interval": (numbers[1], numbers[2])}
-    return replace(report, differences=differences)

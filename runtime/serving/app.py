@@ -22,9 +22,6 @@ from runtime.serving.protocol import EXTENSIONS, HttpAnswer, ServedModel
 
 Call = Callable[[bytearray, int | None], HttpAnswer]
 HEADER_LENGTH = "Inference-Header-Content-Length"
-BODIES = 8
-"""Times `max_body`: what all bodies together may hold."""
-LONGEST_ERROR = 2000
 LINGER = 0.5
 """Seconds in which what a refused client still sends is read and thrown away: a connection that is closed while bytes
 wait is reset, and the client never sees the answer."""
@@ -171,7 +168,8 @@ class Service:
                 self._held += len(chunk)
                 if len(body) > limit:
                     raise HTTPException(413, f"the request has more than {limit} bytes")
-                if self._held > BODIES * limit:
+                # what all bodies together may hold
+                if self._held > 8 * limit:
                     raise HTTPException(503, "the server holds as many bytes of requests as it may; try again")
             yield body
         finally:
@@ -249,7 +247,7 @@ async def _throw_away(receive: Receive) -> None:
 def json_response(status: int, answer: Any, headers: Any = None) -> Response:
     """Make a response; a long error is cut."""
     if "error" in answer:
-        answer = {"error": answer["error"][:LONGEST_ERROR]}
+        answer = {"error": answer["error"][:2000]}
     return Response(json.dumps(answer), status, headers, "application/json")
 
 

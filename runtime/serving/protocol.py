@@ -336,7 +336,14 @@ def _decode_json(data: Any, kind: str) -> Array:
 def _decode_binary(data: memoryview, kind: str) -> Array:
     """Return the values of little-endian bytes [n]. ValueError."""
     if kind == "BYTES":
-        return np.array(_split_texts(data), object)
+        texts, at = [], 0
+        while at < len(data):
+            end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+            if end > len(data):
+                raise ValueError(f"the text at byte {at} goes on behind the end")
+            texts.append(str(data[at + 4 : end], "utf-8"))
+            at = end
+        return np.array(texts, object)
     if kind == "BOOL":
         flags = np.frombuffer(data, np.uint8)
         if flags.size and flags.max() > 1:
@@ -345,18 +352,6 @@ def _decode_binary(data: memoryview, kind: str) -> Array:
     dtype = np.dtype(TYPES[kind])
     # bytes behind JSON of any length lie anywhere; kernels take arrays whose numbers are aligned
     return np.require(np.frombuffer(data, dtype.newbyteorder("<")), dtype, "A")
-
-
-def _split_texts(data: memoryview) -> list[str]:
-    """Split texts of which each has its length before it, in four bytes. ValueError."""
-    texts, at = [], 0
-    while at < len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        if end > len(data):
-            raise ValueError(f"the text at byte {at} goes on behind the end")
-        texts.append(str(data[at + 4 : end], "utf-8"))
-        at = end
-    return texts
 
 
 def _describe_tensor(spec: TensorSpec, shape: tuple[int | str, ...]) -> tuple[str, str, list[int]]:

@@ -49,7 +49,9 @@ class CtcSpeechRecognition(ReadsAudio):
 
     def join_batches(self, name: str, parts: Sequence[Array]) -> Array:
         """Return one output of all samples; answers are filled up to the longest."""
-        return super().join_batches(name, parts) if name != ANSWER else _repack(parts)
+        if name != ANSWER:
+            return super().join_batches(name, parts)
+        return pack_texts([text for part in parts for text in unpack_texts(part)])
 
     def join_rows(
         self, outputs: dict[str, Array], split: Split, columns: Columns, facts: BatchFacts
@@ -80,7 +82,3 @@ class CtcSpeechRecognition(ReadsAudio):
 def write_classes(classes: Array, names: Sequence[str]) -> str:
     """Return the text of each frame's class, int64 [T]: of equal ones in a row the first alone writes its name."""
     return "".join(names[number] for number, _ in groupby(classes.tolist())).strip()
-
-
-def _repack(parts: Sequence[Array]) -> Array:
-    return pack_texts([text for part in parts for text in unpack_texts(part)])

@@ -8,7 +8,7 @@ import numpy as np
 
 from runtime.bundle.columns import Array
 from runtime.errors import BundleError
-from runtime.metrics.base import Columns, Metric, Outputs, ratio_of_sums, share_of_sums
+from runtime.metrics.base import FRACTION, Columns, Metric, Outputs, ratio_of_sums, share_of_sums
 from runtime.tasks.base import BatchFacts, ReadsImages, Tensors, describe_shapes
 
 DEPTH = "depth"
@@ -84,10 +84,8 @@ def _make_metrics() -> tuple[Metric, ...]:
     close = Metric(
         name="delta1",
         against="labels",
-        higher_is_better=True,
+        **FRACTION,
         fits=("depths",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about=f"share of depths within {CLOSE} times the label's, {about}",
         reduce=_count_close,
         kind="statistic",

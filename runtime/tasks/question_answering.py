@@ -105,7 +105,9 @@ class QuestionAnswering(Task):
             spans: dict[tuple[int, int], float] = {}
             parts = (outputs[name][rows].reshape(-1).tolist() for name in ("begin", "end", "score"))
             for begin, end, score in zip(*parts, strict=True):
-                place = _strip(contexts[sample], begin, end)
+                # without white space at its ends, which some tokenizers count as a word's
+                text = contexts[sample][begin:end]
+                place = begin + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())
                 spans[place] = min(score, spans.get(place, NONE), key=_rank_score)
             ranked = sorted(spans.items(), key=lambda item: (_rank_score(item[1]), item[0]))[:N_BEST]
             for k, ((begin, end), score) in enumerate(ranked):
@@ -180,12 +182,6 @@ def find_best_spans(starts: Array, ends: Array, allowed: Array, longest: int) ->
 def _rank_score(score: float) -> float:
     """Return the key that sorts scores from the best on; NaN is before all, so that no window hides a broken model."""
     return -math.inf if math.isnan(score) else -score
-
-
-def _strip(context: str, begin: int, end: int) -> tuple[int, int]:
-    """Return a span without white space at its ends, which some tokenizers count as a word's."""
-    text = context[begin:end]
-    return begin + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())
 
 
 def _write_answers(joined: Tensors, contexts: Sequence[str], no_answer: float | None) -> Array:

@@ -10,16 +10,7 @@ import numpy as np
 from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.errors import BundleError
-from runtime.tasks.base import (
-    BatchFacts,
-    ReadsAudio,
-    ReadsImages,
-    ReadsTexts,
-    Task,
-    Tensors,
-    describe_shapes,
-    rename,
-)
+from runtime.tasks.base import BatchFacts, ReadsAudio, ReadsImages, ReadsTexts, Task, Tensors, describe_shapes, rename
 
 NUMBERS = "numbers"
 

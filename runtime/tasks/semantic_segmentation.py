@@ -61,9 +61,12 @@ class SemanticSegmentation(Task):
         logits = add_background(candidates[0].astype(np.float32, copy=False))
         sizes = [(int(height), int(width)) for height, width in batch.known[IMAGE_SIZE]]
         maps = [choose_classes(row, place_image(*size, spec)) for row, size in zip(logits, sizes, strict=True)]
+        with np.errstate(over="ignore", invalid="ignore"):  # the largest class's softmax; NaN where logits are broken
+            shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
+            mean: Array = (1 / shifted.sum(axis=1)).mean(axis=(1, 2)).astype(np.float32)
         return {
             "classes": stack_rows(maps),
-            "score": _average_probability(logits),
+            "score": mean,
             "n_classes": np.full(batch.n, logits.shape[1], np.uint16),
         }
 
@@ -157,14 +160,6 @@ def _blend(values: Array, before: Array, share: Array, axis: int) -> Array:
     after = np.take(values, np.minimum(before + 1, values.shape[axis] - 1), axis)
     blended: Array = first + (after - first) * share
     return blended
-
-
-def _average_probability(logits: Array) -> Array:
-    """Return the mean over [B, C, h, w] of the largest class's softmax, float32 [B]; NaN where logits are broken."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-        mean: Array = (1 / shifted.sum(axis=1)).mean(axis=(1, 2)).astype(np.float32)
-    return mean
 
 
 def _list_shares(classes: Array, n_classes: int, class_names: Sequence[str]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from runtime.bundle.columns import Array
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.texts import TextPreprocess
 from runtime.errors import BundleError, UsageError
-from runtime.metrics.base import Columns, Flaws, Metric, Outputs, ratio_of_sums, share_of_sums
+from runtime.metrics.base import FRACTION, Columns, Flaws, Metric, Outputs, ratio_of_sums, share_of_sums
 from runtime.tasks.base import WORDS, BatchFacts, Task, Tensors, classify, describe_shapes, one_output, rename
 
 UNLABELLED = -100
@@ -187,10 +187,8 @@ def _make_metrics() -> tuple[Metric, ...]:
         Metric(
             name=name,
             against="labels",
-            higher_is_better=True,
+            **FRACTION,
             fits=("tags",),
-            unit="fraction",
-            range=(0.0, 1.0),
             about=f"{word} of whole spans (words and type), by seqeval's rules, over all types",
             reduce=_count_spans,
             shape="outputs",
@@ -205,10 +203,8 @@ def _make_metrics() -> tuple[Metric, ...]:
     agreement = Metric(
         name="word_agreement",
         against="baseline",
-        higher_is_better=True,
+        **FRACTION,
         fits=("tags",),
-        unit="fraction",
-        range=(0.0, 1.0),
         about="fraction of words to which candidate and baseline give the same class",
         reduce=_count_same_words,
         kind="statistic",

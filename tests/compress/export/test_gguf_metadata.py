@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compress.export.gguf_metadata import Metadata, describe_config, end_with_window
-from compress.export.gguf_tensors import Form, TensorEntry
+from compress.export.gguf_tensors import GgufForm, TensorEntry
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 100,
@@ -39,7 +39,7 @@ def list_entries(*blocks: dict[str, tuple[int, ...]]) -> list[TensorEntry]:
 
 def describe(*blocks: dict[str, tuple[int, ...]], listed: bool = True, **changes: Any) -> Metadata:
     entries = list_entries(*(blocks or (ATTENTION | DENSE,) * 2))
-    return describe_config(LLAMA | changes, entries, Form("any", listed=listed))
+    return describe_config(LLAMA | changes, entries, GgufForm("any", listed=listed))
 
 
 def test_the_numbers_of_a_dense_model() -> None:

@@ -12,13 +12,7 @@ from safetensors.torch import load_file
 
 from compress.zoo.cifar_resnet import BasicBlock, resnet20, resnet56
 from compress.zoo.digits_resnet import DIGITS, DigitsResNet, digits_resnet
-from compress.zoo.grid_detector import (
-    assign_once,
-    detection_loss,
-    find_corners,
-    one_to_one_detector,
-    place_centres,
-)
+from compress.zoo.grid_detector import assign_once, detection_loss, find_corners, one_to_one_detector, place_centres
 from compress.zoo.train_digits import accuracy, digits_splits, train
 
 BENCH = Path(os.environ.get("COMPRESS_BENCH", "shared/bench"))
