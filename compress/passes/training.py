@@ -40,8 +40,12 @@ TRIED = 0.1
 """Steps that are spent on finding a learning rate, as a part of those that follow."""
 NOMINAL_RATES: dict[Optimizer, float] = {"adamw": 5e-4, "sgd": 0.02}
 """What stands for a rate that is to be found."""
+FORWARDS = 4.0
+"""Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 BFLOAT16 = 0.65
 """Part of float32's time that a training step takes in bfloat16, where the processor has it."""
+KEPT_COPIES = 3
+"""Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
 LONGEST = 1.5
 """Times what a batch's texts are usually padded to, that the longest of a run is."""
 LARGE_TABLE = 2**24
@@ -468,9 +472,7 @@ def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:
 
 def _layer_problems(config: LearningPass, facts: ModelFacts) -> list[str]:
     """Report layer maps that name a module which the student lacks. The teacher's are looked up when it is loaded."""
-    paths = (layer.name.split(".") for layer in facts.layers)
-    known = dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
-    terms, problems = config.terms(facts.task), []
+    terms, problems, known = config.terms(facts.task), [], _list_modules(facts)
     for field, term in (("hidden", terms.hidden), ("attention", terms.attention)):
         if term is None:
             continue
@@ -492,6 +494,12 @@ def _check_form(where: str, layers: str) -> list[str]:
 
 def _describe_missing(where: str, name: str, known: Iterable[str]) -> str:
     return f"{where}: the model has no layer or block '{name}'{did_you_mean(name, known)}"
+
+
+def _list_modules(facts: ModelFacts) -> dict[str, None]:
+    """List the names of layers, and of all modules that hold some."""
+    paths = (layer.name.split(".") for layer in facts.layers)
+    return dict.fromkeys(".".join(path[:n]) for path in paths for n in range(len(path), 0, -1))
 
 
 def _has_blocks(facts: ModelFacts) -> bool:

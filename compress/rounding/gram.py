@@ -52,12 +52,7 @@ class Gram:
         total = summed(self.total)
         del self.total
         mean = total.float().div_(max(n_rows, 1))
-        n = len(mean)
-        for start in range(0, n, ROWS):
-            stop = min(start + ROWS, n)
-            corner = mean[start:stop, start:stop].triu_()
-            corner += corner.triu(1).T
-            mean[stop:, start:stop] = mean[start:stop, stop:].T
+        _mirror(mean)
         return mean, n_rows
 
 

@@ -190,6 +190,10 @@ def _fit_without(
         return (before, whole.error_of(module)), left
 
 
+def _types(module: nn.Module) -> dict[str, str]:
+    return {plain(name): layer_type(layer) for name, layer in module.named_modules() if is_layer(layer)}
+
+
 def _n_weights(module: nn.Module) -> int:
     return sum(math.prod(shape) for shape in shapes_of(module).tensors.values())
 
