@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 
@@ -15,24 +16,33 @@ def keep_operator_tables() -> Iterator[None]:
 
     Of a model of three layers that took 1.4 of 2.0 s: operators are listed 54 times, twice for each namespace.
     """
-    import torch._export.utils as operators
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
+    # torch's own names, which another version may do without: an export then takes its time
+    operators = _find("torch._export.utils", "_materialize_cpp_cia_ops")
+    registry = _find("torch.onnx._internal.exporter._registration", "ONNXRegistry")
     with ExitStack() as stack:
-        listing = "_materialize_cpp_cia_ops"
-        if hasattr(operators, listing):  # another torch may do without
-            stack.enter_context(_exchange(operators, listing, cache(getattr(operators, listing))))
-        look_up = _keep_translations(ONNXRegistry)
+        if operators is not None:
+            stack.enter_context(_exchange(*operators, cache(getattr(*operators))))
+        if registry is not None and hasattr(getattr(*registry), "from_torchlib"):
+            table_of = getattr(*registry)
+            look_up = _keep_translations(table_of)
 
-        def copy_translations(*args: Any, **kwargs: Any) -> Any:
-            table = copy(look_up(*args, **kwargs))
-            table.functions = {
-                operator: [*ways] for operator, ways in table.functions.items()
-            }  # an export adds its own
-            return table
+            def copy_translations(*args: Any, **kwargs: Any) -> Any:
+                table = copy(look_up(*args, **kwargs))
+                # an export adds its own
+                table.functions = {operator: [*ways] for operator, ways in table.functions.items()}
+                return table
 
-        stack.enter_context(_exchange(ONNXRegistry, "from_torchlib", staticmethod(copy_translations)))
+            stack.enter_context(_exchange(table_of, "from_torchlib", staticmethod(copy_translations)))
         yield
+
+
+def _find(module: str, name: str) -> tuple[Any, str] | None:
+    """Return the module and the name; None where this torch has no such module, or nothing of that name in it."""
+    try:
+        home = import_module(module)
+    except ModuleNotFoundError:
+        return None
+    return (home, name) if hasattr(home, name) else None
 
 
 @cache
