@@ -25,6 +25,8 @@ EVALUATING = 0.1
 ResNet-56 on one thread one on 2,500 images takes six steps' time: twenty of them left a training of a minute nine."""
 
 
+MEASURED_BYTES = 2**28
+"""Of what is learned, from which on samples are taken in parts where memory asks for it; smaller models fit."""
 ROOM = 0.7
 """Part of the memory left that the samples of a step may take together: gradients of activations lie beside these."""
 

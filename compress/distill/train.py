@@ -27,6 +27,7 @@ from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.schedule import (
+    MEASURED_BYTES,
     ROOM,
     Rows,
     TrainingSchedule,
@@ -64,8 +65,6 @@ TINY = 1e-12
 FILE = "training.safetensors"
 MOMENTUM = 0.9
 """Of SGD."""
-MEASURED_BYTES = 2**28
-"""Of what is learned, from which on samples are taken in parts where memory asks for it; smaller models fit."""
 REDUCED_BYTES = 2
 """Of a number in bfloat16."""
 COPIES_TO_COME = 2

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.schedule import EVALUATIONS, ROOM, Optimizer, Precision, TrainingSchedule
+from compress.distill.schedule import EVALUATIONS, MEASURED_BYTES, ROOM, Optimizer, Precision, TrainingSchedule
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Note
 from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
@@ -201,9 +201,10 @@ class TrainingPass(Pass):
         if kept:
             held = learner.n_bytes + (facts.n_bytes - n_kept) // (1 + half) + int(LEARNED_COPIES * learned)
         held += PIECE_BYTES * pieces
+        free = data.free_bytes if learned >= MEASURED_BYTES else None
         return PassCost(
             runs * data.filled * (BFLOAT16 if half else 1),
-            held + fit_samples(self.batch_size, sample, data.free_bytes, held) * sample,
+            held + fit_samples(self.batch_size, sample, free, held) * sample,
             STATE_COPIES * learned if kept else STATE_COPIES * facts.n_bytes,
         )
 

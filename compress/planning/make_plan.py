@@ -15,6 +15,7 @@ from compress.blocks.materialise import copy_without_weights, tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.chat import are_chats
 from compress.data.training import n_rows
+from compress.distill.schedule import MEASURED_BYTES
 from compress.errors import CompressError, ExportError, NotExportable, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
 from compress.export.decoder import find_states
@@ -426,7 +427,8 @@ def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWo
     passes, timed = inputs.recipe.passes, find_timed_batch(inputs)
     way = "take a machine with more, or make room"
     if hasattr(dict(zip(pass_names(passes), passes, strict=True)).get(largest.name), "batch_size"):
-        way = "give it a smaller batch_size, or shorter samples"
+        way = "give it shorter samples"
+        way += ", or a smaller batch_size" if inputs.facts.n_bytes < MEASURED_BYTES else ""
     elif largest.name == JUDGING and timed is not None and largest.memory_bytes - timed.n_bytes <= free:
         way = f"give validate.benchmark a smaller {timed.key}"
     needed = f"{largest.name} takes about {size_text(largest.memory_bytes)} of memory"
