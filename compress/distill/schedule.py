@@ -27,8 +27,6 @@ ResNet-56 on one thread one on 2,500 images takes six steps' time: twenty of the
 
 MEASURED_BYTES = 2**28
 """Of what is learned, from which on samples are taken in parts where memory asks for it; smaller models fit."""
-ROOM = 0.7
-"""Part of the memory left that the samples of a step may take together: gradients of activations lie beside these."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,12 @@ def step_rows(rows: Rows, schedule: TrainingSchedule, step: int) -> Rows:
 def step_random(schedule: TrainingSchedule, step: int) -> np.random.Generator:
     """Make the generator that augments a step's samples."""
     return np.random.default_rng([schedule.seed, 2, step])
+
+
+def fit_samples(wanted: int, sample_bytes: int, free_bytes: int) -> int:
+    """Return how many of a step's samples go through a model together in memory that is free; at least one."""
+    share = 0.7  # a guess: gradients of activations lie beside what is counted
+    return max(min(wanted, int(share * free_bytes) // max(sample_bytes, 1)), 1)
 
 
 @lru_cache(maxsize=2)

@@ -28,9 +28,9 @@ from compress.distill.batch import Batch, part, to_device
 from compress.distill.batchnorm import set_mode, share_statistics
 from compress.distill.schedule import (
     MEASURED_BYTES,
-    ROOM,
     Rows,
     TrainingSchedule,
+    fit_samples,
     is_evaluation_due,
     learning_rate,
     progress_made,
@@ -212,9 +212,8 @@ class _Training:
         if self.schedule.precision == "bfloat16":  # matrices are kept in it, however many samples there are
             kept -= sum(p.numel() * REDUCED_BYTES for p in self.parameters if p.dim() > 1)
         moments = 1 if self.schedule.optimizer == "sgd" else 2
-        to_come = int(n_learned * (COPIES_TO_COME + moments))
-        room = ROOM * (available_bytes() - to_come)
-        fitting = int(max(min(room // max(kept, 1), wanted), 1))
+        to_come = n_learned * (COPIES_TO_COME + moments)
+        fitting = fit_samples(wanted, kept, available_bytes() - to_come)
         if fitting < wanted:
             text = f"memory holds {fitting} of a step's {wanted} samples at once; they are taken in parts"
             self.options.log(f"{self.options.name}: {text}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.distill.schedule import EVALUATIONS, MEASURED_BYTES, ROOM, Optimizer, Precision, TrainingSchedule
+from compress.distill.schedule import EVALUATIONS, MEASURED_BYTES, Optimizer, Precision, TrainingSchedule, fit_samples
 from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, Note
 from compress.passes.base import STATE_COPIES, DataSize, Pass, PassCost, Stage
 from compress.specs import LayerPattern, Record
@@ -201,10 +201,12 @@ class TrainingPass(Pass):
         if kept:
             held = learner.n_bytes + (facts.n_bytes - n_kept) // (1 + half) + int(LEARNED_COPIES * learned)
         held += PIECE_BYTES * pieces
-        free = data.free_bytes if learned >= MEASURED_BYTES else None
+        together = self.batch_size
+        if learned >= MEASURED_BYTES and data.free_bytes is not None:
+            together = fit_samples(self.batch_size, sample, data.free_bytes - held)
         return PassCost(
             runs * data.filled * (BFLOAT16 if half else 1),
-            held + fit_samples(self.batch_size, sample, free, held) * sample,
+            held + together * sample,
             STATE_COPIES * learned if kept else STATE_COPIES * facts.n_bytes,
         )
 
@@ -448,13 +450,6 @@ class LearningPass(TrainingPass):
         text = f"{self.kind}: {schedule.steps} steps of {schedule.batch_size} samples"
         kept = f"its outputs are kept on disk ({size_text(n_bytes)})" if n_bytes else "it is run in every step"
         return [Note("info", f"{text}; the teacher: {kept}" if self.needs_teacher(facts.task) else text)]
-
-
-def fit_samples(wanted: int, sample_bytes: int, free_bytes: int | None, held_bytes: int) -> int:
-    """Return how many samples go through a model together in memory that is free, `held_bytes` taken by the rest."""
-    if free_bytes is None:
-        return wanted
-    return max(min(wanted, int(ROOM * (free_bytes - held_bytes)) // max(sample_bytes, 1)), 1)
 
 
 def _head_problems(kind: str, terms: Terms, spec: Detections) -> list[str]:
