@@ -95,10 +95,10 @@ def next_token_logits_term(temperature: float) -> Term:
             return _mean_by_row(divergence(own, other, temperature), chosen)
         answer = teacher.head
 
-        def measure(logits: Tensor, tokens: slice) -> Tensor:
+        def measure(tokens: slice) -> Callable[[Tensor, slice], Tensor]:
             with torch.no_grad():
                 wanted = answer(other[tokens])
-            return divergence(logits, wanted, temperature)
+            return lambda logits, rows: divergence(logits, wanted[rows], temperature)
 
         return _mean_by_row(measure_in_pieces(measure, own, student.head), chosen)
 
@@ -127,8 +127,8 @@ def next_token_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
     if student.head is None:
         return _mean_by_row(F.cross_entropy(own.float(), ids, reduction="none"), chosen)
 
-    def measure(logits: Tensor, tokens: slice) -> Tensor:
-        return F.cross_entropy(logits.float(), ids[tokens], reduction="none")
+    def measure(tokens: slice) -> Callable[[Tensor, slice], Tensor]:
+        return lambda logits, rows: F.cross_entropy(logits.float(), ids[tokens][rows], reduction="none")
 
     return _mean_by_row(measure_in_pieces(measure, own, student.head), chosen)
 

@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from compress.blocks.forward import name_outputs, remove_hooks_on_exit
 
 PIECE_LOGITS = 2**25
-"""Logits that are there at once: 128 MiB in float32, and about ten times that with what a loss makes of both models'.
+"""Logits of a model that are there at once: 64 MiB in bfloat16. A product of fewer tokens reads the head for little."""
+MEASURED_LOGITS = 2**20
+"""Logits of which a loss makes its copies at once: few enough for a processor's caches, and for memory that is at hand.
 """
-Measure = Callable[[Tensor, slice], Tensor]
-"""(logits [m, V], which of the tokens they are of) -> [m]."""
+Measure = Callable[[slice], Callable[[Tensor, slice], Tensor]]
+"""Which of the tokens -> (logits [m, V], which of those they are of) -> [m]."""
 
 
 def find_head(module: nn.Module, feeds: Mapping[str, Tensor], least: int) -> nn.Linear | None:
@@ -101,23 +103,52 @@ class Head:
 
 def measure_in_pieces(measure: Measure, hidden: Tensor, head: Head) -> Tensor:
     """Return `measure` of the logits that a head gives of hidden states [n, D], of few tokens at a time: [n]."""
-    size = max(PIECE_LOGITS // head.layer.out_features, 1)
 
     def measure_piece(part: Tensor, tokens: slice) -> Tensor:
-        return measure(head(part), tokens)
+        gaps: Tensor = _ByRows.apply(head(part), measure(tokens))
+        return gaps
 
-    pieces = [slice(start, start + size) for start in range(0, max(len(hidden), 1), size)]
+    pieces = _split(len(hidden), PIECE_LOGITS // head.layer.out_features)
     if head.trained:  # its gradients, too, are of all pieces
         return torch.cat([checkpoint(measure_piece, hidden[piece], piece, use_reentrant=False) for piece in pieces])
     gaps: Tensor = _InPieces.apply(hidden, measure_piece, pieces)
     return gaps
 
 
+def _split(n: int, size: int) -> list[slice]:
+    """Return `n` in slices of `size`, at least of 1; one, empty, of none."""
+    return [slice(start, start + max(size, 1)) for start in range(0, max(n, 1), max(size, 1))]
+
+
+class _ByRows(torch.autograd.Function):
+    """What is measured of logits [m, V], a few rows at a time; the slope of each is taken with it."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, measure: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        wanted, gaps = context.needs_input_grad[0], list[Tensor]()
+        slopes = torch.empty_like(logits) if wanted else None
+        for rows in _split(len(logits), MEASURED_LOGITS // logits.shape[1]):
+            few = logits[rows].detach().requires_grad_(wanted)
+            with torch.set_grad_enabled(wanted):
+                gap = measure(few, rows)
+                if slopes is not None:
+                    (slopes[rows],) = torch.autograd.grad(gap.sum(), few)
+            gaps.append(gap.detach())
+        if slopes is not None:
+            context.save_for_backward(slopes)
+        return torch.cat(gaps)
+
+    @staticmethod
+    def backward(context: Any, wanted: Tensor) -> tuple[Tensor, None]:
+        (slopes,) = context.saved_tensors
+        return slopes.mul_(wanted[:, None]), None
+
+
 class _InPieces(torch.autograd.Function):
     """Each token's number depends on its own state alone: its slope is taken at once, and no logits are kept for it."""
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, measure: Measure, pieces: list[slice]) -> Tensor:
+    def forward(context: Any, hidden: Tensor, measure: Callable[..., Tensor], pieces: list[slice]) -> Tensor:
         gaps, slopes = list[Tensor](), list[Tensor]()
         for piece in pieces:
             with torch.set_grad_enabled(context.needs_input_grad[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,13 +42,14 @@ def test_pieces_give_the_loss_and_the_slopes_of_the_whole(trained: bool, monkeyp
     states, weights = torch.randn(7, 8, requires_grad=True), torch.rand(7)
     sizes = []
 
-    def measure(logits: Tensor, tokens: slice) -> Tensor:
-        sizes.append(len(logits))
-        return divergence(logits, wanted[tokens])
+    def measure(tokens: slice) -> Callable[[Tensor, slice], Tensor]:
+        sizes.append(len(wanted[tokens]))
+        return lambda logits, rows: divergence(logits, wanted[tokens][rows])
 
     whole = divergence(layer(states), wanted)
     slopes = torch.autograd.grad((whole * weights).sum(), [states, *([layer.weight] if trained else [])])
     monkeypatch.setattr(vocabulary, "PIECE_LOGITS", 3 * 20)
+    monkeypatch.setattr(vocabulary, "MEASURED_LOGITS", 2 * 20)
     pieces = measure_in_pieces(measure, states, Head(layer, reduced=False))
     found = torch.autograd.grad((pieces * weights).sum(), [states, *([layer.weight] if trained else [])])
     assert max(sizes) == 3 and torch.allclose(pieces, whole, atol=1e-6)
