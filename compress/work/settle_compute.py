@@ -35,21 +35,19 @@ def settle_compute(config: Pass, model: StreamedModel, context: PassContext) -> 
         return config, Settled()
     n_weights = sum(layer.n_weights for layer in list_layers(model) if layer.role != "table")
     work = count_rows(context.batches) * n_weights
-    if work < WORTH:
+    record = recall(context, FILE) or {"compute": find_faster(work, context.device)}
+    compute: Compute | None = record["compute"]
+    if compute is None:
         return config, Settled()
-    record = recall(context, FILE)
-    if record is None:
-        record = {"compute": find_faster(work, context.device)}
-        keep(context, FILE, record)
-    compute: Compute = record["compute"]
+    keep(context, FILE, record)
     note = Note("info", f"{config.kind}: compute: {compute}, the sooner here")
     return config.model_copy(update={"compute": compute}), Settled({"compute": compute}, (note,))
 
 
-def find_faster(work: float, device: str) -> Compute:
-    """Return what this machine multiplies large matrices sooner in; float32 where `work` multiplications are few."""
+def find_faster(work: float, device: str) -> Compute | None:
+    """Return what this machine multiplies large matrices sooner in; None where `work` multiplications are few."""
     if work < WORTH:
-        return "float32"
+        return None
     factor = torch.ones(WIDTH, WIDTH, device=device)
 
     def multiply(compute: Compute) -> None:
