@@ -105,6 +105,11 @@ def is_near(kind: str, left: float) -> bool:
     return 1 - SLACK <= left <= ENOUGH[kind]
 
 
+def find_lack(left: Needs) -> float:
+    """Return how many times less than what is needed a structure gives; 1 or less: it gives enough."""
+    return max(left.size / ENOUGH["size"], left.speed / ENOUGH["speed"])
+
+
 def gives_too_much(left: Needs) -> bool:
     """Return whether a structure is smaller and faster than what is needed, by more than `SLACK` in both."""
     return max(left.size, left.speed) < 1 - SLACK
@@ -392,8 +397,9 @@ class Pursuit:
     def fit(self, needs: Needs, depth: float, last: float) -> str:
         """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
 
-        `last`: the seconds that are kept for the last training. Returns the name of the one that has what is needed,
-        untrained the best of them; else of the nearest; "" where nothing can be cut so.
+        `last`: the seconds that are kept for the last training, half of them while nothing gives enough. Returns the
+        name of the one that has what is needed, untrained the best of them; else of the nearest; "" where nothing can
+        be cut so.
         """
         tried: dict[str, Needs] = {}
         structure = self.design(needs, depth)
@@ -410,15 +416,16 @@ class Pursuit:
             if not gives_too_much(left) and self.is_beaten(run):  # changing it cuts more, and makes it no better
                 break
             took = begun - self.seconds_left()
-            if self.seconds_left() - took < last:  # another would take as long
+            # what lacks size or speed lacks it trained, too: where there is no other, setting it right is worth more
+            kept = last / 2 if not self.list_fitted() and find_lack(left) > 1 else last
+            if self.seconds_left() - took < kept:  # another would take as long
                 break
             structure = self.improve(structure, needs, depth, tried)
 
         def lack(name: str) -> tuple[float, ...]:
             run = self.run_of(f"{name}{UNTRAINED}", SHORT)
             assert run is not None
-            lacking = max(tried[name].size / ENOUGH["size"], tried[name].speed / ENOUGH["speed"], 1.0)
-            return lacking, *self.rank_key(run)
+            return max(find_lack(tried[name]), 1.0), *self.rank_key(run)
 
         return min(tried, key=lack, default="")
 
@@ -581,7 +588,7 @@ class Pursuit:
         if not self.run_of(raced, SHORT):
             return structure
         left = self.read_needs(raced)
-        if left.size <= ENOUGH["size"] and left.speed <= ENOUGH["speed"]:
+        if find_lack(left) <= 1:
             return structure
         better = self.change(structure, raced, Needs(min(left.size, FAR), min(left.speed, FAR)))
         return structure if self.ground.explain_misfit(better.passes()) else better
