@@ -138,14 +138,18 @@ class Hurried(Measured):
         return run(0.9, 0.01)
 
 
-@pytest.mark.parametrize(("seconds", "n_tried"), [(1000.0, 3), (600.0, 2), (510.0, 1)])
-def test_fitting_leaves_the_last_training_its_time(seconds: float, n_tried: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "left", "n_tried"), [(1000.0, 1.0, 3), (600.0, 1.0, 2), (510.0, 1.0, 1), (510.0, 1.3, 3), (400, 1.3, 2)]
+)
+def test_fitting_leaves_the_last_training_its_time_and_half_of_it_while_nothing_fits(
+    seconds: float, left: float, n_tried: int
+) -> None:
     pursuit = Hurried(seconds, {})
     cuts = iter(PrunedStructure(keep) for keep in range(8, 0, -1))
     pursuit.design = lambda *_: next(cuts)  # type: ignore[method-assign]
     pursuit.improve = lambda *_: next(cuts)  # type: ignore[method-assign]
     pursuit.learn_yields = lambda *_: None  # type: ignore[method-assign]
-    pursuit.read_needs = lambda name: Needs(1.3, 1.3)  # type: ignore[method-assign]
+    pursuit.read_needs = lambda name: Needs(left, left)  # type: ignore[method-assign]
     pursuit.run_of = lambda name, rung: run(0.9, 0.01)  # type: ignore[method-assign]
     pursuit.fit(Needs(1.5, 1.5), 1.0, 400.0)
     assert len(pursuit.tried) == n_tried
