@@ -17,8 +17,6 @@ from torch import Tensor
 Feeds = Mapping[str, np.ndarray]
 ROWS = 4096
 """Tokens that go through a block at once, at most, unless one sample has more."""
-ROWS_OF_OTHERS = 256
-"""What a sample that is not a row of tokens (an image) is counted as."""
 MASK = "attention_mask"
 _ROWS: ContextVar[Tensor | None] = ContextVar("rows", default=None)
 
@@ -103,7 +101,8 @@ def _split_feeds(feeds: Feeds, rows: int) -> Iterator[Feeds]:
 
 def _count_rows_per_sample(feeds: Feeds) -> int:
     first = next(iter(feeds.values()))
-    return first.shape[1] if first.ndim == 2 and first.dtype.kind in "iu" else ROWS_OF_OTHERS
+    # A sample that is not a row of tokens (an image) counts as 256.
+    return first.shape[1] if first.ndim == 2 and first.dtype.kind in "iu" else 256
 
 
 def count_rows(many: Sequence[Feeds]) -> int:

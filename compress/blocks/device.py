@@ -18,8 +18,6 @@ import torch
 from compress.errors import PassError
 
 CPU = torch.device("cpu")
-HELD_PART = 0.25
-"""Of the memory that a device has free before the first block; the rest is for a block and the work on it."""
 LEAST_ROWS = 128
 """Tokens at once below which it is not the tokens that a device has no room for."""
 
@@ -63,7 +61,8 @@ def explain_no_device(wanted: str) -> str:
 
 def room_for_activations(device: torch.device) -> int:
     """Return the bytes of a device's memory in which activations may stay between blocks; 0 of the processor."""
-    return 0 if device.type == "cpu" else int(HELD_PART * torch.cuda.mem_get_info(device)[0])
+    # three quarters are for a block and the work on it
+    return 0 if device.type == "cpu" else int(0.25 * torch.cuda.mem_get_info(device)[0])
 
 
 class DeviceAttempt(AbstractContextManager[None]):

@@ -16,8 +16,6 @@ from runtime.words import interval_brackets, size_text
 State = Literal["measured", "not possible", "not built", "failed", "late"]
 FLOAT, PLACED = "float32", "int8-static"
 """Formats: what all are held against; the one whose layers can be chosen by their times."""
-LITTLE = 1.2
-"""Of float32's speed; an int8 row below it is built once more, with the layers that gain from int8 alone."""
 SAME = 0.02
 """Of a ratio around 1: as fast as float32, whatever the noise of few rounds."""
 MOST_SHOWN = 2
@@ -75,8 +73,8 @@ class BenchRow:
 
     @property
     def may_gain(self) -> bool:
-        """Return whether a search for the layers that gain from int8 may make the row faster."""
-        timed = self.state == "measured" and self.speedup is not None and self.speedup < LITTLE
+        """Return whether a search for the layers that gain from int8 may make the row faster: where it gains little."""
+        timed = self.state == "measured" and self.speedup is not None and self.speedup < 1.2
         return timed and self.format == PLACED and not self.placement
 
     @property

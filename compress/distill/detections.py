@@ -17,8 +17,6 @@ from compress.distill.losses import divergence
 from compress.errors import PassError
 from runtime.bundle.detections import WHOLE, Detections
 
-SMOOTH = 0.1
-"""Parts of a box's side below which its error counts by its square."""
 EDGE = 1e-6
 """Scores that come ready stay so far from 0 and 1."""
 
@@ -106,7 +104,8 @@ def box_error(student: HeadNumbers, teacher: HeadNumbers, spec: Detections) -> T
     """
     target = teacher.boxes.detach()
     apart = (student.boxes - target) / _measure_sides(target, spec)
-    gaps = F.smooth_l1_loss(apart, torch.zeros_like(apart), beta=SMOOTH, reduction="none").sum(-1)
+    # Below a tenth of a box's side its error counts by its square.
+    gaps = F.smooth_l1_loss(apart, torch.zeros_like(apart), beta=0.1, reduction="none").sum(-1)
     sure = measure_confidence(teacher, spec)
     return (gaps * sure).sum(1) / sure.sum(1).clamp_min(1.0)
 

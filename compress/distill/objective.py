@@ -39,8 +39,6 @@ Pairs = tuple[tuple[str, str], ...]
 LayerMap = str | Pairs
 """Pairs, "uniform", or `re:` and a regular expression."""
 UNIFORM, REGEX = "uniform", "re:"
-IMPOSSIBLE = -1e4
-"""A logit of what cannot be."""
 UNLABELLED = -100
 """Of labels [b, 2]: nothing is learned of it."""
 
@@ -221,7 +219,8 @@ def span_labels_term(batch: Batch, student: Seen, teacher: Seen) -> Tensor:
 
 
 def _hide_padding(logits: Tensor, batch: Batch) -> Tensor:
-    return logits.float() if batch.mask is None else logits.float().masked_fill(batch.mask == 0, IMPOSSIBLE)
+    """Return logits [b, T] with such as cannot be where there is padding."""
+    return logits.float() if batch.mask is None else logits.float().masked_fill(batch.mask == 0, -1e4)
 
 
 LEARNED: dict[str, tuple[Callable[[float], Term], Term]] = {

@@ -19,8 +19,6 @@ GROUPS = (-1, 32, 64, 128)
 W4AFP8_GROUP = 128
 """Of vLLM's CUTLASS kernel, which compute capability 9.0 alone has."""
 GPTQ_BITS, AWQ_BITS, AWQ_OUTPUTS = (2, 3, 4, 8), 4, 8
-DENSE_BITS = (3, 5, 6, 7)
-"""Widths that compressed-tensors packs without gaps since 0.18, and other than that before it."""
 
 
 def checkpoint_problems(
@@ -75,7 +73,8 @@ def checkpoint_notes(
     if small := sorted({scheme.name for scheme in schemes.values() if scheme.weights.scales != "float"}):
         text = f"{', '.join(small)}: transformers unpacks such weights into bfloat16; load it with dtype=torch.bfloat16"
         notes.append(Note("warning" if export.dtype in ("float32", "float16") else "info", text))
-    dense = sorted({scheme.weights.bits for scheme in schemes.values()} & set(DENSE_BITS))
+    # widths that compressed-tensors packs without gaps since 0.18, and other than that before it
+    dense = sorted({scheme.weights.bits for scheme in schemes.values()} & {3, 5, 6, 7})
     if dense:
         bits = ", ".join(map(str, dense))
         notes.append(Note("info", f"weights of {bits} bits are read by compressed-tensors 0.18 and later"))

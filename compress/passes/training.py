@@ -44,8 +44,6 @@ FORWARDS = 4.0
 """Forward passes that one training step of a sample costs: the teacher's, the student's, twice that backwards."""
 BFLOAT16 = 0.65
 """Part of float32's time that a training step takes in bfloat16, where the processor has it."""
-KEPT_COPIES = 3
-"""Of what the layers give, that backward needs: their outputs, what norms and activations make of them, gradients."""
 LONGEST = 1.5
 """Times what a batch's texts are usually padded to, that the longest of a run is."""
 LARGE_TABLE = 2**24
@@ -55,9 +53,6 @@ HEADS = ("head", "tied")
 """Roles of an output layer."""
 PIECE_BYTES = 2**30
 """Of the logits of few tokens, both models', and what a loss makes of them."""
-LEARNED_COPIES = 4.5
-"""Float copies of what is learned beside itself, where tables are not: gradients, two moments, the best, and in
-bfloat16 half a one, or a state as it is saved."""
 TRAINED_COPIES = 9
 """Float copies while a model is trained: its own, the teacher's, gradients, two moments, the best, a state as saved."""
 Weight = Annotated[float, Field(gt=0)]
@@ -194,12 +189,15 @@ class TrainingPass(Pass):
         runs = tried * forward * schedule.steps * schedule.batch_size + 2 * evaluations
         counted = [layer for layer in learner.layers if not (pieces and layer.role in HEADS)]
         outputs = FLOAT_BYTES // (1 + half) * sum(layer.n_outputs for layer in counted)
-        sample = int(min(LONGEST * data.filled, 1) * KEPT_COPIES * outputs)
+        # Backward needs three copies of what the layers give: it, what norms and activations make of it, gradients.
+        sample = int(min(LONGEST * data.filled, 1) * 3 * outputs)
         n_kept = sum(layer.n_bytes for layer in kept)
         learned = learner.n_bytes - n_kept
         held = TRAINED_COPIES * facts.n_bytes
         if kept:
-            held = learner.n_bytes + (facts.n_bytes - n_kept) // (1 + half) + int(LEARNED_COPIES * learned)
+            # Beside itself what is learned has gradients, two moments, the best, and in bfloat16 half a one, or a state
+            # as it is saved.
+            held = learner.n_bytes + (facts.n_bytes - n_kept) // (1 + half) + int(4.5 * learned)
         held += PIECE_BYTES * pieces
         together = self.batch_size
         if learned >= MEASURED_BYTES and data.free_bytes is not None:

@@ -54,9 +54,6 @@ ON_CPU = ("onnxruntime-cpu", "openvino")
 EFFICIENCY = 0.8
 """Part of a large matrix product's rate that a model reaches: ResNet-56 takes 2.4 ms for 0.25 GFLOP where that rate is
 100 GFLOP/s; smaller ones reach less."""
-WEIGHT_WORK = 6000
-"""Multiply-adds in whose time a weight of a block is read, rounded and written, beside the forwards: gptq of
-all-MiniLM-L6-v2 on 64 texts took 14 s beside other programs, and 9 are guessed with this."""
 START_S, LAYER_S, CLOCK_S = 5.0, 0.1, 15.0
 """Seconds until work begins; of exporting a layer of torch; of timing, where a choice or a verdict rests on it: of the
 quickstart, of ResNet-56 with 57 layers, and of the quickstart's choice of placement."""
@@ -230,7 +227,9 @@ class _Run:
         pass_ = self.recipe.passes[number]
         filled = 1.0 if pass_.needs_train else self._fill("calibration")
         work = self.cost(number).forwards * filled * self.before.macs
-        work += WEIGHT_WORK * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
+        # Multiply-adds in whose time a weight of a block is read, rounded and written, beside the forwards: gptq of
+        # all-MiniLM-L6-v2 on 64 texts took 14 s beside other programs, and 9 are guessed with this.
+        work += 6000 * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
         timed = pass_.measures_time and self.recipe.unit == "call"
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
         work = min(work, longest * find_pace())

@@ -34,8 +34,6 @@ from compress.rounding.outputs import list_outputs, square_distance
 from runtime.progress import Progress, no_progress
 
 Importance = Literal["obs", "obd", "activation", "l1", "l2", "bn_scale", "taylor", "fisher", "random"]
-MEASURED_SHARES = (0.5, 0.25)
-"""Of its units, with so many left."""
 
 
 def find_curves(
@@ -147,7 +145,7 @@ def _find_curves_from_inputs(
     for dimension, own, weighed in zip(dimensions, readers, reading_layers, strict=True):
         curve = eliminate(weighed)
         damages = {}
-        for width in {max(1, round(share * dimension.n_units)) for share in MEASURED_SHARES}:
+        for width in {max(1, round(share * dimension.n_units)) for share in (0.5, 0.25)}:
             removed = curve.order[: dimension.n_units - width]
             damages[width] = measure_damage(module, own, removed, held, targets)
         curves.append(calibrate_curve(curve, dimension.n_units, damages))

@@ -30,7 +30,6 @@ from compress.timing.clock import Clock
 from runtime.clock.graphs import Attribute, Node, write_model
 
 OPSET = 20
-LINKS = 4
 BUDGET_S = 20.0
 """Seconds for the calls of one layer at all its sizes."""
 GRID = 8
@@ -219,7 +218,7 @@ def chain(shape: LayerShape, n_out: int, n_in: int) -> tuple[ir.Model, tuple[int
     width = n_in * groups
     weight_bytes = 8 * n_out * n_in * int(np.prod(shape.kernel))
     # as many links as 8 MiB hold weights of
-    links = int(np.clip(2**23 // weight_bytes, 1, LINKS))
+    links = int(np.clip(2**23 // weight_bytes, 1, 4))
     rng = np.random.default_rng(0)
     nodes: list[Node] = []
     names, weights, current = [], {}, "x"

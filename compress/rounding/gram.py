@@ -13,8 +13,6 @@ from compress.rounding.products import Compute, products_in
 
 MIRRORED = 1024
 """Rows that are mirrored at once."""
-STRIPES = 4
-"""The product is symmetric: of so many stripes of columns, each is multiplied with those up to itself alone."""
 
 NARROW = 512
 """Below this width one product is cheaper than its stripes."""
@@ -36,7 +34,8 @@ class Gram:
         self.n_rows += len(rows)
         rows = rows.float()
         width = rows.shape[1]
-        step = width if width < NARROW else -(-width // STRIPES)
+        # The product is symmetric: of four stripes of columns, each is multiplied with those up to itself alone.
+        step = width if width < NARROW else -(-width // 4)
         for start in range(0, width, step):  # the upper triangle of the product, stripe by stripe
             stripe = rows[:, start : start + step]
             with products_in(self.compute):

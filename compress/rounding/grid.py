@@ -30,8 +30,6 @@ FITS = 2
 """Least-squares fits of a scale to its levels after the search."""
 E4M3_STEPS = range(-7, 8)
 """What is tried for an E4M3 scale: its code minus that of the range's; 8 double it. 4/6 of the range are 4 or 5 up."""
-GLOBAL_ROOM = 4.0
-"""An E4M3 scale is at most its type's largest where the largest weight is this number of FP4 (the second largest)."""
 GLOBALS = 8
 """Scales of a whole NVFP4 tensor that are tried, over one octave: others have the same E4M3 scales."""
 GLOBAL_REACH = 2.0**100
@@ -294,7 +292,8 @@ def _fit_floats(
 
 def _list_globals(rule: ScaleRule, peak: Tensor, power: Tensor, count: int) -> list[ScaleRule]:
     """Return rules with scales of a whole NVFP4 tensor, whose largest weight is `peak` after dividing by `power`."""
-    most = E4M3.high * GLOBAL_ROOM / (float(peak) or 1.0)
+    # An E4M3 scale is at most its type's largest where the largest weight is 4, FP4's second largest number.
+    most = E4M3.high * 4.0 / (float(peak) or 1.0)
     least, largest = float(power) / GLOBAL_REACH, float(power) * GLOBAL_REACH
     scales = torch.tensor([min(max(most * 2 ** (-k / GLOBALS), least), largest) for k in range(count)])
     return [replace(rule, global_scale=scale) for scale in scales.tolist()]

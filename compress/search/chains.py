@@ -22,8 +22,6 @@ from compress.tasks import find_torch_task
 Passes = list[dict[str, Any]]
 FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
 """By what the target reads: ONNX stores nothing in less than four bits."""
-TABLE_BITS = (8, 4)
-"""Of embeddings and the output layer: what every target looks up."""
 CACHED = "-kv8"
 """Behind a format's name: with a decoder's keys and values in eight bits, too."""
 GROUP = 32
@@ -78,7 +76,8 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
     for bits in FEWER_BITS[ground.target.reads]:
         weights = {"kind": rounding, "bits": bits, "group_size": GROUP, "indivisible": "fit"}
         found[f"w{bits}"] = [weights]
-        for tables in (n for n in TABLE_BITS if n >= bits):
+        # Tables of 8 and 4 bits every target looks up.
+        for tables in (n for n in (8, 4) if n >= bits):
             found[f"w{bits}-tables{tables}"] = [weights | {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}]
     fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
     # what makes a model no smaller than that is not worth a look

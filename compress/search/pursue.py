@@ -72,8 +72,6 @@ MORE = 1.1
 """Times what a judged format is foreseen to give, from which on another is worth a look."""
 RACE = 0.35
 """Part of the time left that the race may take."""
-TASTE = 0.035
-"""Part of the time left that each structure is trained for in the race; never less than `LEAST_TASTE_S`."""
 LEAST_TASTE_S = 20.0
 CUT_S, JUDGING_S = 40.0, 60.0
 """What cutting a structure takes, and building and judging a format, before anything was measured."""
@@ -81,17 +79,8 @@ ROOM = {"size": 1.02, "speed": 1.06}
 """By how much structures are made to pass the goal: a file is foreseen better than a time."""
 ENOUGH = {"size": 1.02, "speed": 1.03}
 """What of that room may be lacking in what was measured: a file has its size, a time is measured again."""
-YIELDS = (0.2, 1.5)
-"""Between these a measured yield is believed."""
-AT_THE_END = 0.5
-"""The least yield that is believed of channels that lack speed: where less came, they may be at their end, which says
-nothing of those of other structures. ResNet-20's, which lacked none, gave 0.41 of what they promised."""
 FAR = 1.1
 """How many times less than what is needed a structure may give and still be compared with the others."""
-LONG_JUDGING = 0.1
-"""Part of the time left before the first structure, from which on judging is long, and they are compared on a part of
-the samples. Of a sixteenth of 5,000 images top-1 was known within 3 to 5 points; a ResNet-20's structures lay 0.6
-apart."""
 MOST_FITTINGS, USUAL_FITTINGS = 3, 1.5
 """Times that a structure is judged untrained and changed."""
 SLACK = 0.04
@@ -352,7 +341,9 @@ class Pursuit:
         mixtures = DEPTHS if len(self.ground.facts.removable or ()) > 1 else DEPTHS[-1:]
         last = self.seconds_left() * (1 - RACE)
         if self.known.rough is None:  # once, for what is compared is judged alike
-            self.known.rough = self.judging_s() > LONG_JUDGING * self.seconds_left()
+            # Where judging is long, they are compared on a part of the samples. Of a sixteenth of 5,000 images top-1
+            # was known within 3 to 5 points; a ResNet-20's structures lay 0.6 apart.
+            self.known.rough = self.judging_s() > 0.1 * self.seconds_left()
         for depth in (depth for depth in map(str, mixtures) if depth not in self.known.fitted):
             if len(self.list_fitted()) >= n:
                 break
@@ -494,7 +485,7 @@ class Pursuit:
     def plan_race(self) -> tuple[float, int]:
         """Return the seconds of training for each structure, and how many structures there is time for."""
         left = self.seconds_left()
-        taste = max(TASTE * left, LEAST_TASTE_S)
+        taste = max(0.035 * left, LEAST_TASTE_S)
         judged = 1 + USUAL_FITTINGS
         each = taste + judged * (OVERHEAD * self.judging_s() + CUT_S)
         # at most 6 are trained a little before the best is trained in full
@@ -532,9 +523,11 @@ class Pursuit:
             found["time_by_blocks"] = faster / by_blocks
         elif self.ahead.asks_speed and by_channels:
             faster = math.log(base.speed / left.speed) - yields.time_by_blocks * by_blocks
-            least = AT_THE_END if left.speed > ENOUGH["speed"] else 0.0
+            # Channels that lack speed and gave less may be at their end, which says nothing of those of other
+            # structures. ResNet-20's, which lacked none, gave 0.41 of what they promised.
+            least = 0.5 if left.speed > ENOUGH["speed"] else 0.0
             found["time_by_channels"] = max(faster / by_channels, least)
-        low, high = YIELDS
+        low, high = 0.2, 1.5  # between these a measured yield is believed
         self.known.yields = replace(yields, **{key: min(max(n, low), high) for key, n in found.items()})
         self.keep()
 

@@ -27,9 +27,6 @@ from runtime.errors import RuntimeFailure
 from runtime.report.report import to_dict
 from runtime.report.validate import validate
 
-LEAST_SAMPLES = 64
-"""Of a set on any rung: of fewer, an accuracy's standard error is more than 6 points, and their order tells nothing."""
-
 
 def obey(order: dict[str, Any]) -> dict[str, Any]:
     """Do what an order says and return the answer, both as JSON values. Failures are answers."""
@@ -134,5 +131,6 @@ def reduce_recipe(recipe: Recipe, racing: Racing, share: float, n_samples: Mappi
 def _reduce(spec: DataSpec, share: float, n_all: int | None) -> DataSpec:
     n = spec.samples if spec.samples is not None else None if spec.also else n_all
     if n is not None:
-        spec = spec.model_copy(update={"samples": min(n, max(math.ceil(n * share), LEAST_SAMPLES))})
+        # Of fewer than 64, an accuracy's standard error is more than 6 points, and their order tells nothing.
+        spec = spec.model_copy(update={"samples": min(n, max(math.ceil(n * share), 64))})
     return spec.model_copy(update={"also": tuple(_reduce(part, share, None) for part in spec.also)})

@@ -17,10 +17,6 @@ from compress.rounding.smooth import smoothing_scales
 from compress.rounding.state import GraphState
 from compress.work.contexts import GraphContext
 
-ALPHA = 0.5
-"""How much of the spread between channels moves to the weight that reads it: both ranges then are their geometric mean,
-as published (Nagel et al., 2019)."""
-
 
 def apply_equalize(config: Equalize, state: GraphState, context: GraphContext) -> PassResult[GraphState]:
     """Equalize the channel ranges of layers that follow each other in the float graph. Raises PassError."""
@@ -49,6 +45,8 @@ def apply_equalize(config: Equalize, state: GraphState, context: GraphContext) -
             continue
         peak = observer.channel_peak
         assert peak is not None
-        equalize_pair(graph, pair, smoothing_scales(peak, input_channel_peak(pair.second), ALPHA))
+        # Half of the spread between channels moves to the weight that reads it: both ranges then are their geometric
+        # mean, as published (Nagel et al., 2019).
+        equalize_pair(graph, pair, smoothing_scales(peak, input_channel_peak(pair.second), 0.5))
         decisions[name] = LayerDecision(name, pair.second.type, "equalized", f"with {pair.first.name}")
     return PassResult(replace(state, model=graph), (*decisions.values(), *kept))

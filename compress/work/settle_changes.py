@@ -28,15 +28,7 @@ from compress.work.settled import Settled, keep, recall
 from compress.work.training import batches_of
 from runtime.clock.turns import time_in_turns
 
-SAME_CLASS = 0.9
-"""Of the images, that a change must leave the class that the teacher gave them."""
-TRIED_IMAGES = 512
-"""Of the training set, on which it is tried what a picture may suffer without becoming another class."""
 BATCH = 64
-SHIFTED = (8, 16, 32)
-"""A shift is by so small a part of the shorter side: the largest of them that the teacher bears."""
-BLENDED = 1.0
-"""Beta's alpha where images are blended; what a blend is, the teacher says."""
 GAIN = 0.9
 """Of the float32 time, that bfloat16 must stay below. A processor's flags tell nothing: a training step of ResNet-56
 takes 1.4 times as long in it on a Xeon that has AVX512-BF16 and no AMX."""
@@ -118,7 +110,7 @@ def _describe(value: Any) -> str:
 def _find_changes(loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, seed: int) -> Augmentation:
     """Return the changes that leave nearly all images their class; none where the task has no classes of images."""
     task = find_torch_task(loaded.task)
-    feeds = trainset.feeds(np.arange(min(TRIED_IMAGES, trainset.n)))
+    feeds = trainset.feeds(np.arange(min(512, trainset.n)))
     images = next(iter(feeds.values()))
     if task.loss != "classes" or len(feeds) != 1 or images.ndim != 4 or not {1, 3} & {images.shape[1], images.shape[3]}:
         return Augmentation()
@@ -131,12 +123,14 @@ def _find_changes(loaded: TorchModel, teacher: nn.Module, trainset: TrainSet, se
 
     def bears(change: Change) -> bool:
         after = give_classes(change(images, np.random.default_rng(seed)))
-        return float((after == before).mean()) >= SAME_CLASS
+        return float((after == before).mean()) >= 0.9
 
     side = min(images.shape[2:] if is_channels_first(images.shape) else images.shape[1:3])
-    shifts = [side // part for part in SHIFTED if side // part > 0]
+    # by so small a part of the shorter side: the largest of them that the teacher bears
+    shifts = [side // part for part in (8, 16, 32) if side // part > 0]
     crop = next((n for n in shifts if bears(partial(_shift, n))), 0)
-    return Augmentation(flip=bears(_mirror_all), crop=crop, mixup=BLENDED)
+    # Beta's alpha of 1 where images are blended: what a blend is, the teacher says.
+    return Augmentation(flip=bears(_mirror_all), crop=crop, mixup=1.0)
 
 
 def _shift(padding: int, images: np.ndarray, random: np.random.Generator) -> np.ndarray:

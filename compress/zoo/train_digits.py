@@ -21,7 +21,6 @@ from compress.zoo.digits_resnet import DIGITS, MEAN, STD, DigitsResNet, digits_r
 
 Split = dict[str, Any]
 """`image` and `label` arrays."""
-N_TEST = 797
 
 
 def digits_splits() -> tuple[Split, Split]:
@@ -32,7 +31,7 @@ def digits_splits() -> tuple[Split, Split]:
     digits = load_digits()
     image = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # [1797, 8, 8]
     label = digits.target.astype(np.int64)
-    train, test = train_test_split(np.arange(len(label)), test_size=N_TEST, stratify=label, random_state=0)
+    train, test = train_test_split(np.arange(len(label)), test_size=797, stratify=label, random_state=0)
     return {"image": image[train], "label": label[train]}, {"image": image[test], "label": label[test]}
 
 

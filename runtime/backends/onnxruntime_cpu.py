@@ -24,7 +24,6 @@ MOST_SAID = 300
 """Characters of an error that are shown."""
 ORT = ".ort"
 """How the name of a file in ONNX Runtime's own format ends, by which it knows it."""
-_ERROR = 3  # ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
 
 
 class Argument(Protocol):
@@ -162,7 +161,8 @@ def session_options(threads: int) -> SessionOptions:
     settings.inter_op_num_threads = 1
     settings.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-    settings.log_severity_level = _ERROR
+    # of ONNX Runtime's log levels: 0 verbose, 1 info, 2 warning, 3 error, 4 fatal
+    settings.log_severity_level = 3
     return settings
 
 

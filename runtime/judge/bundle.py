@@ -53,9 +53,6 @@ from runtime.tasks.manifest import verify
 from runtime.tasks.metrics import METRICS, is_own
 from runtime.tasks.predict import bundle_preprocessor, facts_of, run_samples
 
-BASELINE_TOLERANCE = 1e-3
-"""Nats per token by which the baseline may differ from its frozen sums: rounding on another machine or in torch."""
-
 
 def judge_model(
     case: Case,
@@ -283,7 +280,8 @@ def run_candidate(case: Case, progress: Progress = no_progress) -> Outputs:
     if manifest.generates and not case.alone:
         again, beside = run_beside(case.root, manifest, case.columns, case.backend, case.threads, progress)
         check_outputs(case.root, manifest.task, again, case.baseline)
-        check_sums(case.root, "baseline", BASELINE_TOLERANCE, again["nll"], again["n_tokens"], case.baseline)
+        # Nats per token: rounding on another machine or in torch.
+        check_sums(case.root, "baseline", 1e-3, again["nll"], again["n_tokens"], case.baseline)
         return beside
     with ExitStack() as stack:
         threads = case.threads or manifest.judgement.benchmark.threads

@@ -29,9 +29,6 @@ LEAST_REQUESTS = 1
 """Requests of each decoder that a process times, whatever they take: each is many tokens, and more processes follow."""
 WARM_TOKENS = 8
 """Tokens of an answer that warms a decoder up, or shows the memory that it takes: its cache has room for all."""
-WARM_S = 1.0
-"""Of such answers, after which no other is made: a decoder whose answers take so long has read all its weights in each
-of many calls. Three of each model were about a quarter of what a process took for Qwen2.5 0.5B, float32 and 4 bits."""
 PROMPTS = 16
 """Different batches of prompts that the rounds go through in turn."""
 Prompts = Sequence[Array] | Feeds
@@ -138,7 +135,9 @@ def _warm_up_decoder(decoder: Decoder | EncodedDecoder, prompts: Prompts, new_to
     start, made = time.perf_counter(), min(new_tokens, WARM_TOKENS)
     seconds = run_request(decoder, prompts, new_tokens, made=made)
     for _ in range(1, requests):
-        if time.perf_counter() - start > WARM_S:
+        # A decoder whose answers take so long has read all its weights in each of many calls. Three of each model were
+        # about a quarter of what a process took for Qwen2.5 0.5B, float32 and 4 bits.
+        if time.perf_counter() - start > 1.0:
             break
         seconds = run_request(decoder, prompts, new_tokens, made=made)
     return float(seconds[0] + (new_tokens - 1) * seconds[1:].mean())
