@@ -388,7 +388,7 @@ class Pursuit:
     def fit(self, needs: Needs, depth: float, last: float) -> str:
         """Judge a structure untrained, which says of size and speed what training does not change, and set it right.
 
-        `last`: the seconds that are kept for the last training, half of them while nothing gives enough. Returns the
+        `last`: the seconds that are kept for the last training, half of them while nothing is right. Returns the
         name of the one that has what is needed, untrained the best of them; else of the nearest; "" where nothing can
         be cut so.
         """
@@ -407,8 +407,9 @@ class Pursuit:
             if not gives_too_much(left) and self.is_beaten(run):  # changing it cuts more, and makes it no better
                 break
             took = begun - self.seconds_left()
-            # what lacks size or speed lacks it trained, too: where there is no other, setting it right is worth more
-            kept = last / 2 if not self.list_fitted() and find_lack(left) > 1 else last
+            # what lacks size or speed lacks it trained, too, and of what is cut too much no training brings all back
+            is_right = find_lack(left) <= 1 and not gives_too_much(left)
+            kept = last if is_right or self.list_fitted() else last / 2
             if self.seconds_left() - took < kept:  # another would take as long
                 break
             structure = self.improve(structure, needs, depth, tried)

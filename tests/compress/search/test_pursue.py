@@ -139,9 +139,10 @@ class Hurried(Measured):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left", "n_tried"), [(1000.0, 1.0, 3), (600.0, 1.0, 2), (510.0, 1.0, 1), (510.0, 1.3, 3), (400, 1.3, 2)]
+    ("seconds", "left", "n_tried"),
+    [(1000.0, 1.0, 3), (600.0, 1.0, 2), (510.0, 1.0, 1), (510.0, 1.3, 3), (510.0, 0.7, 3), (400.0, 1.3, 2)],
 )
-def test_fitting_leaves_the_last_training_its_time_and_half_of_it_while_nothing_fits(
+def test_fitting_leaves_the_last_training_its_time_and_half_of_it_while_nothing_is_right(
     seconds: float, left: float, n_tried: int
 ) -> None:
     pursuit = Hurried(seconds, {})
