@@ -40,7 +40,9 @@ from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 from runtime.words import size_text
 
-NO_IMAGES = "there are images, and passes that train learn from texts alone: leave them out, or calibrate with them"
+TEXTS_ALONE = (
+    "there are images or sounds, and passes that train learn from texts alone: leave them out, or calibrate with them"
+)
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""
 ENCODED_AT_ONCE = 32
