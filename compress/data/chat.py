@@ -5,8 +5,8 @@ says is found by the template's `{% generation %}` marks. Without them it is fou
 an assistant's turn, rendered with the generation prompt, must begin the whole rendering, and what the turn adds to it
 is the assistant's. Whatever cannot be found so is an error, and never guessed.
 
-A model that also sees or hears reads images or sounds where a conversation names them: its own processor makes of each as many tokens as
-the model has features of it, and what else the model reads.
+A model that also sees or hears reads images or sounds where a conversation names them: its own processor makes of each
+as many tokens as the model has features of it, and what else the model reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MESSAGES, TOOLS = "messages", "tools"
 """Roles of columns: the turns of each conversation, and the functions that its assistant may call."""
 LABEL = "label"
-"""Role of a column: the answer to what is asked in TEXT about an IMAGE or an AUDIO. Beside MESSAGES, the images or sounds of each."""
+"""Role of a column: the answer to what is asked in TEXT about an IMAGE or an AUDIO. Beside MESSAGES, those of each."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Around what the assistant says, in a template."""
@@ -50,7 +50,7 @@ WAYS = (
 
 
 def are_chats(roles: Collection[str]) -> bool:
-    """Return whether samples with these roles are conversations: messages, or an image or a sound, a question and its answer."""
+    """Return whether samples with these roles are conversations: messages, or a question about an image or a sound."""
     return any(role in roles for role in (MESSAGES, IMAGE, AUDIO))
 
 
@@ -246,7 +246,7 @@ class ChatEncoder:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Return whether the template reads contents that are lists of parts; some of models that see or hear read no other."""
+        """Return whether the template reads contents that are lists of parts; some read no other."""
         word = "xylophone"
         try:
             text = self._render([{"role": "user", "content": [{"type": TEXT, TEXT: word}]}], None)

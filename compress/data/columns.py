@@ -293,7 +293,7 @@ class ColumnReader:
     def _encode_chats(self, chats: ChatEncoder, roles: Mapping[str, str]) -> dict[str, Any]:
         """Return the columns "input_ids" (int64 [t] each) and, unless all tokens count, "loss_mask". SourceError.
 
-        With images or sounds, those that the model's processor makes of them, too: arrays [n, ...], empty for a sample of none.
+        With images or sounds, what the model's processor makes of them, too: arrays [n, ...], empty where are none.
         """
         main = roles.get(MESSAGES, roles.get(self.task.perceives, ""))
         read = {role: self.table.read(column, self.rows) for role, column in roles.items()}

@@ -77,7 +77,7 @@ class TextModel(nn.Module):
 
 
 class PerceivingModel(TextModel):
-    """input_ids, attention_mask int64 [B, T], and what its processor makes of images or sounds, by name -> logits [B, T, V]."""
+    """input_ids, attention_mask int64 [B, T], and what its processor made of images or sounds -> logits [B, T, V]."""
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **perceived: Tensor

@@ -47,8 +47,8 @@ class Processor:
         except Exception as error:  # whatever a processor's own code raises
             said = " ".join(str(error).split()).partition(". ")[0][:300]
             raise SourceError(
-                f"{self.folder}: transformers cannot build its processor, which reads {PLURALS[self.kind]} ({said}): install what it "
-                "names, or give texts alone"
+                f"{self.folder}: transformers cannot build its processor, which reads {PLURALS[self.kind]} ({said}): "
+                "install what it names, or give texts alone"
             ) from error
         if all(getattr(made, part, None) is None for part in PARTS[self.kind]):
             what = PLURALS[self.kind]
@@ -71,7 +71,7 @@ class Processor:
         return self.expand(text, parts)[1]
 
     def expand(self, text: str, parts: Sequence[Array]) -> tuple[str, dict[str, Array]]:
-        """Return what the processor tokenizes for a text that names images or sounds, and what `encode` does. UsageError."""
+        """Return what the processor tokenizes for a text with images or sounds, and what `encode` does. UsageError."""
         given: dict[str, Any] = {"audio": list(parts), "sampling_rate": self.rate} if self.kind == AUDIO else {}
         if self.kind == IMAGE:
             from PIL.Image import fromarray

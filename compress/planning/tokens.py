@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from compress.data.chat import are_chats, cut_windows, perceived_columns, pack_rows
+from compress.data.chat import are_chats, cut_windows, pack_rows, perceived_columns
 from compress.data.samples import Samples, samples_of
 from compress.errors import SourceError, place_errors
 from compress.facts import Note
@@ -95,7 +95,7 @@ def _count_vocabulary(inputs: Inputs) -> int:
 
 
 def _check_perceived(columns: Columns, name: str, inputs: Inputs) -> None:
-    """Raise UsageError for images or sounds where only texts can be, and for a conversation that would be cut with them."""
+    """Raise UsageError for images or sounds where only texts can be, and for a conversation cut with them."""
     if not (seen := perceived_columns(columns)):
         return
     spec = inputs.preprocess

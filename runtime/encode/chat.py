@@ -30,7 +30,7 @@ Turns = list[dict[str, Any]]
 TEXT, IMAGE, AUDIO = "text", "image", "audio"
 """Types of the parts that a message's content may be a list of, and the keys of what is in them."""
 FILES = ("path", "url")
-"""Keys beside its type under one of which an image or a sound is; without them they are given beside, in their order."""
+"""Keys beside its type under one of which an image or a sound is; without them all are given beside, in their order."""
 NOT_READ = (IMAGE, AUDIO, "image_url", "audio_url", "video")
 """Types of parts of a message that a model reads only where its task says so, or not at all."""
 PLURALS = {IMAGE: "images", AUDIO: "sounds"}
@@ -93,8 +93,8 @@ def ask_about(parts: Sequence[Any], question: str | None, answer: str | None = N
 def take_parts(turns: Messages, others: Sequence[Any] = (), kind: str = IMAGE) -> tuple[Turns, list[Any]]:
     """Return a conversation without its images, and these in order; those that it names no file of are `others`.
 
-    `kind`: the type of the parts to take, image or audio; "": of a model that reads texts alone. UsageError for parts of
-    another type, and where `others` are not as many as have no file.
+    `kind`: the type of the parts to take, image or audio; "": of a model that reads texts alone. UsageError for parts
+    of another type, and where `others` are not as many as have no file.
     """
     found: list[Any] = []
     rest = list(others)

@@ -14,18 +14,18 @@ RATE = 16000
 BINS = 16
 NAMED = {"audio_bos_token": "<|audio_bos|>", "audio_token": "<|AUDIO|>", "audio_eos_token": "<|audio_eos|>"}
 TOWER: dict[str, Any] = {"num_mel_bins": BINS, "initializer_range": 0.1}
+LAYERS = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def write_qwen(folder: Path) -> Path:
-    """A Qwen 2 that reads a tower's features, two of a token's length each, of sounds of one second."""
+def write_qwen(folder: Path, **sizes: Any) -> Path:
+    """A Qwen 2 that reads the features of a tower that takes one second. `sizes`: of its language part."""
     import transformers
 
     ids = write_processor(folder, "Qwen2AudioProcessor")
-    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
     config = transformers.Qwen2AudioConfig(
-        audio_config={**TOWER, **sizes, "model_type": "qwen2_audio_encoder", "max_source_positions": 50},
-        text_config={**TEXT, "model_type": "qwen2"},
+        audio_config={**TOWER, **LAYERS, "model_type": "qwen2_audio_encoder", "max_source_positions": 50},
+        text_config={**TEXT, **sizes, "model_type": "qwen2"},
         audio_token_index=ids["<|AUDIO|>"],
     )
     return save(config, folder, "AutoModelForMultimodalLM")
@@ -35,7 +35,7 @@ def write_glm(folder: Path) -> Path:
     """A Llama that reads four frames of a tower with rotary positions as one."""
     import transformers
 
-    ids = write_processor(folder, "GlmAsrProcessor", audio_token="<|AUDIO|>")
+    ids = write_processor(folder, "GlmAsrProcessor", 2, audio_token="<|AUDIO|>")
     config = transformers.GlmAsrConfig(
         audio_config={**TOWER, **SMALL, "intermediate_size": 128, "model_type": "glmasr_encoder"},
         text_config={**TEXT, "model_type": "llama"},
@@ -50,11 +50,10 @@ def write_qwen_asr(folder: Path) -> Path:
     import transformers
 
     ids = write_processor(folder, "Qwen3ASRProcessor", feature_extractor_type="Qwen3ASRFeatureExtractor")
-    sizes = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
     config = transformers.Qwen3ASRConfig(
         audio_config={
             **TOWER,
-            **sizes,
+            **LAYERS,
             "output_dim": 64,
             "downsample_hidden_size": 8,
             "model_type": "qwen3_asr_encoder",
@@ -68,14 +67,14 @@ def write_qwen_asr(folder: Path) -> Path:
     return save(config, folder, "AutoModelForMultimodalLM")
 
 
-def write_processor(folder: Path, processor_class: str, **values: Any) -> dict[str, int]:
-    """Write a processor with its tokenizer and template; return the ids of its special tokens."""
+def write_processor(folder: Path, processor_class: str, seconds: int = 1, **values: Any) -> dict[str, int]:
+    """Write a processor of sounds of at most `seconds`, with its tokenizer; return the ids of its special tokens."""
     folder.mkdir(parents=True)
     ids = write_tokens(folder, "".join(NAMED.values()), **NAMED)
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("== 'image'", "== 'audio'"))
     kind = values.pop("feature_extractor_type", "WhisperFeatureExtractor")
-    about = {"feature_size": BINS, "chunk_length": 1, "sampling_rate": RATE, "return_attention_mask": True}
+    about = {"feature_size": BINS, "chunk_length": seconds, "sampling_rate": RATE, "return_attention_mask": True}
     write_json(folder, "preprocessor_config.json", feature_extractor_type=kind, **about)
     write_json(folder, "processor_config.json", processor_class=processor_class, **values)
     return ids
