@@ -97,6 +97,12 @@ class Processor:
                 f"the model's processor gives {odd[0]} of several shapes: give one {self.kind} a conversation"
             )
         arrays = {name: _to_array(values) for name, values in made.items() if name != MASK}
+        if not any(
+            values.dtype.kind == "f" for values in arrays.values()
+        ):  # as Voxtral's, which wants its own template
+            raise UsageError(
+                f"the model's processor leaves out the {PLURALS[self.kind]} of a rendered text: give texts alone"
+            )
         return listener.heard, {**arrays, IDS: arrays[IDS][0].astype(np.int64)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hearing import write_glm, write_qwen, write_qwen_asr, write_sounds
+from hearing import write_glm, write_qwen, write_qwen_asr, write_sounds, write_voxtral
 from makers import apply
 from safetensors.torch import load_file
 from tiny_lm import write_texts
@@ -17,6 +17,7 @@ from tiny_lm import write_texts
 from compress.data.chat import ChatEncoder
 from compress.data.samples import load_samples
 from compress.errors import CompressError
+from compress.models.find_task import find_task_of_folder
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 from compress.specs import ChatSpec, DataSpec
@@ -148,3 +149,17 @@ def test_what_cannot_be_done_is_refused_at_the_plan(home: Path, case: str, tmp_p
     with pytest.raises(CompressError) as error:
         make_plan(load_recipe(path), tmp_path / "cache", timed=False)
     assert any(said in problem for problem in error.value.problems), error.value.problems
+
+
+def test_a_processor_that_leaves_sounds_out_is_refused(tmp_path: Path) -> None:
+    write_voxtral(tmp_path / "lm")
+    for name in ("calibration", "evaluation"):
+        write_sounds(tmp_path, name, 2)
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe([{"kind": "rtn", **W4}])))
+    with pytest.raises(CompressError, match="leaves out the sounds of a rendered text: give texts alone"):
+        make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", timed=False)
+
+
+def test_the_folder_tells_its_task(home: Path) -> None:
+    found = find_task_of_folder(home / "lm")
+    assert found is not None and found[0] == "audio-text-to-text"

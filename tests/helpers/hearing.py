@@ -67,6 +67,19 @@ def write_qwen_asr(folder: Path) -> Path:
     return save(config, folder, "AutoModelForMultimodalLM")
 
 
+def write_voxtral(folder: Path) -> Path:
+    """A Llama whose processor reads sounds in its own way alone, and leaves them out beside a rendered text."""
+    import transformers
+
+    ids = write_processor(folder, "VoxtralProcessor")
+    config = transformers.VoxtralConfig(
+        audio_config={**TOWER, **SMALL, "intermediate_size": 128, "max_source_positions": 50},
+        text_config={**TEXT, "model_type": "llama"},
+        audio_token_id=ids["<|AUDIO|>"],
+    )
+    return save(config, folder, "AutoModelForMultimodalLM")
+
+
 def write_processor(folder: Path, processor_class: str, seconds: int = 1, **values: Any) -> dict[str, int]:
     """Write a processor of sounds of at most `seconds`, with its tokenizer; return the ids of its special tokens."""
     folder.mkdir(parents=True)
