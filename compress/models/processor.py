@@ -58,8 +58,13 @@ class Processor:
     @property
     def rate(self) -> int:
         """Return how many samples of a sound it reads in a second. SourceError."""
+        return int(self._extractor.sampling_rate)
+
+    @property
+    def _extractor(self) -> Any:
+        """Return the part that reads sounds. SourceError."""
         parts = (getattr(self.auto_processor, name, None) for name in PARTS[AUDIO])
-        return int(next(part.sampling_rate for part in parts if part is not None))
+        return next(part for part in parts if part is not None)
 
     def encode(self, text: str, parts: Sequence[Array]) -> dict[str, Array]:
         """Return what the model reads of one rendered text and its images or sounds, in their order.
@@ -68,7 +73,19 @@ class Processor:
         "input_ids" int64 [t], with as many tokens for each as the model has features of it, and by name what else
         there is, [n, ...]: pixels, sizes, kinds of tokens. UsageError.
         """
-        return self.expand(text, parts)[1]
+        made = self.expand(text, parts)[1]
+        if self.kind != AUDIO:
+            return made
+        longest = max(map(len, parts))
+        reach = getattr(self._extractor, "n_samples", longest)
+        if longest > reach:  # WhisperFeatureExtractor cuts there without a word, unless its processor hands it pieces
+            beginning = self.expand(text, [sound[:reach] for sound in parts])[1]
+            if all(np.array_equal(made[name], beginning[name]) for name in made):
+                raise UsageError(
+                    f"the model's processor reads {reach / self.rate:g} of the {longest / self.rate:g} seconds of a "
+                    "sound: give it in pieces, a sample each"
+                )
+        return made
 
     def expand(self, text: str, parts: Sequence[Array]) -> tuple[str, dict[str, Array]]:
         """Return what the processor tokenizes for a text with images or sounds, and what `encode` does. UsageError."""
@@ -97,9 +114,8 @@ class Processor:
                 f"the model's processor gives {odd[0]} of several shapes: give one {self.kind} a conversation"
             )
         arrays = {name: _to_array(values) for name, values in made.items() if name != MASK}
-        if not any(
-            values.dtype.kind == "f" for values in arrays.values()
-        ):  # as Voxtral's, which wants its own template
+        # VoxtralProcessor takes `audio` beside a text, and says nothing of it: only its own template reads sounds
+        if not any(values.dtype.kind == "f" for values in arrays.values()):
             raise UsageError(
                 f"the model's processor leaves out the {PLURALS[self.kind]} of a rendered text: give texts alone"
             )

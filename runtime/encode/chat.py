@@ -34,6 +34,7 @@ FILES = ("path", "url")
 NOT_READ = (IMAGE, AUDIO, "image_url", "audio_url", "video")
 """Types of parts of a message that a model reads only where its task says so, or not at all."""
 PLURALS = {IMAGE: "images", AUDIO: "sounds"}
+"""Type of a part -> several of them, in messages to users."""
 ASSISTANT = "assistant"
 SECONDS, START_SECONDS = 5.0, 60.0
 """For one prompt; for the process to start."""

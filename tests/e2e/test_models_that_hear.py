@@ -18,9 +18,11 @@ from compress.data.chat import ChatEncoder
 from compress.data.samples import load_samples
 from compress.errors import CompressError
 from compress.models.find_task import find_task_of_folder
+from compress.models.processor import Processor
 from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
 from compress.specs import ChatSpec, DataSpec
+from runtime.errors import UsageError
 
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 FAMILIES = {"qwen": write_qwen, "glm": write_glm, "qwen_asr": write_qwen_asr}
@@ -158,6 +160,18 @@ def test_a_processor_that_leaves_sounds_out_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe([{"kind": "rtn", **W4}])))
     with pytest.raises(CompressError, match="leaves out the sounds of a rendered text: give texts alone"):
         make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", timed=False)
+
+
+def test_a_sound_of_which_the_beginning_alone_is_read_is_refused(home: Path) -> None:
+    """Where the processor cuts it at its extractor's length, and not where it hands that pieces."""
+    processor = Processor(home / "lm", kind="audio")
+    sound = np.random.default_rng(0).normal(size=3 * 16000).astype(np.float32)
+    whole = processor.encode("<|AUDIO|>", [sound[:16000]])
+    if "qwen_asr" not in home.name and "glm" not in home.name:
+        with pytest.raises(UsageError, match="reads 1 of the 3 seconds of a sound: give it in pieces"):
+            processor.encode("<|AUDIO|>", [sound])
+    else:
+        assert len(processor.encode("<|AUDIO|>", [sound])["input_ids"]) > len(whole["input_ids"])
 
 
 def test_the_folder_tells_its_task(home: Path) -> None:
