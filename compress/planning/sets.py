@@ -81,7 +81,7 @@ class Batches(Sequence[Feeds]):
 
     Of a model with states: its single calls, sequence after sequence, with the states that the float model gives.
     `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart. Of samples
-    with images, one in each batch, with what the model's processor made of these.
+    with images or sounds, one in each batch, with what the model's processor made of these.
     """
 
     def __init__(
