@@ -5,8 +5,8 @@ says is found by the template's `{% generation %}` marks. Without them it is fou
 an assistant's turn, rendered with the generation prompt, must begin the whole rendering, and what the turn adds to it
 is the assistant's. Whatever cannot be found so is an error, and never guessed.
 
-A model that also sees reads images where a conversation names them: its own processor makes of each as many tokens as
-the model has features of it, and what else the model reads.
+A model that also sees or hears reads images or sounds where a conversation names them: its own processor makes of each
+as many tokens as the model has features of it, and what else the model reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compress.errors import SourceError
 from compress.specs import TEMPLATE_FILE, ChatSpec, MessageKeys
 from compress.store.paths import resolve_path
 from runtime.bundle.columns import Array
-from runtime.encode.chat import ASSISTANT, IMAGE, TEXT, Turns, split_contents
+from runtime.encode.chat import ASSISTANT, AUDIO, IMAGE, TEXT, Turns, split_contents
 from runtime.encode.language import IDS, LOSS_MASK, POSITIONS
 from runtime.errors import UsageError
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MESSAGES, TOOLS = "messages", "tools"
 """Roles of columns: the turns of each conversation, and the functions that its assistant may call."""
 LABEL = "label"
-"""Role of a column: the answer to what is asked in TEXT about an IMAGE. Beside MESSAGES, the images of each."""
+"""Role of a column: the answer to what is asked in TEXT about an IMAGE or an AUDIO. Beside MESSAGES, those of each."""
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Around what the assistant says, in a template."""
@@ -50,12 +50,12 @@ WAYS = (
 
 
 def are_chats(roles: Collection[str]) -> bool:
-    """Return whether samples with these roles are conversations: messages, or an image, a question and its answer."""
-    return MESSAGES in roles or IMAGE in roles
+    """Return whether samples with these roles are conversations: messages, or a question about an image or a sound."""
+    return any(role in roles for role in (MESSAGES, IMAGE, AUDIO))
 
 
-def image_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a processor made of images: all columns beside tokens, texts and labels."""
+def perceived_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a processor made of images or sounds: all columns beside tokens, texts and labels."""
     own = (IDS, LOSS_MASK, POSITIONS, TEXT, LABEL)
     return {name: column for name, column in columns.items() if name not in own}
 
@@ -123,23 +123,25 @@ def _parse_json(value: Any, what: str) -> Any:
 class ChatEncoder:
     """Renders and encodes conversations for one model. `folder`: the model's; None: it has none of its own.
 
-    `sees`: its own processor reads images.
+    `perceives`: the type of parts that its own processor reads, image or audio.
     """
 
     chat: ChatSpec
     folder: Path | None
     root: Path
     trust_remote_code: bool = False
-    sees: bool = False
+    perceives: str = ""
 
     @cached_property
     def processor(self) -> Processor:
-        """Return what reads images. SourceError where the model has no folder."""
+        """Return what reads images or sounds. SourceError where the model has no folder."""
         from compress.models.processor import Processor
 
         if self.folder is None:
-            raise SourceError("images are read by the model's own processor, and this model has no folder with one")
-        return Processor(self.folder, self.trust_remote_code)
+            raise SourceError(
+                "what is no text is read by the model's own processor, and this model has no folder with one"
+            )
+        return Processor(self.folder, self.trust_remote_code, self.perceives)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -172,7 +174,7 @@ class ChatEncoder:
             except (OSError, UnicodeDecodeError) as error:
                 raise SourceError(f"chat.template: {path}: cannot be read: {error}") from error
         own = self.tokenizer.chat_template
-        if own is None and self.sees:  # older folders have it in a file that a processor alone reads
+        if own is None and self.perceives:  # older folders have it in a file that a processor alone reads
             own = self.processor.auto_processor.chat_template
         if own is None:
             raise SourceError(
@@ -188,7 +190,7 @@ class ChatEncoder:
     def digest(self) -> str:
         """Return the sha256 over the templates and what the recipe says of them. SourceError as in `templates`."""
         said: list[Any] = [self.chat.model_dump(mode="json", exclude={"template"}), self.templates]
-        if self.sees and self.folder is not None:
+        if self.perceives and self.folder is not None:
             said += [path.read_text(encoding="utf-8") for path in sorted(self.folder.glob("*processor_config.json"))]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -218,15 +220,16 @@ class ChatEncoder:
             mask |= (places[:, 0] < end) & (places[:, 1] > start)  # every token that has a character of it
         return np.array(encoded["input_ids"], np.int64), mask.astype(np.uint8)
 
-    def add_images(
-        self, turns: Turns, tools: list[dict[str, Any]] | None, images: Sequence[Array]
+    def add_parts(
+        self, turns: Turns, tools: list[dict[str, Any]] | None, parts: Sequence[Array]
     ) -> tuple[Array, Array, dict[str, Array]]:
-        """Return what `encode` does of a conversation with images, uint8 [H, W(, C)], and what else the model reads.
+        """Return what `encode` does of a conversation with images or sounds, and what else the model reads.
 
-        Tokens that stand for images do not count. UsageError as in `encode`, and where the processor fails.
+        `parts`: images, uint8 [H, W(, C)], or waveforms, float32 [T] at the processor's rate. Tokens that stand for
+        them do not count. UsageError as in `encode`, and where the processor fails.
         """
         ids, mask = self.encode(turns, tools)
-        seen = self.processor.encode(self._render(self._split_contents(turns), tools), images)
+        seen = self.processor.encode(self._render(self._split_contents(turns), tools), parts)
         whole = seen.pop(IDS)
         places = find_places(ids, whole)
         counts, kept = np.zeros(len(whole), np.uint8), places >= 0
@@ -243,7 +246,7 @@ class ChatEncoder:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Return whether the template reads contents that are lists of parts; some of models that see read no other."""
+        """Return whether the template reads contents that are lists of parts; some read no other."""
         word = "xylophone"
         try:
             text = self._render([{"role": "user", "content": [{"type": TEXT, TEXT: word}]}], None)
@@ -253,7 +256,7 @@ class ChatEncoder:
 
     def _split_contents(self, turns: Turns) -> Turns:
         """Return turns with contents that are lists of parts, where the template reads such."""
-        return split_contents(turns) if self.sees and self.takes_parts else turns
+        return split_contents(turns) if self.perceives and self.takes_parts else turns
 
     def _choose_template(self, tools: Any) -> str:
         """Return the template as transformers chooses it. UsageError where there is no default."""

@@ -18,8 +18,8 @@ from compress.tasks import TorchTask, find_torch_task
 from compress.tasks.base import MaskIds
 from runtime.bundle.columns import Array
 from runtime.bundle.pixels import load_pixels, read_image_size
-from runtime.encode.audio import AUDIO, RATE, load_audio, stack_waveforms
-from runtime.encode.chat import IMAGE, TEXT, ask_about, take_images
+from runtime.encode.audio import AUDIO, RATE, AudioPreprocess, load_audio, stack_waveforms, to_waveform
+from runtime.encode.chat import IMAGE, TEXT, ask_about, take_parts
 from runtime.encode.language import IDS, LOSS_MASK
 from runtime.errors import UsageError
 from runtime.tasks import find_task
@@ -45,7 +45,7 @@ def sample_roles(task: str, images: bool) -> tuple[str, ...]:
     `images`: inputs are made of images, whatever the task.
     """
     known = find_torch_task(task)
-    chat = (*((IMAGE,) if known.sees else ()), *((MESSAGES, TOOLS) if known.chats else ()))
+    chat = (*((known.perceives,) if known.perceives else ()), *((MESSAGES, TOOLS) if known.chats else ()))
     return (*find_task(task).columns, *chat) or (("image",) if images else ())
 
 
@@ -79,8 +79,8 @@ def resolve_roles(
         if "text" in columns:
             raise SourceError(f"{table.where}: columns: text and messages are both given; give one of them")
         required = (MESSAGES,)
-    elif find_torch_task(task).sees and IMAGE in columns:
-        required = (IMAGE,)
+    elif find_torch_task(task).perceives in columns:
+        required = (find_torch_task(task).perceives,)
     required = required or tuple(role for role in columns if role != LABEL)[:1]
     if find_task(task).encodes:  # what its decoder reads is the reference
         required = (*required, LABEL)
@@ -172,7 +172,7 @@ def _match_usual_names(
         columns.pop(LABEL, None)  # a score of the conversation, which no model reads
     else:
         columns.pop(TOOLS, None)
-        if find_torch_task(task).sees and IMAGE not in columns:
+        if (perceives := find_torch_task(task).perceives) and perceives not in columns:
             columns.pop(LABEL, None)  # of a text, which goes on by itself
     if not task_roles:
         wanted = input_names or [name for name in table.names if name not in (*USUAL_NAMES[LABEL], *slices)]
@@ -204,8 +204,8 @@ class ColumnReader:
         """Read the columns, role -> column, as `Samples` has them. SourceError, also where they do not go together."""
         sound = {AUDIO, RATE} & roles.keys() if AUDIO in self.task.task.columns and AUDIO in roles else set()
         chat = {MESSAGES, TOOLS} & roles.keys() if self.chats is not None else set()
-        if self.task.sees and are_chats(roles):
-            chat |= {IMAGE} if MESSAGES in roles else {IMAGE, TEXT, LABEL}
+        if self.task.perceives and are_chats(roles):
+            chat |= {self.task.perceives} if MESSAGES in roles else {self.task.perceives, TEXT, LABEL}
         columns = {role: self.values(role, column) for role, column in roles.items() if role not in sound | chat}
         if chat and self.chats is not None:
             columns |= self._encode_chats(self.chats, {role: roles[role] for role in roles if role in chat})
@@ -293,9 +293,9 @@ class ColumnReader:
     def _encode_chats(self, chats: ChatEncoder, roles: Mapping[str, str]) -> dict[str, Any]:
         """Return the columns "input_ids" (int64 [t] each) and, unless all tokens count, "loss_mask". SourceError.
 
-        With images, those that the model's processor makes of them, too: arrays [n, ...], empty for a sample of none.
+        With images or sounds, what the model's processor makes of them, too: arrays [n, ...], empty where are none.
         """
-        main = roles.get(MESSAGES, roles.get(IMAGE, ""))
+        main = roles.get(MESSAGES, roles.get(self.task.perceives, ""))
         read = {role: self.table.read(column, self.rows) for role, column in roles.items()}
         read |= {TEXT: self._check_texts(roles[TEXT], read[TEXT])} if TEXT in read else {}
         read |= {LABEL: self.task.read_labels(self, roles[LABEL], read[LABEL])} if LABEL in read else {}
@@ -314,20 +314,25 @@ class ColumnReader:
         return columns
 
     def _encode_chat(self, chats: ChatEncoder, row: Mapping[str, Any]) -> tuple[Array, Array, dict[str, Array]]:
-        """Return the ids, the mask and what is made of the images of one row. UsageError."""
-        images = _list_images(row.get(IMAGE))
+        """Return the ids, the mask and what is made of the images or sounds of one row. UsageError."""
+        kind = self.task.perceives
+        parts = _list_parts(row.get(kind))
         turns = (
             read_turns(row[MESSAGES], self.messages)
             if MESSAGES in row
-            else ask_about(images, row.get(TEXT), row.get(LABEL))
+            else ask_about(parts, row.get(TEXT), row.get(LABEL), kind)
         )
-        turns, named = take_images(turns, images if MESSAGES in row else ())
+        turns, named = take_parts(turns, parts if MESSAGES in row else (), kind)
         functions = read_tools(row.get(TOOLS))
         if not named:
             return (*chats.encode(turns, functions), {})
-        if not chats.sees:
-            raise UsageError("the conversation has images, and the model reads texts alone; leave it out")
-        return chats.add_images(turns, functions, [load_pixels(self._find_file(item)) for item in named])
+        return chats.add_parts(turns, functions, [self._load_part(chats, self._find_file(item)) for item in named])
+
+    def _load_part(self, chats: ChatEncoder, item: Any) -> Array:
+        """Return an image, uint8 [H, W(, C)], or a waveform, float32 [T] at the rate of the model's. UsageError."""
+        if chats.perceives == IMAGE:
+            return load_pixels(item)
+        return to_waveform(item, None, AudioPreprocess(rate=chats.processor.rate, resample=True))
 
     def _find_file(self, item: Any) -> Any:
         """Return a path that a file names, sought beside that file, too; anything else as it is."""
@@ -433,8 +438,8 @@ class ColumnReader:
         )
 
 
-def _list_images(value: Any) -> Sequence[Any]:
-    """Return the images of one row: one, or a list of them."""
+def _list_parts(value: Any) -> Sequence[Any]:
+    """Return the images or sounds of one row: one, or a list of them."""
     return () if value is None else value if isinstance(value, list | tuple) else (value,)
 
 

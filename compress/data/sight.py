@@ -22,7 +22,7 @@ from compress.models.processor import IDS, MASK
 from runtime.bundle.columns import Array
 from runtime.bundle.manifest import PromptImages
 from runtime.bundle.records import to_json
-from runtime.encode.chat import ask_about, take_images
+from runtime.encode.chat import ask_about, take_parts
 from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
 from runtime.errors import UsageError
 
@@ -66,7 +66,7 @@ def find_sight(chats: ChatEncoder) -> Sight:
 def _find_sight(chats: ChatEncoder) -> Sight:
     images = draw_images()
     question = "What is it?"
-    asked, without = (chats.render_prompt(take_images(ask_about(some, question))[0]) for some in ([0], []))
+    asked, without = (chats.render_prompt(take_parts(ask_about(some, question))[0]) for some in ([0], []))
     heard, made = zip(*(chats.processor.expand(asked, [image]) for image in images), strict=True)
     if len(set(heard)) > 1:
         raise SourceError("its processor makes as many tokens of an image as that is large, or cuts it into tiles")

@@ -168,9 +168,13 @@ def _describe_checkpoint_usage(manifest: Manifest, folder: str) -> Usage:
     if candidate.kind == "gguf":
         command = f"llama-cli -m DIR/{candidate.path} -p '{sample}'"
     elif target != "vllm":
-        sees = manifest.task in TORCH_TASKS and TORCH_TASKS[manifest.task].sees
-        given = "images='image.png', text='What is it?'" if sees else f"'{sample}'"
-        call = f"pipeline('{manifest.task}', 'DIR/{folder}')({given})"
+        perceives = TORCH_TASKS[manifest.task].perceives if manifest.task in TORCH_TASKS else ""
+        given = {
+            "image": "images='image.png', text='What is it?'",
+            "audio": "[{'role': 'user', 'content': [{'type': 'audio', 'audio': 'sound.wav'}]}]",
+        }.get(perceives, f"'{sample}'")
+        name = "any-to-any" if perceives == "audio" else manifest.task  # transformers' pipeline of what hears
+        call = f"pipeline('{name}', 'DIR/{folder}')({given})"
         command = f'python -c "from transformers import pipeline; print({call})"'
     return Usage(
         command,

@@ -88,7 +88,7 @@ class ModelRun:
     def outcome(self) -> tuple[DataFlow, Work, Structure]:
         """Return a run, what layers multiply, and how the model is built: by its first blocks where they tell all."""
         wrapped: Any = getattr(self.module, "wrapped", None)
-        language = wrapped.get_decoder() if find_torch_task(self.source.task).sees else None
+        language = wrapped.get_decoder() if find_torch_task(self.source.task).perceives else None
         with cut_chain(self.module, within=language) as cut:
             if cut is not None:
                 with contextlib.suppress(*factory.USER_ERRORS):
@@ -127,7 +127,7 @@ class ModelRun:
             "prunable": self.coupling.facts if coupling else None,
             "unprunable": self.coupling.kept if coupling else {},
             "removable": find_removable(self.flow, structure) if blocks else None,
-            "notes": (*self.notes, *_make_layer_notes(layers, work, find_torch_task(self.source.task).sees)),
+            "notes": (*self.notes, *_make_layer_notes(layers, work, find_torch_task(self.source.task).perceives)),
         }
 
 
@@ -185,7 +185,7 @@ def look_at_model(
         **{**shown, "notes": (*notes, *shown["notes"])},
     )
     outside = _count_outside(module)
-    if find_torch_task(source.task).sees:  # what is of a tower is told with its layers
+    if find_torch_task(source.task).perceives:  # what is of a tower is told with its layers
         outside = {
             name: n_bytes
             for name, n_bytes in outside.items()
@@ -262,9 +262,9 @@ def _check_channels(source: Source, feeds: SampleShapes, error: BaseException) -
 def forward_failure(spec: ModelSpec, feeds: SampleShapes, error: BaseException) -> SourceError:
     """Return the error of a model that does not run on such inputs, with the line of its own code.
 
-    Of one that also sees without that line: it mostly asks for an image.
+    Of one that also sees or hears without that line: it mostly asks for an image or a sound.
     """
-    if find_torch_task(spec.task).sees:
+    if find_torch_task(spec.task).perceives:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return SourceError(
             f"{spec.source}: does not run on texts alone, by which its language part is found ({why}); give its "
@@ -434,16 +434,16 @@ def _count_outside(module: nn.Module) -> dict[str, int]:
     return parts
 
 
-def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work, sees: bool = False) -> list[str]:
+def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work, perceives: str = "") -> list[str]:
     """Return notes on tied weights, and on layers that the forward pass does not call.
 
-    `sees`: those of towers, which texts do not reach, are told where a pass leaves them.
+    `perceives`: as of the task; those of towers, which texts do not reach, are told where a pass leaves them.
     """
     names: dict[str, list[str]] = {}
     for layer in layers:
         names.setdefault(layer.weight, []).append(layer.name)
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
-    towers = [layer.name for layer in layers if sees and (layer.role == "idle" or layer.type == "Embedding")]
+    towers = [layer.name for layer in layers if perceives and (layer.role == "idle" or layer.type == "Embedding")]
     idle = [layer.name for layer in layers if layer.name not in (*work, *towers)]
     some = describe_groups(idle, [layer.name for layer in layers if layer.name in work])
     return [*notes, *([f"the forward pass does not call {some} as a module"] if idle else [])]

@@ -23,7 +23,9 @@ def find_task_of_folder(folder: Path) -> tuple[str, str] | None:
     for architecture in _list_architectures(config):
         sizes = {name: len(table) for name, table in _list_tables() if architecture in _list_classes(table)}
         if sizes:  # AutoModel's table has classes of several tasks: the smaller a table, the more it says
-            base = min(sizes, key=lambda name: sizes[name])
+            # tables of encoder-decoders also name decoders that read sounds (Qwen2-Audio, Granite Speech)
+            encodes = bool(config.get("is_encoder_decoder"))
+            base = min(sizes, key=lambda name: (encodes or not TORCH_TASKS[name].perceives, sizes[name]))
             return _refine(base, config), f"config.json: {architecture}"
     return None
 

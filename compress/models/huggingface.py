@@ -76,14 +76,14 @@ class TextModel(nn.Module):
         return select_outputs(self.wrapped(**feeds, return_dict=True), self.outputs)
 
 
-class SeeingModel(TextModel):
-    """input_ids, attention_mask int64 [B, T], and what its processor makes of images, by name -> logits [B, T, V]."""
+class PerceivingModel(TextModel):
+    """input_ids, attention_mask int64 [B, T], and what its processor made of images or sounds -> logits [B, T, V]."""
 
     def forward(  # type: ignore[override]
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **seen: Tensor
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **perceived: Tensor
     ) -> Given:
         masked = {"attention_mask": attention_mask} if position_ids is None else {"position_ids": position_ids}
-        return select_outputs(self.wrapped(input_ids=input_ids, **masked, **seen, return_dict=True), self.outputs)
+        return select_outputs(self.wrapped(input_ids=input_ids, **masked, **perceived, return_dict=True), self.outputs)
 
 
 def reads_samples_apart(module: nn.Module | None) -> bool:
@@ -395,7 +395,7 @@ def _wrap_model(spec: ModelSpec, model: nn.Module) -> nn.Module:
         "image-text": ImageTextModel,
         "seq2seq": EncoderDecoderModel,
     }
-    texts = SeeingModel if task.sees else TextModel
+    texts = PerceivingModel if task.perceives else TextModel
     return wrappers.get(task.task.preprocess, texts)(model, *task.outputs).eval()
 
 
@@ -487,11 +487,15 @@ def _check_task(where: str, task: str, config: Any, auto: Any) -> None:
     `auto`: transformers' class for the task.
     """
     kind = type(config).__name__
-    known = _find_tasks({name: other.tables for name, other in TORCH_TASKS.items()}, config.model_type)
+    encodes = bool(getattr(config, "is_encoder_decoder", False))
+    tables = {name: other.tables for name, other in TORCH_TASKS.items() if find_task(name).encodes == encodes}
+    known = _find_tasks(tables, config.model_type)
+    # the table of models that hear names those that see, too: the first, narrower one tells
+    several = [name for name in known if find_torch_task(name).perceives][1:]
+    known = [name for name in known if name not in several]
     elsewhere = _find_tasks(OTHER_TASKS, config.model_type)
     is_for = f"; transformers has it for {', '.join(elsewhere)}, not supported here yet" if elsewhere else ""
     is_for = f"; give task: {' or '.join(known)}" if known and task not in known else is_for
-    encodes = bool(getattr(config, "is_encoder_decoder", False))
     if find_task(task).decoder_only and encodes:
         raise SourceError(
             f"{where}: {config.model_type} has an encoder, whose output its decoder reads: for task {task} "

@@ -1,4 +1,4 @@
-"""The processor that a model's folder has for images beside texts, as transformers makes it."""
+"""The processor that a model's folder has for images or sounds beside texts, as transformers makes it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ import torch
 from compress.errors import SourceError
 from compress.models.huggingface import quiet
 from runtime.bundle.columns import Array
+from runtime.encode.chat import AUDIO, IMAGE, PLURALS
 from runtime.errors import UsageError
 
 IDS, MASK = "input_ids", "attention_mask"
+PARTS = {IMAGE: ("image_processor",), AUDIO: ("feature_extractor", "audio_processor")}
+"""What of transformers' processors reads each kind of part."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """Makes of a text that names images, and these images, what the model reads. `folder`: the model's."""
+    """Makes of a text that names images or sounds, and these, what the model reads. `folder`: the model's.
+
+    `kind`: image or audio, whichever there are.
+    """
 
     folder: Path
     trust_remote_code: bool = False
+    kind: str = IMAGE
 
     @cached_property
     def auto_processor(self) -> Any:
@@ -40,43 +47,78 @@ class Processor:
         except Exception as error:  # whatever a processor's own code raises
             said = " ".join(str(error).split()).partition(". ")[0][:300]
             raise SourceError(
-                f"{self.folder}: transformers cannot build its processor, which reads images ({said}): install what it "
-                "names, or give texts alone"
+                f"{self.folder}: transformers cannot build its processor, which reads {PLURALS[self.kind]} ({said}): "
+                "install what it names, or give texts alone"
             ) from error
-        if getattr(made, "image_processor", None) is None:
-            raise SourceError(f"{self.folder}: its files say nothing of images: copy preprocessor_config.json there")
+        if all(getattr(made, part, None) is None for part in PARTS[self.kind]):
+            what = PLURALS[self.kind]
+            raise SourceError(f"{self.folder}: its files say nothing of {what}: copy preprocessor_config.json there")
         return made
 
-    def encode(self, text: str, images: Sequence[Array]) -> dict[str, Array]:
-        """Return what the model reads of one rendered text and its images, uint8 [H, W(, C)], in their order.
+    @property
+    def rate(self) -> int:
+        """Return how many samples of a sound it reads in a second. SourceError."""
+        return int(self._extractor.sampling_rate)
 
-        "input_ids" int64 [t], with as many tokens for each image as the model has features of it, and by name what else
+    @property
+    def _extractor(self) -> Any:
+        """Return the part that reads sounds. SourceError."""
+        parts = (getattr(self.auto_processor, name, None) for name in PARTS[AUDIO])
+        return next(part for part in parts if part is not None)
+
+    def encode(self, text: str, parts: Sequence[Array]) -> dict[str, Array]:
+        """Return what the model reads of one rendered text and its images or sounds, in their order.
+
+        `parts`: uint8 [H, W(, C)], or float32 [T] at `rate`.
+        "input_ids" int64 [t], with as many tokens for each as the model has features of it, and by name what else
         there is, [n, ...]: pixels, sizes, kinds of tokens. UsageError.
         """
-        return self.expand(text, images)[1]
+        made = self.expand(text, parts)[1]
+        if self.kind != AUDIO:
+            return made
+        longest = max(map(len, parts))
+        reach = getattr(self._extractor, "n_samples", longest)
+        if longest > reach:  # WhisperFeatureExtractor cuts there without a word, unless its processor hands it pieces
+            beginning = self.expand(text, [sound[:reach] for sound in parts])[1]
+            if all(np.array_equal(made[name], beginning[name]) for name in made):
+                raise UsageError(
+                    f"the model's processor reads {reach / self.rate:g} of the {longest / self.rate:g} seconds of a "
+                    "sound: give it in pieces, a sample each"
+                )
+        return made
 
-    def expand(self, text: str, images: Sequence[Array]) -> tuple[str, dict[str, Array]]:
-        """Return what the processor tokenizes for a text that names images, and what `encode` does. UsageError."""
-        from PIL.Image import fromarray
+    def expand(self, text: str, parts: Sequence[Array]) -> tuple[str, dict[str, Array]]:
+        """Return what the processor tokenizes for a text with images or sounds, and what `encode` does. UsageError."""
+        given: dict[str, Any] = {"audio": list(parts), "sampling_rate": self.rate} if self.kind == AUDIO else {}
+        if self.kind == IMAGE:
+            from PIL.Image import fromarray
 
-        pictures = [
-            fromarray(image.squeeze(-1) if image.shape[2:] == (1,) else image).convert("RGB") for image in images
-        ]
+            images = [image.squeeze(-1) if image.shape[2:] == (1,) else image for image in parts]
+            given = {"images": [[fromarray(image).convert("RGB") for image in images]]}
         processor = self.auto_processor
         listener = _Listener(processor.tokenizer)
         try:
             processor.tokenizer = listener
             with quiet(), without_films():
-                made = processor(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt")
+                made = processor(text=[text], **given, add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise UsageError(f"the model's processor fails on its text and {len(images)} images ({said})") from error
+            raise UsageError(
+                f"the model's processor fails on its text and {len(parts)} {PLURALS[self.kind]} ({said})"
+            ) from error
         finally:
             processor.tokenizer = listener.tokenizer
         odd = [name for name, values in made.items() if not isinstance(values, torch.Tensor)]
         if odd:
-            raise UsageError(f"the model's processor gives {odd[0]} of several shapes: give one image a conversation")
+            raise UsageError(
+                f"the model's processor gives {odd[0]} of several shapes: give one {self.kind} a conversation"
+            )
         arrays = {name: _to_array(values) for name, values in made.items() if name != MASK}
+        # VoxtralProcessor takes `audio` beside a text, and says nothing of it: only its own template reads sounds
+        if not any(values.dtype.kind == "f" for values in arrays.values()):
+            raise UsageError(
+                f"the model's processor leaves out the {PLURALS[self.kind]} of a rendered text: give texts alone"
+            )
         return listener.heard, {**arrays, IDS: arrays[IDS][0].astype(np.int64)}
 
 

@@ -40,7 +40,9 @@ from runtime.errors import UsageError
 from runtime.tasks.predict import encoding_views
 from runtime.words import size_text
 
-NO_IMAGES = "there are images, and passes that train learn from texts alone: leave them out, or calibrate with them"
+TEXTS_ALONE = (
+    "there are images or sounds, and passes that train learn from texts alone: leave them out, or calibrate with them"
+)
 MOST_ENCODED = 4096
 """Texts of a set whose token ids a plan looks at, in half a second."""
 ENCODED_AT_ONCE = 32
@@ -198,14 +200,15 @@ def _has_floats(layer: torch.nn.Module) -> bool:
 
 
 def explain_between(facts: ModelFacts) -> list[str]:
-    """Return why images cannot be read with a model of which they go through blocks that texts do not come to."""
+    """Return why a model reads no images or sounds: they go through blocks that texts do not come to."""
     blocks = facts.structure.blocks if facts.structure is not None else ()
     parents = {f"{block.name.rpartition('.')[0]}." for block in blocks if block.name}
     between = [layer.name for layer in facts.layers if layer.role == "idle" and layer.name.startswith(tuple(parents))]
     if not between:
         return []
     text = (
-        f"images go through layers between the blocks that texts do not come to ({between[0]}), and no pass takes them"
+        f"images or sounds go through layers between the blocks that texts do not come to ({between[0]}), and no pass "
+        "takes them"
     )
     return [f"data: {text}: give texts alone"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from compress.data.chat import ChatEncoder, image_columns
+from compress.data.chat import ChatEncoder, perceived_columns
 from compress.data.inspect import DataFacts, inspect_data
 from compress.data.sight import Sight, find_sight
 from compress.errors import PlanError, SourceError, place_errors
@@ -25,7 +25,7 @@ from compress.models.preprocess import find_class_names, resolve_preprocess
 from compress.models.shards import facts_by_names, read_named_model
 from compress.models.source import Source, list_weight_files, locate, model_digest
 from compress.planning.input_checks import (
-    NO_IMAGES,
+    TEXTS_ALONE,
     check_samples,
     check_token_ids,
     check_weights,
@@ -44,6 +44,7 @@ from compress.recipe.schema import Recipe
 from compress.store.cache import default_root
 from compress.store.digests import FileDigests, identify_file
 from compress.tasks import find_torch_task
+from runtime.encode.chat import IMAGE
 from runtime.encode.language import LanguagePreprocess
 from runtime.encode.preprocess import PreprocessSpec, Seq2SeqPreprocess
 
@@ -113,8 +114,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         raise SourceError(problems)
     problems += find_rate_problems(preprocess, data)
     learns = any(pass_.needs_train for pass_ in recipe.passes)
-    if find_torch_task(spec.task).sees and learns and "train" in data and image_columns(data["train"].shapes):
-        problems.append(f"data.train: {NO_IMAGES}")
+    if find_torch_task(spec.task).perceives and learns and "train" in data and perceived_columns(data["train"].shapes):
+        problems.append(f"data.train: {TEXTS_ALONE}")
     shapes = next(iter(data.values())).shapes
     feeds = feeds_shapes(source, preprocess, shapes, names)
     if opened.source.onnx is not None:
@@ -124,7 +125,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         any(getattr(pass_, asks) for pass_ in recipe.passes) for asks in ("uses_coupling", "uses_blocks")
     )
     facts, run = look_at_model(opened, feeds, coupling, blocks)
-    if any(image_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).sees):
+    if any(perceived_columns(found.shapes) for found in data.values() if find_torch_task(spec.task).perceives):
         problems += explain_between(facts)
     rewritten = any(pass_.stage_on(facts) == "model" for pass_ in recipe.passes)
     if facts.source == "onnx" and (rewritten or learns):
@@ -183,13 +184,13 @@ def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
     spec, task = recipe.model, find_torch_task(recipe.model.task)
     if not task.chats:
         return None
-    return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code, task.sees)
+    return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code, task.perceives)
 
 
 def _find_sight(recipe: Recipe, chats: ChatEncoder | None) -> tuple[Sight | None, list[str]]:
     """Return how images reach a model that also sees, where its graph is written, or why a runtime cannot read any."""
     index = next((i for i, export in enumerate(recipe.export) if isinstance(export, GraphExport)), None)
-    if index is None or chats is None or not chats.sees:
+    if index is None or chats is None or chats.perceives != IMAGE:
         return None, []
     try:
         return find_sight(chats), []

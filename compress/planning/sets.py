@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from compress.data.chat import image_columns
+from compress.data.chat import perceived_columns
 from compress.data.samples import Samples, load_samples
 from compress.data.training import pad_rows
 from compress.errors import SourceError
@@ -81,7 +81,7 @@ class Batches(Sequence[Feeds]):
 
     Of a model with states: its single calls, sequence after sequence, with the states that the float model gives.
     `apart`: of rows that hold several samples, with the positions by which a torch model reads these apart. Of samples
-    with images, one in each batch, with what the model's processor made of these.
+    with images or sounds, one in each batch, with what the model's processor made of these.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Batches(Sequence[Feeds]):
         task = inputs.recipe.model.task
         views = encoding_views(task, samples.columns)
         self.views = [split_samples(self.preprocessor, view).columns for view in views]
-        self.seen = tuple(image_columns(self.views[0])) if find_torch_task(task).sees else ()
+        self.seen = tuple(perceived_columns(self.views[0])) if find_torch_task(task).perceives else ()
         fixed = fixed_batch(specs)
         self.size = size or fixed or (1 if inputs.preprocess.kind in TEXTS else IMAGE_BATCH)
         n = count(self.views[0])

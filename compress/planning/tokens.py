@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from compress.data.chat import are_chats, cut_windows, image_columns, pack_rows
+from compress.data.chat import are_chats, cut_windows, pack_rows, perceived_columns
 from compress.data.samples import Samples, samples_of
 from compress.errors import SourceError, place_errors
 from compress.facts import Note
 from compress.models.language import read_generation
-from compress.planning.input_checks import NO_IMAGES
+from compress.planning.input_checks import TEXTS_ALONE
 from compress.planning.inputs import Inputs
 from compress.tasks import find_torch_task
 from runtime.bundle.columns import Columns, take
@@ -68,7 +68,7 @@ def _check_texts(samples: Samples, name: str, inputs: Inputs) -> Samples:
     vocab_size = _count_vocabulary(inputs)
     encoder = make_language_encoder(inputs.preprocess, inputs.facts.inputs, inputs.tokenizer, vocab_size)
     with place_errors(f"data.{name}"):
-        _check_images(samples.columns, name, inputs)
+        _check_perceived(samples.columns, name, inputs)
         columns = _pack_samples(encoder, samples.columns, name, inputs)
         sequences, masks = encoder.sequences(columns), encoder.loss_masks(columns)
         if max(map(len, sequences)) < 2:
@@ -94,21 +94,21 @@ def _count_vocabulary(inputs: Inputs) -> int:
     return vocab_size
 
 
-def _check_images(columns: Columns, name: str, inputs: Inputs) -> None:
-    """Raise UsageError for images where only texts can be, and for a conversation that would be cut with them."""
-    if not (seen := image_columns(columns)):
+def _check_perceived(columns: Columns, name: str, inputs: Inputs) -> None:
+    """Raise UsageError for images or sounds where only texts can be, and for a conversation cut with them."""
+    if not (seen := perceived_columns(columns)):
         return
     spec = inputs.preprocess
     assert isinstance(spec, LanguagePreprocess)
     if name == "train" and any(pass_.needs_train for pass_ in inputs.recipe.passes):
-        raise UsageError(NO_IMAGES)
+        raise UsageError(TEXTS_ALONE)
     if spec.pack is not None or inputs.recipe.data.declared[name].packing:
-        raise UsageError("samples with images cannot share a row: leave out packing, and preprocess.pack")
+        raise UsageError("samples with images or sounds cannot share a row: leave out packing, and preprocess.pack")
     for row, ids in enumerate(columns[IDS]):
         if len(ids) > spec.max_length and any(np.size(column[row]) for column in seen.values()):
             raise UsageError(
-                f"sample {row} has {len(ids)} tokens with those of its images, more than preprocess.max_length "
-                f"({spec.max_length}): raise that, or give smaller images"
+                f"sample {row} has {len(ids)} tokens with those of its images or sounds, more than "
+                f"preprocess.max_length ({spec.max_length}): raise that, or give smaller or shorter ones"
             )
 
 

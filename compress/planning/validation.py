@@ -277,7 +277,7 @@ def export_problems(recipe: Recipe, facts: ModelFacts) -> list[str]:
         if (form, name) in seen:
             problems.append(f"{where}: a second file for target {name}; give each target once")
         seen.add((form, name))
-        sees = find_torch_task(recipe.model.task).sees and isinstance(export, GraphExport)
+        sees = find_torch_task(recipe.model.task).perceives == "image" and isinstance(export, GraphExport)
         if sees and not name.startswith("onnxruntime"):
             problems.append(f"{where}: {name} is not given the graphs of a model that also sees; {SEEING_WAYS}")
         for number, pass_ in enumerate(recipe.passes):

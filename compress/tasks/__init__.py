@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from compress.tasks.audio_classification import AUDIO_CLASSIFICATION
+from compress.tasks.audio_text_to_text import AUDIO_TEXT_TO_TEXT
 from compress.tasks.automatic_speech_recognition import AUTOMATIC_SPEECH_RECOGNITION
 from compress.tasks.base import TorchTask
 from compress.tasks.ctc_speech_recognition import CTC_SPEECH_RECOGNITION
@@ -39,6 +40,7 @@ _OWN = {
         FEATURE_EXTRACTION,
         TEXT_GENERATION,
         IMAGE_TEXT_TO_TEXT,
+        AUDIO_TEXT_TO_TEXT,
         TEXT2TEXT_GENERATION,
         AUTOMATIC_SPEECH_RECOGNITION,
         CTC_SPEECH_RECOGNITION,

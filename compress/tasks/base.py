@@ -186,8 +186,8 @@ class TorchTask:
     """The kinds of `export` that hold such a model."""
     chats: bool = False
     """Whether a sample may be a conversation, which the model's chat template renders."""
-    sees: bool = False
-    """Whether there may be images in it, which the model's own processor reads."""
+    perceives: str = ""
+    """Type of the parts of it that the model's own processor reads beside texts: image or audio; "": none."""
     tables: tuple[str, ...] = ()
     """Names of transformers' tables of models for this task and, of those here, none other."""
     class_arguments: Callable[[Any], dict[str, Any]] = lambda config: {}

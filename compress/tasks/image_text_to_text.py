@@ -25,6 +25,6 @@ IMAGE_TEXT_TO_TEXT = TorchTask(
     usual_names={"text": ("question", "prompt"), "label": ("answer", "caption"), "image": ("images",)},
     files=("onnx", "checkpoint"),
     chats=True,
-    sees=True,
+    perceives="image",
     tables=("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",),
 )

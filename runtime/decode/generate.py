@@ -23,7 +23,7 @@ from runtime.bundle.records import from_json
 from runtime.decode.kv_cache import Decoder
 from runtime.decode.rules import NO_RULES, Rules
 from runtime.decode.sampling import Sampling, choose
-from runtime.encode.chat import check_messages, place_images, render_chat, split_contents, take_images
+from runtime.encode.chat import check_messages, place_images, render_chat, split_contents, take_parts
 from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
 from runtime.encode.language import LanguageEncoder
 from runtime.errors import UsageError
@@ -145,7 +145,7 @@ class Generator:
         if self.images is None:
             text, pixels = render_chat(self.model_dir, messages), list[Array]()
         else:
-            turns, given = take_images(messages)
+            turns, given = take_parts(messages)
             text = place_images(render_chat(self.model_dir, split_contents(turns)), len(given), self.images)
             pixels = [self._read_image(image, self.images) for image in given]
         return self.encoder.check_ids(np.array(self.encoder.tokens(text), np.int64), "the prompt"), pixels

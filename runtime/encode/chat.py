@@ -27,12 +27,14 @@ Messages = Sequence[Mapping[str, Any]]
 """{"role": "user", "content": "..."}, the oldest first."""
 Turns = list[dict[str, Any]]
 """The same with whatever else the template reads of a turn."""
-TEXT, IMAGE = "text", "image"
+TEXT, IMAGE, AUDIO = "text", "image", "audio"
 """Types of the parts that a message's content may be a list of, and the keys of what is in them."""
-FILES = (IMAGE, "path", "url")
-"""Keys under one of which a part of type image has it; without them images are given beside, in their order."""
-NOT_READ = ("image_url", "video", "audio")
-"""Types of parts of a message that nothing here reads."""
+FILES = ("path", "url")
+"""Keys beside its type under one of which an image or a sound is; without them all are given beside, in their order."""
+NOT_READ = (IMAGE, AUDIO, "image_url", "audio_url", "video")
+"""Types of parts of a message that a model reads only where its task says so, or not at all."""
+PLURALS = {IMAGE: "images", AUDIO: "sounds"}
+"""Type of a part -> several of them, in messages to users."""
 ASSISTANT = "assistant"
 SECONDS, START_SECONDS = 5.0, 60.0
 """For one prompt; for the process to start."""
@@ -81,18 +83,19 @@ def check_messages(messages: Any) -> Messages:
     return messages
 
 
-def ask_about(images: Sequence[Any], question: str | None, answer: str | None = None) -> Turns:
-    """Return the conversation in which a question about images is answered."""
-    asked = [{"type": IMAGE, IMAGE: image} for image in images]
+def ask_about(parts: Sequence[Any], question: str | None, answer: str | None = None, kind: str = IMAGE) -> Turns:
+    """Return the conversation in which a question about images, or parts of another kind, is answered."""
+    asked = [{"type": kind, kind: part} for part in parts]
     said = [] if question is None else [{"type": TEXT, TEXT: question}]
     turns: Turns = [{"role": "user", "content": [*asked, *said]}]
     return turns if answer is None else [*turns, {"role": ASSISTANT, "content": answer}]
 
 
-def take_images(turns: Messages, others: Sequence[Any] = ()) -> tuple[Turns, list[Any]]:
+def take_parts(turns: Messages, others: Sequence[Any] = (), kind: str = IMAGE) -> tuple[Turns, list[Any]]:
     """Return a conversation without its images, and these in order; those that it names no file of are `others`.
 
-    UsageError where `others` are not as many as have none.
+    `kind`: the type of the parts to take, image or audio; "": of a model that reads texts alone. UsageError for parts
+    of another type, and where `others` are not as many as have no file.
     """
     found: list[Any] = []
     rest = list(others)
@@ -101,15 +104,20 @@ def take_images(turns: Messages, others: Sequence[Any] = ()) -> tuple[Turns, lis
         if not isinstance(part, Mapping):
             return part
         part = {key: value for key, value in part.items() if value is not None}  # parquet fills in what others have
-        if part.get("type") in NOT_READ:
-            raise UsageError(f"a message has a part of type {part['type']}: give texts, and images as {{type: image}}")
-        if part.get("type") != IMAGE:
+        if part.get("type") != kind:
+            if part.get("type") in NOT_READ:
+                given = (
+                    f"texts, and {PLURALS[kind]} as {{type: {kind}}}" if kind else "texts alone, which the model reads"
+                )
+                raise UsageError(f"a message has a part of type {part['type']}: give {given}")
             return part
-        named = [part[key] for key in FILES if key in part]
+        named = [part[key] for key in (kind, *FILES) if key in part]
         if not named and not rest:
-            raise UsageError(f"the conversation names more images than there are ({len(found)}): give each its file")
+            raise UsageError(
+                f"the conversation names more {PLURALS[kind]} than there are ({len(found)}): give each its file"
+            )
         found.append(named[0] if named else rest.pop(0))
-        return {"type": IMAGE}
+        return {"type": kind}
 
     taken = [
         {**turn, "content": [take(part) for part in turn["content"]]}
@@ -119,13 +127,13 @@ def take_images(turns: Messages, others: Sequence[Any] = ()) -> tuple[Turns, lis
     ]
     if rest:
         raise UsageError(
-            f"{len(rest)} images are not named in the conversation: put {{type: image}} where each belongs"
+            f"{len(rest)} {PLURALS[kind]} are not named in the conversation: put {{type: {kind}}} where each belongs"
         )
     return taken, found
 
 
 def split_contents(turns: Messages) -> Turns:
-    """Return turns with every content as a list of parts, as templates of models that see read it."""
+    """Return turns with every content as a list of parts, as templates of models that see or hear read it."""
     return [
         {**turn, "content": [{"type": TEXT, TEXT: turn["content"]}]}
         if isinstance(turn.get("content"), str)

@@ -7,6 +7,7 @@ from functools import partial
 from runtime.errors import UsageError
 from runtime.plugins import TASK_GROUP, PluginTable, check_entry
 from runtime.tasks.audio_classification import AudioClassification
+from runtime.tasks.audio_text_to_text import AudioTextToText
 from runtime.tasks.automatic_speech_recognition import AutomaticSpeechRecognition
 from runtime.tasks.base import Task
 from runtime.tasks.ctc_speech_recognition import CtcSpeechRecognition
@@ -40,6 +41,7 @@ _OWN = {
         FeatureExtraction(),
         TextGeneration(),
         ImageTextToText(),
+        AudioTextToText(),
         Text2TextGeneration(),
         AutomaticSpeechRecognition(),
         CtcSpeechRecognition(),

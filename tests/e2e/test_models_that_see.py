@@ -140,7 +140,7 @@ def test_a_tower_is_rounded_where_it_is_named(home: Path, tmp_path: Path) -> Non
 def encode(home: Path, rows: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """The samples that rows of a jsonl beside the images give."""
     (home / "given.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    chats = ChatEncoder(ChatSpec(), home / "lm", home, sees=True)
+    chats = ChatEncoder(ChatSpec(), home / "lm", home, perceives="image")
     spec = DataSpec(source=f"jsonl:{home / 'given.jsonl'}")
     return load_samples(spec, home, "image-text-to-text", ("input_ids", "attention_mask"), 0, chats=chats).columns
 
@@ -174,14 +174,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"target": "openvino", "export": [{"kind": "onnx"}]},
         "openvino is not given the graphs of a model that also sees; use target: onnxruntime-cpu, or target: transf",
     ),
-    "cut": ({"preprocess": {"kind": "language", "max_length": 16}}, "tokens with those of its images, more than"),
+    "cut": (
+        {"preprocess": {"kind": "language", "max_length": 16}},
+        "tokens with those of its images or sounds, more than",
+    ),
     "packed": (
         {"preprocess": {"kind": "language", "max_length": 128, "pack": 64}},
-        "samples with images cannot share a row",
+        "samples with images or sounds cannot share a row",
     ),
     "trained": (
         {"train": "calibration", "passes": [{"kind": "distill", "epochs": 1}]},
-        "data.train: there are images, and passes that train learn from texts alone",
+        "data.train: there are images or sounds, and passes that train learn from texts alone",
     ),
 }
 
@@ -220,5 +223,5 @@ def test_images_that_go_through_blocks_of_their_own_are_refused(tmp_path: Path) 
             kept = [row for row in plan.steps[-1].decisions if row.action == "kept"]
             assert any("layers.1.cross_attn" in row.layer for row in kept)
             continue
-        with pytest.raises(CompressError, match="images go through layers between the blocks that texts do not come"):
+        with pytest.raises(CompressError, match="images or sounds go through layers between the blocks that texts"):
             make_plan(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "cache", timed=False)

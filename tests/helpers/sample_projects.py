@@ -104,11 +104,21 @@ def write_seeing_files(folder: Path) -> None:
     write_questions(folder, "test", 200, seed=1)
 
 
+def write_hearing_files(folder: Path) -> None:
+    """Write model/, a Qwen2-Audio with its processor, and lines of questions about sounds."""
+    from hearing import write_qwen, write_sounds
+
+    write_qwen(folder / "model", hidden_size=128, intermediate_size=256, max_position_embeddings=4096)
+    write_sounds(folder, "train", 128)
+    write_sounds(folder, "test", 200, seed=1)
+
+
 WRITERS = {
     "image-classification": write_image_files,
     "generic": write_tensor_files,
     "text-generation": write_language_files,
     "image-text-to-text": write_seeing_files,
+    "audio-text-to-text": write_hearing_files,
     "text-classification": write_text_files,
 }
 

@@ -18,6 +18,9 @@ SPECIAL = (
     "<|video_pad|>",
     "<|im_start|>",
     "<|im_end|>",
+    "<|audio_bos|>",
+    "<|AUDIO|>",
+    "<|audio_eos|>",
 )
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% for part in m.content %}"
@@ -166,13 +169,13 @@ def write_json(folder: Path, name: str, **values: Any) -> None:
     (folder / name).write_text(json.dumps(values))
 
 
-def save(config: Any, folder: Path) -> Path:
+def save(config: Any, folder: Path, auto_class: str = "AutoModelForImageTextToText") -> Path:
     import torch
-    from transformers import AutoModelForImageTextToText
+    import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config)
+        model = getattr(transformers, auto_class).from_config(config)
         for parameter in model.parameters():
             parameter.data.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(folder)

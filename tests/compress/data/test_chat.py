@@ -15,7 +15,7 @@ from compress.data.inspect import inspect_data
 from compress.data.samples import load_samples
 from compress.errors import SourceError
 from compress.specs import ChatSpec, DataSpec, MessageKeys
-from runtime.encode.chat import take_images
+from runtime.encode.chat import take_parts
 from runtime.errors import UsageError
 
 KEYS = MessageKeys()
@@ -232,10 +232,10 @@ def test_tokens_are_found_again_beside_those_of_images(short: str, long: str, pl
 def test_images_of_a_conversation_are_taken_in_order() -> None:
     content = [{"type": "image", "path": "a.png", "text": None}, {"type": "text", "text": "b", "image": None}]
     turns = [{"role": "user", "content": [{"type": "image"}, *content]}, {"role": "assistant", "content": "c"}]
-    taken, images = take_images(turns, ["z.png"])
+    taken, images = take_parts(turns, ["z.png"])
     assert images == ["z.png", "a.png"]
     assert taken[0]["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "b"}]
     with pytest.raises(UsageError, match="names more images than there are"):
-        take_images(turns)
+        take_parts(turns)
     with pytest.raises(UsageError, match="2 images are not named in the conversation"):
-        take_images(turns[1:], ["y.png", "z.png"])
+        take_parts(turns[1:], ["y.png", "z.png"])

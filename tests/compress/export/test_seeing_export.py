@@ -29,7 +29,7 @@ from compress.specs import ChatSpec, ModelSpec
 from runtime.backends import BACKENDS, open_model
 from runtime.decode.generate import Generator, Request
 from runtime.decode.kv_cache import Decoder
-from runtime.encode.chat import ask_about, take_images
+from runtime.encode.chat import ask_about, take_parts
 from runtime.encode.language import LanguagePreprocess, make_language_encoder
 from runtime.errors import UsageError
 
@@ -38,7 +38,7 @@ GREEDY, CLOSE = 16, 1e-4
 
 
 def chats_of(folder: Path) -> ChatEncoder:
-    return ChatEncoder(ChatSpec(), folder, folder, sees=True)
+    return ChatEncoder(ChatSpec(), folder, folder, perceives="image")
 
 
 def source_of(folder: Path) -> Source:
@@ -68,7 +68,7 @@ def write_graphs(folder: Path, out: Path) -> Generator:
 
 def next_logits(model: Any, folder: Path, turns: list[dict[str, Any]], made: list[int]) -> np.ndarray:
     """The logits after a conversation and what was said since, of transformers' model and processor alone."""
-    texts, images = take_images(turns)
+    texts, images = take_parts(turns)
     text = chats_of(folder).render_prompt(texts)
     if images:
         feeds = {name: torch.from_numpy(each) for name, each in Processor(folder).encode(text, images).items()}
