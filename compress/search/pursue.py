@@ -408,7 +408,7 @@ class Pursuit:
                 break
             took = begun - self.seconds_left()
             # what lacks size or speed lacks it trained, too, and of what is cut too much no training brings all back
-            is_right = find_lack(left) <= 1 and not gives_too_much(left)
+            is_right = find_lack(left) <= FAR and not gives_too_much(left)  # what lacks little is corrected in the end
             kept = last if is_right or self.list_fitted() else last / 2
             if self.seconds_left() - took < kept:  # another would take as long
                 break
@@ -577,14 +577,15 @@ class Pursuit:
         return self.try_chain(f"{raced}{UNTRAINED}", FULL)
 
     def correct(self, raced: str) -> PrunedStructure:
-        """Return a structure with what it lacked in the race, where it was measured again: a machine's pace changes."""
-        structure = self.structure_of(raced)
-        if not self.run_of(raced, SHORT):
-            return structure
-        left = self.read_needs(raced)
+        """Return a structure with what it lacked when it was measured last, in the race, or untrained.
+
+        A machine's pace changes; and there may have been no time to judge it once more.
+        """
+        structure, name = self.structure_of(raced), raced if self.run_of(raced, SHORT) else f"{raced}{UNTRAINED}"
+        left = self.read_needs(name)
         if find_lack(left) <= 1:
             return structure
-        better = self.change(structure, raced, Needs(min(left.size, FAR), min(left.speed, FAR)))
+        better = self.change(structure, name, Needs(min(left.size, FAR), min(left.speed, FAR)))
         return structure if self.ground.explain_misfit(better.passes()) else better
 
     def seconds_to_train(self) -> float:

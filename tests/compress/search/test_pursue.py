@@ -53,7 +53,8 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
     assert slower.max_params is not None and slower.keep == 6
     hiccup = Measured({"cut": Needs(1.0, 3.0)}).correct("cut")
     assert hiccup.speedup == pytest.approx(1.2 * FAR**2, abs=1e-3)
-    assert Measured({}).correct("cut") == fast  # one alone was in no race
+    alone = {"cut-untrained": Needs(1.0, 1.08)}  # one alone was in no race
+    assert Measured(alone).correct("cut") == slower
 
 
 def put(structure: PrunedStructure, tried: dict[PrunedStructure, Needs]) -> PrunedStructure | None:
@@ -140,7 +141,15 @@ class Hurried(Measured):
 
 @pytest.mark.parametrize(
     ("seconds", "left", "n_tried"),
-    [(1000.0, 1.0, 3), (600.0, 1.0, 2), (510.0, 1.0, 1), (510.0, 1.3, 3), (510.0, 0.7, 3), (400.0, 1.3, 2)],
+    [
+        (1000.0, 1.0, 3),
+        (600.0, 1.0, 2),
+        (510.0, 1.0, 1),
+        (510.0, 1.1, 1),
+        (510.0, 1.3, 3),
+        (510.0, 0.7, 3),
+        (400.0, 1.3, 2),
+    ],
 )
 def test_fitting_leaves_the_last_training_its_time_and_half_of_it_while_nothing_is_right(
     seconds: float, left: float, n_tried: int
@@ -157,10 +166,11 @@ def test_fitting_leaves_the_last_training_its_time_and_half_of_it_while_nothing_
 
 
 def test_without_time_to_train_a_structure_is_judged_as_it_was_cut() -> None:
-    assert (pursuit := Hurried(150.0, {})).train_in_full("cut") and pursuit.tried == [("cut-untrained", FULL)]
+    right = {"cut-untrained": Needs(1.0, 1.0)}
+    assert (pursuit := Hurried(150.0, right)).train_in_full("cut") and pursuit.tried == [("cut-untrained", FULL)]
     with pytest.raises(OutOfTime):
-        Hurried(90.0, {}).train_in_full("cut")
-    assert (pursuit := Hurried(900.0, {})).train_in_full("cut") and pursuit.tried[0][0].endswith("-trained")
+        Hurried(90.0, right).train_in_full("cut")
+    assert (pursuit := Hurried(900.0, right)).train_in_full("cut") and pursuit.tried[0][0].endswith("-trained")
 
 
 def test_blocks_that_give_the_speed_stay_and_channels_do_the_rest() -> None:
