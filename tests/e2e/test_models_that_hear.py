@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hearing import write_glm, write_qwen, write_qwen_asr, write_sounds, write_voxtral
 from makers import apply
 from safetensors.torch import load_file
+from seeing import perceiving_recipe
 from tiny_lm import write_texts
 
 from compress.data.chat import ChatEncoder
@@ -26,6 +28,7 @@ from runtime.errors import UsageError
 
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 FAMILIES = {"qwen": write_qwen, "glm": write_glm, "qwen_asr": write_qwen_asr}
+recipe = partial(perceiving_recipe, "audio-text-to-text")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -37,21 +40,6 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_sounds(folder, name, n, seed)
         write_texts(folder / f"{name}-texts.jsonl", n, seed)
     return folder
-
-
-def recipe(passes: list[dict[str, Any]], /, texts: bool = False, **parts: Any) -> dict[str, Any]:
-    data = {name: {"source": f"jsonl:{name}{'-texts' * texts}.jsonl"} for name in ("calibration", "evaluation")}
-    return {
-        "version": 1,
-        "name": "hearing",
-        "model": {"source": "dir:lm", "task": "audio-text-to-text"},
-        "data": data,
-        "target": "transformers",
-        "passes": passes,
-        "export": [{"kind": "checkpoint"}],
-        "validate": {"gates": [{"metric": "nll", "max": 20}], "steps": False},
-        **parts,
-    }
 
 
 def nats_of_answers(home: Path, folder: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from makers import apply
 from safetensors.torch import load_file
-from seeing import write_llava, write_mllama, write_questions, write_qwen
+from seeing import perceiving_recipe, write_llava, write_mllama, write_questions, write_qwen
 from tiny_lm import write_texts
 
 from compress.data.chat import ChatEncoder
@@ -25,6 +26,7 @@ from compress.specs import ChatSpec, DataSpec
 W4: dict[str, Any] = {"scheme": "W4A16", "group_size": 32}
 FAMILIES = {"llava": write_llava, "qwen": write_qwen}
 EXACT = 1e-4
+recipe = partial(perceiving_recipe, "image-text-to-text")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -36,21 +38,6 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         write_questions(folder, name, n, seed)
         write_texts(folder / f"{name}-texts.jsonl", n, seed)
     return folder
-
-
-def recipe(passes: list[dict[str, Any]], /, texts: bool = False, **parts: Any) -> dict[str, Any]:
-    data = {name: {"source": f"jsonl:{name}{'-texts' * texts}.jsonl"} for name in ("calibration", "evaluation")}
-    return {
-        "version": 1,
-        "name": "seeing",
-        "model": {"source": "dir:lm", "task": "image-text-to-text"},
-        "data": data,
-        "target": "transformers",
-        "passes": passes,
-        "export": [{"kind": "checkpoint"}],
-        "validate": {"gates": [{"metric": "nll", "max": 20}], "steps": False},
-        **parts,
-    }
 
 
 def load(folder: Path) -> tuple[Any, Any]:

@@ -196,3 +196,19 @@ def write_questions(folder: Path, name: str, n: int, seed: int = 0) -> list[dict
         rows.append({"image": file, "text": words[0], "label": words[1]})
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+def perceiving_recipe(task: str, passes: list[dict[str, Any]], /, texts: bool = False, **parts: Any) -> dict[str, Any]:
+    """A recipe of a model in `lm` that also sees or hears, on its own samples or on texts alone."""
+    data = {name: {"source": f"jsonl:{name}{'-texts' * texts}.jsonl"} for name in ("calibration", "evaluation")}
+    return {
+        "version": 1,
+        "name": "perceiving",
+        "model": {"source": "dir:lm", "task": task},
+        "data": data,
+        "target": "transformers",
+        "passes": passes,
+        "export": [{"kind": "checkpoint"}],
+        "validate": {"gates": [{"metric": "nll", "max": 20}], "steps": False},
+        **parts,
+    }
