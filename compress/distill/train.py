@@ -1,6 +1,6 @@
 """The training loop, on accelerate: steps, looks at samples held out, the best state so far, resume after a kill.
 
-It knows nothing of what is learned from: `Lessons` make batches and say how far off the module is. With several
+It knows nothing of what is learned from: a `Dataset` makes batches and says how far off the module is. With several
 processes of one launch each takes its part of every batch, and the gradients are summed, so that the losses are those
 of one process to rounding.
 """
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
+from compress.blocks import heap
 from compress.blocks.device import halve_rows
 from compress.blocks.sharing import share, wait
 from compress.distill.batch import Batch, part, to_device
@@ -221,7 +222,7 @@ class _Training:
 
     def run(self) -> None:
         """Run all steps that are left."""
-        with share_statistics(self.module, self.sum, self.size):
+        with heap.keep_freed(), share_statistics(self.module, self.sum, self.size):
             self._make_steps()
         self._save()
 

@@ -86,6 +86,18 @@ def test_the_precision_is_what_the_teacher_answers_sooner_in(slow_in: str, expec
     assert settle(Seeing(look), precision="auto")[0].precision == expected
 
 
+def test_an_emulated_precision_is_asked_no_more_than_twice() -> None:
+    asked: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        asked.append(torch.is_autocast_enabled("cpu"))
+        time.sleep(0.2 if asked[-1] else 0.002)
+        return x.mean((1, 2, 3))
+
+    assert settle(Seeing(look), precision="auto")[0].precision == "float32"
+    assert sum(asked) == 2
+
+
 def test_a_killed_run_goes_on_in_the_precision_that_it_chose(tmp_path: Path) -> None:
     context = replace(model_context([]), work=tmp_path)
     keep(context, FILE, {"precision": "bfloat16"})
