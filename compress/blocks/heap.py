@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,21 +16,37 @@ MOST_MAPPED, NEVER = 65536, 2**31 - 1
 LARGE = 4 * 2**20
 """Bytes from which a tensor gets pages of its own, which go back to the system when it is freed.
 
-Left alone, glibc raises this to 32 MiB as tensors come and go, and a hole between two small tensors is kept: a third
+Left alone, glibc raises this to USUAL as tensors come and go, and a hole between two small tensors is kept: a third
 more memory on a model of width 1024, against a tenth more time in its forward passes. To be set before a model is
 built: the parameters that come and go there would leave a heap of holes that every later tensor spreads over.
 """
+USUAL = 32 * 2**20
+
+
+@dataclass
+class _Returned:
+    """From how many bytes on a tensor goes back."""
+
+    large: int = USUAL
+
+    def tell(self, library: Any) -> None:
+        library.mallopt(MMAP_THRESHOLD, self.large)
+        library.mallopt(TRIM_THRESHOLD, 2 * self.large)  # as glibc does where it is left alone
+
+
+_RETURNED = _Returned()
 
 
 def return_large() -> None:
     """Make glibc return large tensors when they are freed, from now on, in this process; do nothing without glibc."""
     if _load_library() is not None:
-        _load_library().mallopt(MMAP_THRESHOLD, LARGE)
+        _RETURNED.large = LARGE
+        _RETURNED.tell(_load_library())
 
 
 @contextmanager
 def keep_freed() -> Iterator[None]:
-    """Make glibc keep what is freed for what comes next, and return it all, and large tensors again, in the end.
+    """Make glibc keep what is freed for what comes next, and return it all in the end; then it does as before.
 
     For work that makes tensors of the same sizes again and again: pages that go back to the system are cleared when
     they are asked for anew. Where large tensors go back, a net of depthwise blocks (images of 32 x 32, batches of 64,
@@ -46,8 +63,7 @@ def keep_freed() -> Iterator[None]:
         yield
     finally:
         library.mallopt(MMAP_MAX, MOST_MAPPED)
-        library.mallopt(TRIM_THRESHOLD, LARGE)
-        return_large()
+        _RETURNED.tell(library)
         return_all()
 
 
