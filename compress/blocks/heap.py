@@ -11,8 +11,8 @@ from typing import Any
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """mallopt's numbers for them, of glibc."""
-MOST_MAPPED, NEVER = 65536, 2**31 - 1
-"""What MMAP_MAX is from the start; a TRIM_THRESHOLD with which nothing goes back."""
+MOST_MAPPED, NEVER = 65536, -1
+"""What MMAP_MAX is from the start; the TRIM_THRESHOLD with which nothing goes back."""
 LARGE = 4 * 2**20
 """Bytes from which a tensor gets pages of its own, which go back to the system when it is freed.
 
@@ -21,6 +21,7 @@ more memory on a model of width 1024, against a tenth more time in its forward p
 built: the parameters that come and go there would leave a heap of holes that every later tensor spreads over.
 """
 USUAL = 32 * 2**20
+"""Bytes from which glibc maps a tensor by itself, once such have come and gone."""
 
 
 @dataclass
