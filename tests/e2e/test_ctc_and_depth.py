@@ -110,7 +110,7 @@ def test_depth(tmp_path: Path, cache: Path) -> None:
         "model": {"source": "dir:model", "task": "depth-estimation"},
         "data": {"calibration": {"source": "npz:d.npz"}, "evaluation": {"source": "npz:d.npz"}},
         "passes": [{"kind": "int8"}],
-        "validate": JUDGED | {"gates": [{"metric": "cosine", "min": 0.7}]},
+        "validate": JUDGED | {"gates": [{"metric": "cosine", "min": 0.6}]},
     }
     with quick_judge():
         report = apply(recipe, tmp_path / "out", cache, tmp_path)
