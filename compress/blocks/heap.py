@@ -21,7 +21,7 @@ more memory on a model of width 1024, against a tenth more time in its forward p
 built: the parameters that come and go there would leave a heap of holes that every later tensor spreads over.
 """
 USUAL = 32 * 2**20
-"""Bytes from which glibc maps a tensor by itself, once such have come and gone."""
+"""The most that glibc raises it to by itself (DEFAULT_MMAP_THRESHOLD_MAX, of 64 bits)."""
 
 
 @dataclass

@@ -32,8 +32,6 @@ BATCH = 64
 GAIN = 0.9
 """Of the float32 time, that bfloat16 must stay below. A processor's flags tell nothing: a training step of ResNet-56
 takes 1.4 times as long in it on a Xeon that has AVX512-BF16 and no AMX."""
-CLEARLY = 2 / GAIN
-"""Times that one answer in bfloat16 may take and still be timed against float32: a neighbour's work may double it."""
 TIMED_S, MOST_TIMED_S = 0.2, 2.0
 """Seconds of one answer from which on no more rows are added to a batch, and of all that are timed."""
 FILE = "precision.json"
@@ -99,9 +97,9 @@ def _time_bfloat16(module: nn.Module, make_feeds: Callable[[int], Mapping[str, T
     answer(feeds, True)
     begun = time.perf_counter()
     answer(feeds, True)
-    # Where it is emulated, once tells: on an EPYC with AVX2 alone, turns of a net of depthwise blocks took 41 s of a
-    # training of 60.
-    if (once := (time.perf_counter() - begun) / seconds) > CLEARLY:
+    # Where it is emulated, once tells, though a neighbour's work may double a time: on an EPYC with AVX2 alone, turns
+    # of a net of depthwise blocks took 41 s of a training of 60.
+    if (once := (time.perf_counter() - begun) / seconds) > 2 / GAIN:
         return once
     calls = [lambda _: answer(feeds, False), lambda _: answer(feeds, True)]
     turns = time_in_turns(calls, 10, budget_s=MOST_TIMED_S, one_thread=torch.get_num_threads() == 1)
