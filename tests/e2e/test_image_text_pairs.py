@@ -92,7 +92,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         },
         "passes": [
             {"kind": "distill", "steps": 2, "batch_size": 8, "learning_rate": 1e-5, "held_out": 0},
-            {"kind": "int8"},
+            {"kind": "int8", "weight_bits": 7},  # the same on CPUs whose sums of 8-bit weights saturate
         ],
         "validate": {
             "gates": [{"metric": "text_recall_at_5", "min": 0.8}, {"metric": "cosine", "min": 0.98}],
