@@ -387,8 +387,9 @@ class _Watch(TorchDispatchMode):
             self.counted |= made
         if read & self.given:
             self.given |= made
-        if func.overloadpacket in LOOK_UPS:
-            rows = {id(leaf) for leaf in args[1:]}
+        indexed = func.overloadpacket == torch.ops.aten.index and isinstance(args[0], nn.Parameter)
+        if indexed or func.overloadpacket in LOOK_UPS:
+            rows = {id(leaf) for leaf in tree_leaves(args[1:])}
             self.ignores_padding |= bool(rows & self.counted) and not rows & self.given
         return out
 

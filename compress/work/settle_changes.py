@@ -48,6 +48,7 @@ def settle_changes(
     Images that can be blended are to be, until the schedule's length is known (`settle_schedule`).
     """
     found: dict[str, Any] = {}
+    begun = time.monotonic()
     if config.augment == "auto":
         found["augment"] = _find_changes(loaded, teacher, trainset, context.seed)
     if config.precision == "auto":
@@ -57,7 +58,7 @@ def settle_changes(
     note = Note("info", f"{config.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
     context.log(note.text)
     fields = {key: v.model_dump() if isinstance(v, Augmentation) else v for key, v in found.items()}
-    return config.settle(0.0, **found), Settled(fields, (note,))
+    return config.settle(time.monotonic() - begun, **found), Settled(fields, (note,))
 
 
 def _find_precision(

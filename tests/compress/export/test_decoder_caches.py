@@ -179,6 +179,11 @@ def place_by_count(cache: Any, hidden: torch.Tensor) -> None:
     cache.update((hidden + rows)[:, None], hidden[:, None], 0)
 
 
+def place_by_index(cache: Any, hidden: torch.Tensor) -> None:
+    rows = nn.Parameter(hidden.new_ones(2048, 8))[torch.arange(hidden.shape[1])]
+    cache.update((hidden + rows)[:, None], hidden[:, None], 0)
+
+
 def look(cache: Any, hidden: torch.Tensor) -> None:
     if hidden.sum() > 0:
         cache.update(hidden[:, None], hidden[:, None], 0)
@@ -191,6 +196,7 @@ def look(cache: Any, hidden: torch.Tensor) -> None:
         (walk_by_chunks, "its code walks over the text in Python"),
         (count, "layer 0 keeps a DynamicLayer that counts its tokens in n_read"),
         (place_by_count, "it counts positions without the mask"),
+        (place_by_index, "it counts positions without the mask"),
         (keep_twice, "layer 0 keeps keys, which grows by something else than each token"),
         (keep_without_rows, r"layer 0 keeps keys \(1, 1, 4, 8\), which is no row for each text"),
     ],

@@ -21,8 +21,9 @@ from compress.execution import in_files
 from compress.execution.cached import FloatModel
 from compress.export.onnx import finish, save_graph, with_integers
 from compress.formats.targets import TARGETS
+from compress.graph.edit import append, initializer, reroute, uses_of
 from compress.graph.pieces import cut, run_in_pieces
-from compress.graph.run import open_session
+from compress.graph.run import clone, open_session
 from compress.graph.specs import cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored
 from compress.rounding.quantized_weight import UnreadWeight
@@ -139,6 +140,19 @@ def test_a_graph_with_another_weight_is_refused(home: Path) -> None:
     value.const_value = ir.Tensor(wrong, name=name)
     with pytest.raises(ExportError, match="parity: the logits of torch and of ONNX"):
         in_files.compare_in_pieces(opened(home), graph, [feeds_of(0, 9)], context())
+
+
+@pytest.mark.slow
+def test_a_graph_that_reads_its_padding_is_refused(home: Path) -> None:
+    graph = clone(kept(home).state.model)
+    mask = next(value for value in graph.graph.inputs if value.name == "attention_mask")
+    uses = uses_of(mask)
+    reroute(uses, append(graph, "Max", [mask, initializer(graph, "one", np.array(1))], "whole"))
+    graph.graph.sort()
+    texts = [feeds_of(0, 9), feeds_of(1, 9)]
+    assert in_files.compare_in_pieces(opened(home), graph, texts[:1], context()) < 1e-5
+    with pytest.raises(ExportError, match="parity: beside padding the logits of torch and of ONNX"):
+        in_files.compare_in_pieces(opened(home), graph, texts, context())
 
 
 def make_chain(n: int, size: int) -> ir.Model:
