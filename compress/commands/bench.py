@@ -317,9 +317,9 @@ class Bench(Sweep):
             raise OutOfTime("no time was left; the same command goes on, or give more --budget")
         super().try_wave(trials, rung)
 
-    def order(self, trial: Trial, rung: int, do: Any) -> TrialOrder:
+    def order(self, trial: Trial, rung: int) -> TrialOrder:
         """Return what a process is told; nothing makes float32 late, for all others are held against it."""
-        order = replace(super().order(trial, rung, do), timed=False, judging_s=self.foresee_measuring(trial))
+        order = replace(super().order(trial, rung), timed=False, judging_s=self.foresee_measuring(trial))
         order = replace(order, do="twin") if self.study.space.times_twins else order
         return replace(order, seconds=None) if trial.point["format"] == FLOAT else order
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 from compress.errors import CompressError, OutputError, RecipeError
 from compress.recipe.pinned import pin_recipe
@@ -31,10 +31,12 @@ from compress.search.study import (
     open_study,
 )
 from compress.search.trials import Run, State, Trial, write_json
-from compress.search.workers import TrialAnswer, TrialOrder, Workers, keep_untimed, start_workers
+from compress.search.workers import TrialAnswer, TrialOrder, Workers, start_workers
 from compress.store.run_log import choose_log
 from runtime.bundle.files import write_whole
 
+FIRST = "first.yaml"
+"""In the study's folder of unfinished work: a recipe whose first passes are run."""
 MOST_REFUSED = 50
 """Trials refused one after another, after which a study ends: nothing in the space can work."""
 NO_TIME = "the budget is used up; the same command goes on"
@@ -56,6 +58,11 @@ class Prior:
 
     first: Sequence[Point] = ()
     foresee: Callable[[Point], Foreseen] | None = None
+
+
+def count_untimed(recipe: Recipe) -> int:
+    """Return how many passes come before the first one that times something."""
+    return len(list(takewhile(lambda pass_: not pass_.measures_time, recipe.passes)))
 
 
 @dataclass
@@ -147,15 +154,26 @@ class Sweep:
         ready = [(trial, recipe) for trial in trials if (recipe := self.make_recipe(trial, rung)) is not None]
         timed = [trial for trial, recipe in ready if any(pass_.measures_time for pass_ in recipe.passes)]
         others = [trial for trial, _ in ready if trial not in timed]
-        started = [trial for trial, recipe in ready if trial in timed and keep_untimed(recipe).passes]
+        started = [(trial, n) for trial, recipe in ready if trial in timed and (n := count_untimed(recipe))]
         n = self.workers.n
         if n > 1 and len(started) > 1:
             self.check_time()
-            self.workers.build([self.order(trial, rung, "start") for trial in started], self.deadline)
+            orders = [replace(self.order(trial, rung), do="start", n_passes=first) for trial, first in started]
+            self.workers.build(orders, self.deadline)
         for i in range(0, len(others), n):
             self.try_wave(others[i : i + n], rung)
         for trial in timed:
             self.try_wave([trial], rung)
+
+    def run_first(self, recipe: Recipe, n_passes: int) -> None:
+        """Run the first passes of a recipe, so that the cache has what they give; what fails, its trial will say."""
+        self.check_time()
+        file = self.study.folder / WORK / FIRST
+        write_whole(file, pin_recipe(recipe).encode())
+        cache = None if self.cache is None else str(self.cache)
+        order = TrialOrder("start", str(file.parent), str(file), cache, n_passes=n_passes, refuse=False)
+        self.workers.build([order], self.deadline)
+        file.unlink()
 
     def make_recipe(self, trial: Trial, rung: int) -> Recipe | None:
         """Write the explicit recipe of a trial; None, and a record, where it is refused before any work."""
@@ -180,7 +198,7 @@ class Sweep:
     def try_wave(self, trials: Sequence[Trial], rung: int) -> None:
         """Build the bundles of trials at once, then judge each; raises OutOfTime where the budget ends before."""
         self.check_time()
-        answers = self.workers.build([self.order(trial, rung, "build") for trial in trials], self.deadline)
+        answers = self.workers.build([self.order(trial, rung) for trial in trials], self.deadline)
         late = ""
         for trial, built in zip(trials, answers, strict=True):
             late = self.finish(trial, rung, built) or late
@@ -205,11 +223,12 @@ class Sweep:
         self.record_judged(trial, rung, built, judged)
         return ""
 
-    def order(self, trial: Trial, rung: int, do: Literal["start", "build"]) -> TrialOrder:
+    def order(self, trial: Trial, rung: int) -> TrialOrder:
+        """Return the order to build a trial's bundle."""
         racing = self.study.search.racing
         left = None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
         return TrialOrder(
-            do,
+            "build",
             str(self.work_of(trial)),
             str(self.recipe_file(trial)),
             None if self.cache is None else str(self.cache),

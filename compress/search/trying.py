@@ -19,7 +19,7 @@ from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
 from compress.recipe.search import Racing
 from compress.search.outcome import explain_foreseen_miss, foresee_sizes
-from compress.search.workers import TrialAnswer, TrialOrder, keep_untimed
+from compress.search.workers import TrialAnswer, TrialOrder
 from compress.specs import DataSpec
 from compress.store.durable import temporary_folder
 from runtime.bundle.records import from_json, to_json
@@ -88,7 +88,8 @@ def _build(order: TrialOrder) -> TrialAnswer:
         return TrialAnswer("late", f"it takes {needed:.0f} s at least, and {order.seconds:.0f} s are left")
     if order.do == "start":
         with temporary_folder() as folder:
-            build_recipe(keep_untimed(recipe), folder / "started", cache, quiet=True)
+            first = recipe.model_copy(update={"passes": recipe.passes[: order.n_passes]})
+            build_recipe(first, folder / "started", cache, quiet=True)
         return TrialAnswer("done")
     with time_stage(stages, "build"):
         notes = build_recipe(recipe, Path(order.out), cache, quiet=True, timed=order.timed)

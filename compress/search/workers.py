@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from itertools import takewhile
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from compress.recipe.schema import Recipe
 from runtime.bundle.records import from_json, to_json
 from runtime.errors import MissingDependency, RuntimeFailure, UsageError
 from runtime.processes.interrupts import Terminated, end_orderly
@@ -46,7 +44,7 @@ def find_work(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 class TrialOrder:
     """What a process is told to do: `do` "build" or "judge" the bundle at `out`.
 
-    "start": only what comes before the first pass that times something, so that the cache has it, and no bundle.
+    "start": the first `n_passes` alone, so that the cache has what they give, and no bundle.
     `recipe`: the file with the explicit recipe, of which `share` is done. `seconds`: what is left of the budget.
     `refuse`: a build that is foreseen to take longer, or to leave a file far from a gate, is not begun. `judging_s`:
     what judging takes, where that is known and need not be foreseen. `timed`: the plan forecasts speed, which times an
@@ -60,6 +58,7 @@ class TrialOrder:
     share: float = 1.0
     racing: dict[str, Any] = field(default_factory=dict)
     seconds: float | None = None
+    n_passes: int = 0
     notes: tuple[str, ...] = ()
     refuse: bool = True
     judging_s: float | None = None
@@ -84,12 +83,6 @@ class TrialAnswer:
     report: dict[str, Any] = field(default_factory=dict)
     stop: bool = False
     stages: dict[str, float] = field(default_factory=dict)
-
-
-def keep_untimed(recipe: Recipe) -> Recipe:
-    """Return the recipe with the passes before the first one that times something; all where none does."""
-    before = takewhile(lambda pass_: not pass_.measures_time, recipe.passes)
-    return recipe.model_copy(update={"passes": tuple(before)})
 
 
 class Workers(Protocol):

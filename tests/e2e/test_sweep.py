@@ -8,15 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from makers import changed, cli, image_recipe, write_recipe
 
 from compress.execution.run import apply_recipe
+from compress.planning.make_plan import make_plan
 from compress.recipe.load import load_recipe
-from compress.search.study import read_study
-from compress.search.sweep import sweep
+from compress.search.study import WORK, read_study
+from compress.search.sweep import Prior, Sweep, sweep
+from compress.search.workers import start_workers
 from runtime.tasks.manifest import read_manifest
 
 pytest.importorskip("optuna")
@@ -51,6 +54,18 @@ def test_a_first_pass_that_trials_share_is_done_once_and_the_best_is_made_again_
     assert study.bundle is not None
     apply_recipe(load_recipe(tmp_path / "study/recipe.yaml"), tmp_path / "again", tmp_path / "cache", quiet=True)
     assert read_manifest(tmp_path / "again").digest == read_manifest(tmp_path / "study/best").digest
+
+
+@pytest.mark.slow
+def test_what_is_run_first_is_there_when_the_whole_is_built(tmp_path: Path) -> None:
+    recipe, cache = load_recipe(searched(tmp_path, RATIOS)).model_copy(update={"search": None}), tmp_path / "cache"
+    (tmp_path / WORK).mkdir()
+    with start_workers(held="", jobs=0, ray=None, log=tmp_path / "log") as workers:
+        study: Any = SimpleNamespace(folder=tmp_path)
+        Sweep(study, workers, cache, None, 1, Prior(), print).run_first(recipe, 1)
+    assert not list((tmp_path / WORK).iterdir())
+    cached = {step.name: step.cached for step in make_plan(recipe, cache, twins=False).steps}
+    assert cached["prune_channels"] and not cached["int8"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from test_chains import ground
 from compress.recipe.schema import Recipe
 from compress.search.chains import Needs, PrunedStructure, Yields
 from compress.search.foresight import Foresight
-from compress.search.pursue import FAR, FULL, GoalEvidence, Pursuit
+from compress.search.pursue import FAR, FULL, OVERHEAD, SPARE_S, GoalEvidence, Pursuit
 from compress.search.sweep import OutOfTime
 from compress.search.trials import GateMiss, GoalValue, Run
 from runtime.bundle.format import Gate
@@ -133,6 +133,10 @@ class Hurried(Measured):
     def judging_s(self) -> float:
         return 100.0
 
+    def cut_first(self, structure: PrunedStructure) -> None:
+        self.tried.append((structure.name, -1))
+        self.seconds -= 300
+
     def try_chain(self, name: str, rung: int, *_: Any, **__: Any) -> Run | None:
         self.tried.append((name, rung))
         self.seconds -= 100
@@ -171,6 +175,13 @@ def test_without_time_to_train_a_structure_is_judged_as_it_was_cut() -> None:
     with pytest.raises(OutOfTime):
         Hurried(90.0, right).train_in_full("cut")
     assert (pursuit := Hurried(900.0, right)).train_in_full("cut") and pursuit.tried[0][0].endswith("-trained")
+
+
+def test_a_structure_that_was_not_judged_is_cut_before_its_training_is_given_its_time() -> None:
+    pursuit, given = Hurried(900.0, {"cut-untrained": Needs(1.0, 1.05)}), list[float]()
+    pursuit.chain_of = lambda structure, seconds: [{"seconds": given.append(seconds)}]  # type: ignore[method-assign]
+    assert pursuit.train_in_full("cut") and [rung for _, rung in pursuit.tried] == [-1, FULL]
+    assert given == [900.0 - 300.0 - OVERHEAD * 100.0 - SPARE_S]
 
 
 def test_blocks_that_give_the_speed_stay_and_channels_do_the_rest() -> None:
