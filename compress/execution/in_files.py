@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,12 @@ from compress.data.sight import Sight
 from compress.errors import ExportError
 from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, keep_graph
 from compress.export.decoder import export_decoder
-from compress.export.parity import alternate, judge_logits, pad
+from compress.export.parity import compare_padded, judge_logits, pad
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import MASK, Feeds, clone
 from compress.graph.seeing import decoder_of, sees, split_sight
 from compress.graph.specs import cache_pairs, input_specs, output_specs
 from compress.graph.stored import StoredTensor, make_stored_weight
-from compress.rounding.measure import relative_difference
 from compress.rounding.state import GraphState
 from compress.store.cache import CachedResult, ResultCache, hand_over
 from runtime.bundle.records import from_json, to_json
@@ -149,8 +147,11 @@ def compare_in_pieces(
     pixels = "" if vision is None else str(vision.graph.inputs[0].name)
     texts = [feeds if pixels in feeds else feeds | {IDS: feeds[IDS][:, :COMPARED_TOKENS]} for feeds in batches]
     expected = _torch_logits(streamed, texts, context)
-    got = _cached_logits(decoder, texts, [{} if vision is None else _look(vision, feeds) for feeds in texts])
-    return judge_logits([relative_difference(*pair) for pair in zip(expected, got, strict=True)])
+    features = [{} if vision is None else _look(vision, feeds) for feeds in texts]
+    padded = [pad(feeds[IDS], number, seen) for number, (feeds, seen) in enumerate(zip(texts, features, strict=True))]
+    given = [{**feeds, IDS: ids, MASK: mask} for feeds, (ids, mask, _) in zip(texts, padded, strict=True)]
+    got = _cached_logits(decoder, given, features)
+    return judge_logits([(compare_padded(a, b, n), n) for a, b, (_, _, n) in zip(expected, got, padded, strict=True)])
 
 
 def _look(vision: ir.Model, feeds: Feeds) -> Feeds:
@@ -184,21 +185,17 @@ def _cached_logits(graph: ir.Model, texts: Sequence[Feeds], features: Sequence[F
     """
     names = cache_pairs(graph)
     none = {name: values for name, values in texts[0].items() if name.startswith(FEATURES)}
-    n_padded = list(islice(alternate(), len(texts)))
-    padded = [pad(feeds[IDS], n) for feeds, n in zip(texts, n_padded, strict=True)]
     starts = [
-        {**none, **seen, IDS: ids[:, :-1], MASK: mask[:, :-1], **{past: feeds[past] for past in names}}
-        for (ids, mask), feeds, seen in zip(padded, texts, features, strict=True)
+        {**none, **seen, IDS: feeds[IDS][:, :-1], MASK: feeds[MASK][:, :-1], **{past: feeds[past] for past in names}}
+        for feeds, seen in zip(texts, features, strict=True)
     ]
     first = run_in_pieces(graph, starts, ["logits", *names.values()])
     ends = [
-        {**none, IDS: ids[:, -1:], MASK: mask, **{past: values[present] for past, present in names.items()}}
-        for (ids, mask), values in zip(padded, first, strict=True)
+        {**none, IDS: feeds[IDS][:, -1:], MASK: feeds[MASK], **{past: now[present] for past, present in names.items()}}
+        for feeds, now in zip(texts, first, strict=True)
     ]
     last = run_in_pieces(graph, ends, ["logits"])
-    return [
-        np.concatenate([a["logits"], b["logits"]], axis=1)[:, n:] for a, b, n in zip(first, last, n_padded, strict=True)
-    ]
+    return [np.concatenate([a["logits"], b["logits"]], axis=1) for a, b in zip(first, last, strict=True)]
 
 
 def _save_without_weights(graph: ir.Model, path: Path) -> dict[str, list[Any]]:
