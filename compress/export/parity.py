@@ -33,7 +33,8 @@ HALF_TOLERANCE = 2e-2
 DECODED = 4
 """Tokens of each prompt that are read one at a time."""
 PADDED = 3
-"""Tokens of padding before a text that is compared beside some."""
+"""Tokens of padding before a text that is compared beside some. A tiny GIT, whose mask is wrong there, differed by 0.26
+of the largest logit behind 12."""
 
 
 def check_parity(loaded: TorchModel | OnnxModel, model: ir.Model, batches: Sequence[Feeds]) -> float | None:
@@ -206,9 +207,8 @@ def judge_logits(differences: Sequence[tuple[float, int]]) -> float:
     """Return the largest difference of (difference, tokens of padding before the text). ExportError above TOLERANCE."""
     worst = max(differs for differs, _ in differences)
     if worst > TOLERANCE:
-        beside = (
-            "" if any(differs > TOLERANCE for differs, n_padded in differences if not n_padded) else "beside padding "
-        )
+        plain = max(differs for differs, n_padded in differences if not n_padded)
+        beside = "beside padding " if plain <= TOLERANCE else ""
         raise ExportError(
             f"parity: {beside}the logits of torch and of ONNX with its key-value cache differ by {worst:.2e} of the "
             f"largest (allowed {TOLERANCE:.0e})"
