@@ -58,7 +58,7 @@ def settle_changes(
     note = Note("info", f"{config.kind}: found: {', '.join(f'{key} {_describe(v)}' for key, v in found.items())}")
     context.log(note.text)
     fields = {key: v.model_dump() if isinstance(v, Augmentation) else v for key, v in found.items()}
-    return config.settle(time.monotonic() - begun, **found), Settled(fields, (note,))
+    return config.settle(from_main(time.monotonic() - begun), **found), Settled(fields, (note,))
 
 
 def _find_precision(

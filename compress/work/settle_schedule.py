@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from compress.blocks.sharing import from_main
 from compress.context import PassContext
 from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import Dataset, TrainOptions, try_schedule
@@ -66,7 +67,8 @@ def settle_schedule(
         return config, dataset_of(config), changes
     dataset, seed = dataset_of(config), context.seed
     tried, begun = _recall_trials(context), time.monotonic()
-    steps = _foresee_steps(config, pupil, dataset, options, seed) if tried is None else tried.steps
+    # each process has times of its own, and all are to make the same steps and end at the same one
+    steps = from_main(_foresee_steps(config, pupil, dataset, options, seed)) if tried is None else tried.steps
     if may_blend:
         config, blended = _settle_blending(
             config, _count_epochs(config.make_schedule(dataset.n, seed), steps, dataset.n)
@@ -75,7 +77,7 @@ def settle_schedule(
         context.log(blended.notes[0].text)
     if tried is None:
         arm, trials = _try_rates(config, pupil, dataset, options, steps, seed)
-        tried = Tried(arm, tuple(trials), time.monotonic() - begun, steps)
+        tried = Tried(arm, tuple(trials), from_main(time.monotonic() - begun), steps)
         keep(context, FILE, asdict(tried))
     arm = tried.chosen or Arm(config.optimizers[0], config.nominal_rate)
     found = asdict(arm) if config.learning_rate == "auto" else {}
