@@ -100,10 +100,17 @@ def _copy_bundle(source: Path, staging: Path) -> None:
 
     What tells of the bundle as it was stays behind, its signature with it.
     """
+
+    def copy(file: str, target: str) -> None:
+        if file.endswith(".data"):  # onnx reads no weights from a file of two names: a possible attack
+            shutil.copyfile(file, target)
+        else:
+            link_or_copy(Path(file), Path(target))
+
     shutil.copytree(
         source,
         staging,
-        copy_function=lambda a, b: link_or_copy(Path(a), Path(b)),
+        copy_function=copy,
         dirs_exist_ok=True,
         ignore=shutil.ignore_patterns("report.*", BOM, PROVENANCE, SIGNATURE),
     )

@@ -237,7 +237,8 @@ def _list_sources(case: Case, cache: Path, log: Any) -> Sources:
     results = ResultCache(cache, log)
     encodes = find_encoder(inside(case.root, case.manifest.graph_for(CPU).path)) is not None
     for key in [*reversed(steps.get("passes", ())), steps.get("graph", "")]:
-        cached = results.get(key) if key and results.has(key) else None
+        found = results.get(key) if key and results.has(key) else None
+        cached = None if found is None else results.find_holder(found)
         if cached is not None and (cached.folder / GRAPH).is_file():
             graph = ir.load(cached.folder / GRAPH)  # an encoder-decoder's holds both
             yield "the cache of its build", [graph] * (2 if encodes else 1), True

@@ -36,7 +36,7 @@ from compress.passes import Pass
 from compress.planning.inputs import Inputs
 from compress.planning.sets import Batches, example_feeds
 from compress.rounding.state import GraphState, restore_state
-from compress.store.cache import CachedResult, ResultCache, cache_key, hand_over
+from compress.store.cache import HELD_BY, CachedResult, ResultCache, cache_key
 from compress.work import Form, apply_pass, begin_pass
 from compress.work.contexts import GraphContext, ModelContext
 from runtime.bundle.records import from_json, to_json
@@ -107,16 +107,18 @@ def float_model(
         except ExportError:
             if given is None:
                 raise
-            kept = None
+            given = None
             graph, inputs, outputs, parity = _export(loaded, example, sample, batches, opset, None, sight)
-        if kept is not None:
+        held_by: str | None = graph_key
+        if kept is not None and given is not None:
             on_reuse()
-            hand_over(kept.folder, folder)
+        elif kept is None and isinstance(loaded, TorchModel):
+            cache.put(graph_key, lambda place: _write_graph_alone(graph, place))
         else:
             write_graph(graph, folder / GRAPH)
-            if isinstance(loaded, TorchModel):
-                keep_graph(cache, graph_key, folder)
+            held_by = None
         return {
+            HELD_BY: held_by,
             "inputs": to_json(inputs),
             "outputs": to_json(outputs),
             "class_names": list(loaded.class_names),
@@ -124,10 +126,10 @@ def float_model(
             "clean_up": list(loaded.clean_up.done.items()) if isinstance(loaded, OnnxModel) else [],  # in its order
         }
 
-    cached = cache.get(key) or cache.put(key, write)
+    cached, graph = find_or_make(cache, key, write)
     record = cached.record
     return FloatModel(
-        GraphState(load_graph(cached)),
+        GraphState(load_graph(graph)),
         tuple(from_json(TensorSpec, spec, "inputs") for spec in record["inputs"]),
         tuple(from_json(TensorSpec, spec, "outputs") for spec in record["outputs"]),
         tuple(record["class_names"]),
@@ -153,14 +155,22 @@ def key_graph(made_of: str, task_name: str, example: Feeds) -> str:
     return cache_key("sizes", made_of, {name: [str(a.dtype), sizes(a)] for name, a in example.items()})
 
 
-def keep_graph(cache: ResultCache, key: str, folder: Path, record: Mapping[str, Any] | None = None) -> None:
-    """Keep the files of a folder, which hold a graph, under another key, too: second names, not copies."""
+def find_or_make(
+    cache: ResultCache, key: str, write: Callable[[Path], dict[str, Any]]
+) -> tuple[CachedResult, CachedResult]:
+    """Return the result of a float model, and the one that holds its graph; made where either is not there."""
+    cached = cache.get(key)
+    holder = None if cached is None else cache.find_holder(cached)
+    if cached is None or holder is None:
+        cached = cache.put(key, write)
+        holder = cache.find_holder(cached)
+        assert holder is not None
+    return cached, holder
 
-    def write(draft: Path) -> dict[str, Any]:
-        hand_over(folder, draft)
-        return dict(record or {})
 
-    cache.put(key, write)
+def _write_graph_alone(graph: ir.Model, folder: Path) -> dict[str, Any]:
+    write_graph(graph, folder / GRAPH)
+    return {}
 
 
 def load_graph(cached: CachedResult) -> ir.Model:

@@ -20,7 +20,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.data.sight import Sight
 from compress.errors import ExportError
-from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, keep_graph
+from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, find_or_make
 from compress.export.decoder import export_decoder
 from compress.export.parity import compare_padded, judge_logits, pad
 from compress.graph.pieces import run_in_pieces
@@ -29,7 +29,7 @@ from compress.graph.seeing import decoder_of, sees, split_sight
 from compress.graph.specs import cache_pairs, input_specs, output_specs
 from compress.graph.stored import StoredTensor, make_stored_weight
 from compress.rounding.state import GraphState
-from compress.store.cache import CachedResult, ResultCache, hand_over
+from compress.store.cache import HELD_BY, CachedResult, ResultCache
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import CACHE, FEATURES, IDS, POSITIONS
@@ -62,22 +62,22 @@ def float_model_in_files(
         given = None if kept is None else _load_graph(kept, streamed.store)
         graph, parity = _export_right(streamed, opset, batches, context, sight, given)
         read = decoder_of(graph)
+        held: dict[str, Any] = {HELD_BY: made_of}
         if kept is not None and graph is given:
             on_reuse()
-            hand_over(kept.folder, folder)
-            weights = kept.record["weights"]
+        elif kept is None:
+            cache.put(made_of, lambda place: {"weights": _save_without_weights(graph, place / GRAPH)})
         else:
-            weights = _save_without_weights(graph, folder / GRAPH)
-            keep_graph(cache, made_of, folder, {"weights": weights})
+            held = {"weights": _save_without_weights(graph, folder / GRAPH)}
         return {
+            **held,
             "inputs": to_json(input_specs(read)),
             "outputs": to_json(output_specs(read)),
             "parity": float(f"{parity:.2e}"),
-            "weights": weights,
         }
 
-    cached = cache.get(key) or cache.put(key, write)
-    graph = _load_graph(cached, streamed.store)
+    cached, holder = find_or_make(cache, key, write)
+    graph = _load_graph(holder, streamed.store)
     inputs, outputs = (
         tuple(from_json(TensorSpec, spec, name) for spec in cached.record[name]) for name in ("inputs", "outputs")
     )

@@ -31,6 +31,9 @@ from runtime.bundle.files import regular_files, sha256_of, sync, sync_tree
 
 LIBRARIES = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "torch", "transformers", "tokenizers")
 RECORD, DRAFT, RESULT, PARTIAL, LABEL = "record.json", ".draft-", "result", "partial-", "label.txt"
+HELD_BY = "held_by"
+"""In a result's record: the key of another, whose files are this one's, too. Their second names would not do: onnx
+reads no weights from a file of two names, which may be an attack."""
 CHANGED = "the recipe, its model, its data or the code has changed since a run that did not finish"
 NEW_SECONDS = 5.0
 """A draft younger than this is never swept: it may not be locked yet."""
@@ -94,6 +97,11 @@ class ResultCache:
             with self._open_draft() as doomed:  # renamed at once, then removed: nobody meets it half removed
                 os.rename(folder, doomed if folder.is_dir() and not folder.is_symlink() else doomed / "file")
             return None
+
+    def find_holder(self, cached: CachedResult) -> CachedResult | None:
+        """Return the result that holds a result's files, itself or the one that it names; None where that is gone."""
+        key = cached.record.get(HELD_BY)
+        return cached if key is None else self.get(key)
 
     def put(self, key: str, write: Callable[[Path], dict[str, Any]]) -> CachedResult:
         """Let `write` fill a folder and give the record; the folder appears under `key` only when it is whole.
