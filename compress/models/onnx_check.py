@@ -6,6 +6,7 @@ call each other twice over, lists that double). They run in a process of their o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -102,12 +103,13 @@ def examine(path: Path) -> str | dict[str, list[int | str | None] | None]:
                 return f"it holds a name that is not UTF-8: {name[:60]!r}"
             if isinstance(message, onnx.TensorProto) and (problem := _find_tensor_problem(message, path.parent)):
                 return f"tensor '{message.name}' {problem}"
+        has_links = follow_links(model, path)
         if (problem := _find_end_problem(model)) is not None:
             return problem
         if all(value.type.tensor_type.HasField("shape") for value in model.graph.output):
-            onnx.checker.check_model(path)  # not `full_check`: its inference reads no shapes from external data
+            _check(model, path, has_links)
         forget_shapes(model)
-        inferred = _infer(_drop_weights(model, path.parent))
+        inferred = _infer(_drop_weights(model, path.resolve().parent))
         while not all(value.type.tensor_type.HasField("shape") for value in inferred.graph.output):
             if not _write_ranks(inferred.graph):
                 break
@@ -115,6 +117,35 @@ def examine(path: Path) -> str | dict[str, list[int | str | None] | None]:
     except (*refusals, ValueError, RuntimeError) as error:
         return " ".join(str(error).split())[:500] or type(error).__name__
     return {value.name: _list_sizes(value.type.tensor_type) for value in inferred.graph.output}
+
+
+def follow_links(model: Any, path: Path) -> bool:
+    """Name, in place, the files that a graph's weights lie in where its file names links to them, which onnx refuses.
+
+    They are then named as seen from the folder that the file itself lies in. Returns whether there were any.
+    """
+    import onnx
+
+    folder, found = path.resolve().parent, False
+    for message in _iter_messages(model):
+        if isinstance(message, onnx.TensorProto) and message.data_location == message.EXTERNAL:
+            for entry in (entry for entry in message.external_data if entry.key == "location"):
+                whole = (path.parent / entry.value).resolve()
+                if whole != path.parent / entry.value:
+                    entry.value, found = os.fspath(whole.relative_to(folder)), True
+    return found
+
+
+def _check(model: Any, path: Path, has_links: bool) -> None:
+    """Let ONNX's checker look at a file; raises what it raises."""
+    import onnx
+
+    # not `full_check`: its inference reads no shapes from external data
+    if not has_links:
+        onnx.checker.check_model(path)
+        return
+    with contextlib.chdir(path.resolve().parent):  # from where it looks for the weights of bytes
+        onnx.checker.check_model(model.SerializeToString())
 
 
 def _infer(model: Any) -> Any:

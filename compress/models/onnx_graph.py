@@ -20,7 +20,7 @@ from compress.graph.cleanup import QUANTIZED, CleanUp, clean_graph
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.run import open_session, run_batches
 from compress.models.batch_axis import TOLERANCE, Arrays, BatchAxis, draw_sample, find_batch_axis
-from compress.models.onnx_check import COPIES, bound_process, run_apart
+from compress.models.onnx_check import COPIES, bound_process, follow_links, run_apart
 from compress.models.source import onnx_external_files, read_onnx
 from runtime.backends.onnxruntime_cpu import describe_failure, failures
 
@@ -49,8 +49,9 @@ def open_onnx(path: Path, values: Mapping[str, Any] = EMPTY) -> OpenedGraph:
     """
     proto = read_onnx(path, values)  # refuses what is damaged, before anything trusts it
     try:
+        follow_links(proto, path)
         model = ir.from_proto(proto)
-        ir.external_data.set_base_dir(model.graph, path.parent)
+        ir.external_data.set_base_dir(model.graph, path.resolve().parent)
         _load_short_constants(model.graph)
         clean_up = clean_graph(model)
         ShapeInferencePass()(model)

@@ -19,7 +19,7 @@ from compress.models.gguf_source import unpack
 from compress.models.onnx_check import check_onnx, forget_shapes
 from compress.specs import ModelSpec
 from compress.store.digests import DigestOf
-from compress.store.paths import resolve_path
+from compress.store.paths import find_path, resolve_path
 from runtime.bundle.files import sha256_of
 from runtime.bundle.onnx_file import external_files
 from runtime.errors import BundleError
@@ -83,7 +83,7 @@ def locate(spec: ModelSpec, root: Path) -> Source:
     if kind == "shards":
         return _locate_shards(spec, root, resolve_path(root, rest))
     if kind == "onnx":
-        return _locate_onnx(spec, root, resolve_path(root, rest))
+        return _locate_onnx(spec, root, find_path(root, rest))
     if kind == "live":
         return _locate_live(spec, rest, root)
     return _locate_python(spec, rest, root)
@@ -152,9 +152,22 @@ def onnx_external_files(path: Path) -> tuple[Path, ...]:
             raise SourceError(
                 f"{path}: its weights file '{name}' lies outside its folder; save it anew beside the graph"
             )
-        if not (path.parent / name).is_file():
-            raise SourceError(f"{path}: its weights file {path.parent / name} is missing; copy it beside the graph")
+        _check_weights_file(path, path.parent / name)
     return tuple(path.parent / name for name in names)
+
+
+def _check_weights_file(path: Path, file: Path) -> None:
+    """Raise SourceError for weights that are not there, lie elsewhere than their graph, or that onnx would not read."""
+    if not file.is_file():
+        raise SourceError(f"{path}: its weights file {file} is missing; copy it beside the graph")
+    whole = file.resolve()
+    if not whole.is_relative_to(path.resolve().parent):
+        raise SourceError(f"{path}: its weights file {file} is a link to {whole}, out of its folder; copy it here")
+    if (n := whole.stat().st_nlink) > 1:
+        raise SourceError(
+            f"{path}: its weights file {file} has {n} names (hard links), which onnx takes for an attack; put a copy "
+            "in its place"
+        )
 
 
 @functools.lru_cache(maxsize=8)
@@ -329,7 +342,18 @@ def _locate_onnx(spec: ModelSpec, root: Path, path: Path) -> Source:
     _refuse_weights_key(spec)
     if not path.is_file():
         raise SourceError(f"{spec.source}: {path} is a folder; give the .onnx file")
-    return Source(spec, root, "onnx", _find_processor_folder(path.parent), (), onnx=path)
+    named = _choose_name(path) if path.is_symlink() else path
+    return Source(spec, root, "onnx", _find_processor_folder(path.parent), (), onnx=named)
+
+
+def _choose_name(path: Path) -> Path:
+    """Return the name of a graph's file beside which its weights lie: the link, or what it leads to.
+
+    A hub's cache keeps all files in one folder under their digests, and has links of the names that a graph knows.
+    """
+    whole = path.resolve()
+    names = _list_external_names(path, path.stat().st_mtime_ns, path.stat().st_size)
+    return path if names and all((path.parent / name).is_file() for name in names) else whole
 
 
 def _locate_python(spec: ModelSpec, rest: str, root: Path) -> Source:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -147,3 +148,13 @@ class Hub:
         data = repository.files[file]
         etag = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": repository.sha}
         return Answer(200, data, {**etag, "Accept-Ranges": "none"})
+
+
+def cache_as_hub(folder: Path) -> None:
+    """Keep the files of a folder in another, under their digests, with links of their names in their place."""
+    blobs = folder.parent / f"{folder.name}.blobs"
+    blobs.mkdir()
+    for file in [path for path in folder.iterdir() if path.is_file()]:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        file.rename(blobs / digest)
+        file.symlink_to(Path("..") / blobs.name / digest)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from hub_double import cache_as_hub
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.errors import SourceError
@@ -174,9 +175,14 @@ DONE = {
 
 
 def write(make_file: Callable[[], onnx.ModelProto], folder: Path) -> Path:
-    """Weights lie beside the file, but where ONNX Runtime 1.31 finds none: axes, and what the body of a loop reads."""
-    path, beside = folder / "model.onnx", make_file is not with_branches
+    """Weights lie beside the file, but where ONNX Runtime 1.31 finds none: axes, and what the body of a loop reads.
+
+    Both are links, as in a hub's cache.
+    """
+    (snapshot := folder / "snapshot").mkdir()
+    path, beside = snapshot / "model.onnx", make_file is not with_branches
     onnx.save(make_file(), path, save_as_external_data=beside, location="weights", size_threshold=64)
+    cache_as_hub(snapshot)
     return path
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
+from hub_double import cache_as_hub
 from model_specs import DIGITS_FEEDS, DIGITS_SPEC
 from onnx import TensorProto, helper, numpy_helper
 
@@ -65,6 +69,42 @@ def test_onnx_facts(tmp_path: Path, external: bool) -> None:
     assert facts.outputs == loaded.outputs == (TensorSpec("logits", "float32", ("batch", 5)),)
     assert facts.peak_activation_bytes == 4 * (3 * 36 + 4 * 16)  # the input and the convolution's output
     assert isinstance(loaded, OnnxModel) and loaded.path == tmp_path / "m.onnx"
+
+
+def link_weights(folder: Path) -> None:
+    (folder / "small.data").rename(folder / "more.data")
+    (folder / "small.data").symlink_to("more.data")
+
+
+def link_graph(folder: Path) -> None:
+    (folder / "real").mkdir()
+    for name in ("m.onnx", "small.data"):
+        (folder / name).rename(folder / "real" / name)
+    (folder / "m.onnx").symlink_to("real/m.onnx")
+
+
+@pytest.mark.parametrize("link", [cache_as_hub, link_weights, link_graph])
+def test_links_to_a_graph_and_to_its_weights(tmp_path: Path, link: Callable[[Path], None]) -> None:
+    (folder := tmp_path / "snapshot").mkdir()
+    spec = onnx_spec(small_onnx(folder / "m.onnx", external=True))
+    before = load_model(locate(spec, Path()), ONNX_FEEDS)
+    link(folder)
+    after = load_model(locate(spec, Path()), ONNX_FEEDS)
+    assert isinstance(before, OnnxModel) and isinstance(after, OnnxModel)
+    assert ir.to_proto(before.graph) == ir.to_proto(after.graph)
+
+
+def test_weights_that_lie_elsewhere_or_have_two_names(tmp_path: Path) -> None:
+    (folder := tmp_path / "given").mkdir()
+    path = small_onnx(folder / "m.onnx", external=True)
+    data = folder / "small.data"
+    os.link(data, tmp_path / "second")
+    with pytest.raises(SourceError, match=r"small\.data has 2 names \(hard links\).* put a copy"):
+        model_facts(locate(onnx_spec(path), Path()), ONNX_FEEDS)
+    data.unlink()
+    data.symlink_to("../second")
+    with pytest.raises(SourceError, match=r"small\.data is a link to .*second, out of its folder; copy it here"):
+        model_facts(locate(onnx_spec(path), Path()), ONNX_FEEDS)
 
 
 def test_onnx_files_that_cannot_be_used(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from test_chains import ground
 from compress.recipe.schema import Recipe
 from compress.search.chains import Needs, PrunedStructure, Yields
 from compress.search.foresight import Foresight
-from compress.search.pursue import FAR, FULL, OVERHEAD, SPARE_S, GoalEvidence, Pursuit
+from compress.search.pursue import FAR, FULL, MOST_PROCESSES, OVERHEAD, SPARE_S, GoalEvidence, Pursuit
 from compress.search.sweep import OutOfTime
 from compress.search.trials import GateMiss, GoalValue, Run
 from runtime.bundle.format import Gate
@@ -55,6 +55,24 @@ def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None
     assert hiccup.speedup == pytest.approx(1.2 * FAR**2, abs=1e-3)
     alone = {"cut-untrained": Needs(1.0, 1.08)}  # one alone was in no race
     assert Measured(alone).correct("cut") == slower
+
+
+def test_a_structure_that_was_measured_twice_lacks_what_both_say() -> None:
+    twice = {"cut-untrained": Needs(1.0, 0.9), "cut": Needs(1.0, 1.1)}
+    assert Measured(twice).correct("cut") == PrunedStructure(6, 0.8, 1.2)
+    twice["cut-untrained"] = Needs(1.0, 1.08**2)
+    assert Measured(twice | {"cut": Needs(1.0, 1.0)}).correct("cut").speedup == pytest.approx(1.2 * 1.08**2, abs=1e-3)
+
+
+@pytest.mark.parametrize(("half", "processes"), [(0.02, None), (0.039, None), (0.06, 21), (0.16, MOST_PROCESSES)])
+def test_where_times_scatter_more_processes_time_structures(half: float, processes: int | None) -> None:
+    pursuit = Measured({})
+    told = {"latency_p50": [2 - 2 * half, 2 + 2 * half], "throughput": [1.0, 3.0]}
+    report = {"ratio_intervals": told, "benchmark": {"processes": 9}}
+    pursuit.report_of = lambda name: report  # type: ignore[method-assign]
+    assert pursuit.count_processes() == processes
+    pursuit.known.processes = processes
+    assert pursuit.recipe.validate_.benchmark.processes == processes
 
 
 def put(structure: PrunedStructure, tried: dict[PrunedStructure, Needs]) -> PrunedStructure | None:
