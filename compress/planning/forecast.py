@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -67,13 +67,15 @@ DISK_BYTES_S = 3e8
 class StageForecast:
     """One stage of a run: `name` as the log and the plan have it, the most memory that it takes, how long.
 
-    `work`: how much it is, in a unit of the stage's own.
+    `work`: how much it is, in a unit of the stage's own. `share`: the part of its work that is guessed to fit into the
+    seconds that it may take.
     """
 
     name: str
     memory_bytes: int
     duration: Duration
     work: float = 0.0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,9 @@ class _Run:
         work += 6000 * self.before.n_bytes / FLOAT_BYTES if self.on_blocks(number) else 0
         timed = pass_.measures_time and self.recipe.unit == "call"
         longest = getattr(pass_, "max_seconds", None) or math.inf  # it ends by then, and does as much less
-        work = min(work, longest * find_pace())
-        return self._stage(name, self.pass_bytes(number), work, CLOCK_S if timed else 0.0)
+        share = min(longest * find_pace() / max(work, 1.0), 1.0)
+        stage = self._stage(name, self.pass_bytes(number), share * work, CLOCK_S if timed else 0.0)
+        return replace(stage, share=share)
 
     def forward_work(self, name: str) -> float:
         """Return the multiply-adds of sending a set's samples through the model once."""

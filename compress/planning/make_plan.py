@@ -29,8 +29,9 @@ from compress.models.facts import ModelRun
 from compress.models.language import has_chat_template
 from compress.models.meta import module_on_meta
 from compress.passes import Pass
+from compress.passes.training import TrainingPass
 from compress.planning.cache_keys import CacheKeys, cache_keys
-from compress.planning.durations import Durations
+from compress.planning.durations import EITHER_WAY, Durations
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, Forecast, Volumes, find_timed_batch, forecast
 from compress.planning.gates import foresee_gates
 from compress.planning.importance import check_importance
@@ -67,6 +68,8 @@ from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
 TO_BE_FOUND = "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
+FEW_STEPS = 70
+"""By which the best rate shows of itself: of ten rates on a network of inverted bottlenecks."""
 AS_WRITTEN = "search: this is of the values that stand in the recipe; `compress sweep` tries the others"
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
@@ -146,7 +149,13 @@ def make_plan(
         expected = forecast(*about, latency, found)
     device = describe_device(choose_device(recipe.device)) if recipe.passes else ""
     of_gates = foresee_gates(recipe, before, after, latency) if recipe.passes else []
-    notes = (*notes, *of_speed, *of_gates, *_warn_of_memory(inputs, expected, work))
+    notes = (
+        *notes,
+        *of_speed,
+        *of_gates,
+        *_warn_of_memory(inputs, expected, work),
+        *_warn_of_few_steps(inputs, expected),
+    )
     made = Plan(recipe, inputs, work, keys, before, after, notes, expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
 
@@ -231,10 +240,14 @@ def _plan_passes(inputs: Inputs, keys: CacheKeys, store: ResultCache) -> tuple[l
 
 def _train_notes(pass_: Pass, inputs: Inputs) -> list[Note]:
     """Return what the plan says of learning, once the training set is known."""
-    train = inputs.data.get("train") if pass_.needs_train else None
-    if train is None:
-        return []
-    return pass_.train_notes(inputs.facts, n_rows(inputs.recipe.model.task, train.n_samples, train.columns))
+    n = _count_trained(inputs)
+    return [] if n is None or not pass_.needs_train else pass_.train_notes(inputs.facts, n)
+
+
+def _count_trained(inputs: Inputs) -> int | None:
+    """Return how many rows the training set gives; None without one."""
+    train = inputs.data.get("train")
+    return None if train is None else n_rows(inputs.recipe.model.task, train.n_samples, train.columns)
 
 
 def _check_checkpoint(
@@ -433,6 +446,22 @@ def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWo
         way = f"give validate.benchmark a smaller {timed.key}"
     needed = f"{largest.name} takes about {size_text(largest.memory_bytes)} of memory"
     return [Note("warning", f"{needed}, and {size_text(free)} are free here: {way}")]
+
+
+def _warn_of_few_steps(inputs: Inputs, expected: Forecast) -> list[Note]:
+    """Warn of training whose seconds are over before it has made the steps that tell a good rate from a bad one."""
+    passes, n = inputs.recipe.passes, _count_trained(inputs)
+    share, notes = {stage.name: stage.share for stage in expected.stages}, []
+    for name, pass_ in zip(pass_names(passes), passes, strict=True):
+        if n is None or not isinstance(pass_, TrainingPass):
+            continue
+        steps = share[name] * pass_.make_schedule(n, 0).steps
+        if share[name] < 1 and steps < FEW_STEPS:
+            low, high = (max(round(steps * factor), 1) for factor in (1 / EITHER_WAY, EITHER_WAY))
+            text = f"{name}: max_seconds {pass_.max_seconds:g} has room for about {low} to {high} steps of "
+            text += f"{pass_.batch_size} samples, which teach little: give it a smaller batch_size, or more time"
+            notes.append(Note("warning", text))
+    return notes
 
 
 def explain_unsaid_sizes(run: ModelRun, units: Mapping[str, int]) -> str:

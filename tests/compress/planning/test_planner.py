@@ -15,6 +15,7 @@ from rich.console import Console
 from compress.errors import PlaceError, PlanError, SourceError
 from compress.facts import ModelFacts
 from compress.passes import Int8, Pass, Rtn
+from compress.planning import forecast
 from compress.planning.forecast import find_timed_batch
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
@@ -161,6 +162,21 @@ def test_work_beyond_this_machine_s_memory_is_warned_of(tmp_path: Path, host: Ho
     assert said.startswith("judging takes about ")
     assert said.endswith(" are free here: give validate.benchmark a smaller throughput_batch_size")
     assert find_warning(100 << 20).endswith(" are free here: take a machine with more, or make room")
+
+
+def test_training_that_ends_before_it_teaches_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "find_pace", lambda: 1e9)  # multiply-adds in a second
+    train = "data.train={source: 'npz:${digits}/train.npz'}"
+
+    def find_warning(seconds: float, batch_size: int = 64) -> str:
+        course = f"{{kind: distill, epochs: 1000, max_seconds: {seconds}, batch_size: {batch_size}}}"
+        plan = planned(tmp_path, f"passes=[{course}]", train)
+        return "".join(note.text for note in plan.notes if "teach little" in note.text)
+
+    said = find_warning(1.0, 512)
+    assert said.startswith("distill: max_seconds 1 has room for about ")
+    assert said.endswith(" steps of 512 samples, which teach little: give it a smaller batch_size, or more time")
+    assert not find_warning(10.0, 1) and not find_warning(1e6, 512)
 
 
 def test_a_timed_batch_counts_what_is_timed(tmp_path: Path) -> None:
