@@ -23,6 +23,9 @@ GRIDS: dict[Optimizer, tuple[float, ...]] = {
 """Rates that are tried first, each four times the one before."""
 MIDDLE: dict[Optimizer, tuple[float, ...]] = {optimizer: rates[1:3] for optimizer, rates in GRIDS.items()}
 """Rates that a schedule tries that is too short for more."""
+FEW, BROKEN, MOST_LOWERED = 4, 1.5, 3
+"""Steps that show whether a rate breaks a model that begins well, times its loss that are broken, and rates so tried.
+Qwen2.5-Coder 0.5B without a quarter of its blocks, whose loss was 0.30: with AdamW at 5e-4 8.5 after four steps."""
 BEYOND = 2
 """Times that a rate beyond the lowest or the highest is tried, while the best lies at an end."""
 LENGTHS = (1, 2, 4)
@@ -76,6 +79,20 @@ def choose_roughly(try_arm: TryArm, optimizers: Sequence[Optimizer], steps: int)
     trials = [RateTrial(arm, steps, try_arm(arm, steps)) for arm in arms]
     best = min(trials, key=lambda trial: trial.loss)
     return (best.arm if math.isfinite(best.loss) else None), trials
+
+
+def lower(try_arm: TryArm, arm: Arm, most: int, start: float) -> tuple[Arm, list[RateTrial]]:
+    """Return the first of ever lower rates with which a few steps do not break a model, and the trials of these.
+
+    After `most` trials it is the next one, untried. `start`: the loss that such steps have with no rate.
+    """
+    trials: list[RateTrial] = []
+    while len(trials) < most:
+        trials.append(RateTrial(arm, FEW, try_arm(arm, FEW)))
+        if trials[-1].loss <= BROKEN * start:
+            break
+        arm = arm.times(0.25)
+    return arm, trials
 
 
 def choose_arm(try_arm: TryArm, optimizers: Sequence[Optimizer], unit: int) -> tuple[Arm | None, list[RateTrial]]:

@@ -17,7 +17,18 @@ from compress.blocks.sharing import from_main
 from compress.context import PassContext
 from compress.distill.schedule import TrainingSchedule
 from compress.distill.train import Dataset, TrainOptions, try_schedule
-from compress.distill.try_rates import Arm, RateTrial, choose_arm, choose_roughly, count_few, count_units, follow_trend
+from compress.distill.try_rates import (
+    FEW,
+    MOST_LOWERED,
+    Arm,
+    RateTrial,
+    choose_arm,
+    choose_roughly,
+    count_few,
+    count_units,
+    follow_trend,
+    lower,
+)
 from compress.errors import PassError
 from compress.facts import Note
 from compress.passes.training import AVERAGED, TRIED, TrainingPass
@@ -28,6 +39,8 @@ FILE = "rates.json"
 """In a pass's folder of unfinished work: what was tried, so that a killed run chooses the same without trying."""
 LEAST_STEPS = 6
 """Of the shortest trial: below that, nothing is seen."""
+NO_RATE = 1e-12
+"""Of steps that change nothing."""
 WARMUP = 0.2
 """Part of a trial over which its rate rises."""
 BLENDED_EPOCHS = 40.0
@@ -67,8 +80,7 @@ def settle_schedule(
         return config, dataset_of(config), changes
     dataset, seed = dataset_of(config), context.seed
     tried, begun = _recall_trials(context), time.monotonic()
-    # each process has times of its own, and all are to make the same steps and end at the same one
-    steps = from_main(_foresee_steps(config, pupil, dataset, options, seed)) if tried is None else tried.steps
+    steps, start = _foresee(config, pupil, dataset, options, seed) if tried is None else (tried.steps, math.nan)
     if may_blend:
         config, blended = _settle_blending(
             config, _count_epochs(config.make_schedule(dataset.n, seed), steps, dataset.n)
@@ -76,7 +88,7 @@ def settle_schedule(
         dataset, changes = dataset_of(config), changes.then(blended)
         context.log(blended.notes[0].text)
     if tried is None:
-        arm, trials = _try_rates(config, pupil, dataset, options, steps, seed)
+        arm, trials = _try_rates(config, pupil, dataset, options, steps, start, seed)
         tried = Tried(arm, tuple(trials), from_main(time.monotonic() - begun), steps)
         keep(context, FILE, asdict(tried))
     arm = tried.chosen or Arm(config.optimizers[0], config.nominal_rate)
@@ -109,27 +121,46 @@ def _settle_blending(config: Pass, epochs: float) -> tuple[Pass, Settled]:
 def _describe(kind: str, arm: Arm, trials: Sequence[RateTrial]) -> Note:
     if not trials:
         return Note("warning", f"{kind}: {arm}, untried: there are too few steps to find a learning rate in a part of")
-    steps = [trial.steps for trial in trials]
-    found = f"{kind}: {arm}, found by {len(trials)} trials of {min(steps)} to {max(steps)} steps"
-    raised = "" if arm in [trial.arm for trial in trials] else ": the longer a trial, the higher its best rate"
-    return Note("info", found + raised)
+    lengths = sorted({trial.steps for trial in trials})
+    found = f"{kind}: {arm}, found by {len(trials)} trial{'s' * (len(trials) > 1)} of "
+    found += f"{' to '.join(map(str, lengths[:1] + lengths[1:][-1:]))} steps"
+    if arm in [trial.arm for trial in trials]:
+        return Note("info", found)
+    if arm.learning_rate < min(trial.arm.learning_rate for trial in trials):
+        return Note("info", f"{found}, all of which broke it: a quarter of the last one")
+    return Note("info", f"{found}: the longer a trial, the higher its best rate")
 
 
 def _try_rates(
-    config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, steps: int, seed: int
+    config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, steps: int, start: float, seed: int
 ) -> tuple[Arm | None, list[RateTrial]]:
-    """Return the best arm for a schedule of so many steps, and the trials. PassError where the loss broke in all."""
+    """Return the best arm for a schedule of so many steps, and the trials. PassError where the loss broke in all.
+
+    `start`: the loss of a few steps that change nothing; NaN: not known.
+    """
     attempt = _make_attempt(config, pupil, dataset, options, seed)
     budget = int(TRIED * steps) if config.learning_rate == "auto" else 0
     unit, few = budget // count_units(config.optimizers), budget // count_few(config.optimizers)
     chosen, trials = None, list[RateTrial]()
     if unit >= LEAST_STEPS:
         chosen, trials = choose_arm(attempt, config.optimizers, unit)
-    elif few >= LEAST_STEPS:
+        if chosen is None:
+            raise PassError(f"{config.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
+        return follow_trend(chosen, trials, steps), trials
+    if few >= LEAST_STEPS:
         chosen, trials = choose_roughly(attempt, config.optimizers, few)
-    if trials and chosen is None:
-        raise PassError(f"{config.kind}: learning_rate: auto: the loss became NaN or infinite at every rate")
-    return chosen and follow_trend(chosen, trials, steps), trials
+    if budget < FEW:
+        return None, []
+    # so few steps do not show which rate is best, but one that breaks a model shows
+    first = chosen or Arm(config.optimizers[0], config.nominal_rate)
+    start = attempt(_stand(config), FEW) if math.isnan(start) else start
+    chosen, lowered = lower(attempt, first, min(budget // FEW, MOST_LOWERED), start)
+    return chosen, [*trials, *lowered]
+
+
+def _stand(config: TrainingPass) -> Arm:
+    """Return an arm that changes nothing."""
+    return Arm(config.optimizers[0], NO_RATE)
 
 
 def _make_attempt(
@@ -159,19 +190,26 @@ def _shorten(schedule: TrainingSchedule, arm: Arm, steps: int) -> TrainingSchedu
     )
 
 
-def _foresee_steps(config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, seed: int) -> int:
-    """Return how many steps the schedule will make: those that `max_seconds` leave time for, 1 at least."""
+def _foresee(
+    config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, seed: int
+) -> tuple[int, float]:
+    """Return how many steps the schedule will make, and the loss of a few that change nothing; NaN: not tried.
+
+    Of steps there are 1 at least, and those that `max_seconds` leave time for.
+    """
     schedule = config.make_schedule(dataset.n, seed)
     if schedule.max_seconds is None:
-        return schedule.steps
-    attempt, arm = _make_attempt(config, pupil, dataset, options, seed), Arm(config.optimizers[0], config.nominal_rate)
+        return schedule.steps, math.nan
+    attempt, arm = _make_attempt(config, pupil, dataset, options, seed), _stand(config)
     attempt(arm, 1)  # warm
     begun = time.monotonic()
     attempt(arm, 1)
     one = time.monotonic() - begun
-    attempt(arm, 4)
-    seconds = max((time.monotonic() - begun - 2 * one) / 3, 1e-6)  # of a step, without what every trial takes beside
-    return max(min(schedule.steps, int((1 - TRIED) * schedule.max_seconds / seconds)), 1)
+    start = attempt(arm, FEW)
+    seconds = max((time.monotonic() - begun - 2 * one) / (FEW - 1), 1e-6)  # of a step, without what each trial takes
+    steps = max(min(schedule.steps, int((1 - TRIED) * schedule.max_seconds / seconds)), 1)
+    # each process has times of its own, and all are to make the same steps and end at the same one
+    return from_main(steps), from_main(start)
 
 
 def _recall_trials(context: PassContext) -> Tried | None:

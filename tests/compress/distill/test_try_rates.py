@@ -8,6 +8,7 @@ import pytest
 
 from compress.distill.schedule import Optimizer
 from compress.distill.try_rates import (
+    FEW,
     MIDDLE,
     MOST_RISE,
     Arm,
@@ -17,6 +18,7 @@ from compress.distill.try_rates import (
     count_few,
     count_units,
     follow_trend,
+    lower,
 )
 
 
@@ -65,6 +67,18 @@ def test_a_course_too_short_for_more_tries_the_middle_rates_of_each_optimizer_on
     assert len(trials) == count_few(("adamw", "sgd")) and {trial.steps for trial in trials} == {7}
     assert chosen == Arm("sgd", 0.08)
     assert choose_roughly(lambda arm, steps: math.inf, ("adamw",), 7)[0] is None
+
+
+def test_a_rate_is_lowered_until_a_few_steps_do_not_break_the_model() -> None:
+    def loss(arm: Arm, steps: int) -> float:
+        return 8.5 if arm.learning_rate > 1e-4 else 0.4
+
+    arm, trials = lower(loss, Arm("adamw", 5e-4), 3, 0.3)
+    assert arm == trials[-1].arm and [trial.arm.learning_rate for trial in trials] == [5e-4, 1.25e-4, 3.13e-5]
+    assert {trial.steps for trial in trials} == {FEW}
+    arm, trials = lower(loss, Arm("adamw", 5e-4), 2, 0.3)
+    assert len(trials) == 2 and arm.learning_rate == 3.13e-5  # the next one, untried
+    assert lower(loss, Arm("adamw", 5e-4), 3, 8.0)[0].learning_rate == 5e-4
 
 
 @pytest.mark.parametrize("power", [0.0, 0.2, 0.4])

@@ -532,6 +532,12 @@ def test_a_course_too_short_for_trials_says_so() -> None:
     )
     assert result.settled == {"optimizer": "adamw", "learning_rate": 5e-4}
     assert any("too few steps to find a learning rate" in note.text for note in result.notes)
+    result = apply_pass(
+        small(steps=60, learning_rate="auto"),
+        image_model(noisy(conv_net())),
+        options(images(), lambda: image_model(conv_net())),
+    )
+    assert any("adamw at 0.0005, found by 1 trial of 4 steps" in note.text for note in result.notes)
     with pytest.raises(ValueError, match="give learning_rate: auto as well"):
         Distill(optimizer="auto")
     with pytest.raises(ValueError, match="auto is for distill"):
