@@ -130,8 +130,8 @@ def follow_links(model: Any, path: Path) -> bool:
     for message in _iter_messages(model):
         if isinstance(message, onnx.TensorProto) and message.data_location == message.EXTERNAL:
             for entry in (entry for entry in message.external_data if entry.key == "location"):
-                whole = (path.parent / entry.value).resolve()
-                if whole != path.parent / entry.value:
+                beside = path.parent.resolve() / entry.value
+                if (whole := beside.resolve()) != beside:
                     entry.value, found = os.fspath(whole.relative_to(folder)), True
     return found
 
