@@ -141,7 +141,8 @@ class _ByRows(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, wanted: Tensor) -> tuple[Tensor, None]:
         (slopes,) = context.saved_tensors
-        return slopes.mul_(wanted[:, None]), None
+        # A sum wants each as it is. To multiply bfloat16 by float32 ones took a tenth of a step of Qwen2.5-Coder 0.5B.
+        return slopes if bool((wanted == 1).all()) else slopes.mul_(wanted[:, None]), None
 
 
 class _InPieces(torch.autograd.Function):
