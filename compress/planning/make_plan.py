@@ -14,7 +14,6 @@ from compress.blocks.experts import unstack_experts
 from compress.blocks.materialise import copy_without_weights, tied_names
 from compress.blocks.sizes import shapes_of, transformers_config
 from compress.data.chat import are_chats
-from compress.data.training import n_rows
 from compress.distill.schedule import MEASURED_BYTES
 from compress.errors import CompressError, ExportError, NotExportable, PlanError, SourceError
 from compress.export.checkpoint_rules import checkpoint_notes, checkpoint_problems, find_tied_problems, scoring_gaps
@@ -41,7 +40,7 @@ from compress.planning.judging import is_scored_by_torch, runs_once
 from compress.planning.latency import forecast_latency
 from compress.planning.measurements import measurement_note, pass_names
 from compress.planning.plan import Plan, PlannedWork
-from compress.planning.sets import IMAGE_BATCH, TEXTS, count_tokens, text_fill
+from compress.planning.sets import IMAGE_BATCH, TEXTS, count_tokens, measure_training
 from compress.planning.students import locate_result
 from compress.planning.validation import collect_problems, engine_notes, order_problems, quantized_problems
 from compress.pruning.configuration import fit_config
@@ -103,13 +102,14 @@ def make_plan(
     before = inputs.facts
     done, problems, schemes = _plan_passes(inputs, keys, store)
     after = done[-1].plan.facts if done else before
-    samples = {name: found.n_samples for name, found in inputs.data.items()}
+    n_trained, filled = measure_training(inputs)
+    samples = {name: found.n_samples for name, found in inputs.data.items()} | {"train": n_trained}
     batch = 1 if inputs.preprocess.kind in TEXTS else fixed_batch(before.inputs) or IMAGE_BATCH
     (tokens, _), (scored, longest) = (count_tokens(inputs, name) for name in ("calibration", "evaluation"))
     decisions = [planned.work.decisions for planned in done]
     n_unread = sum(path.stat().st_size for path in inputs.unread)
     held = sum(found.n_samples * sample_bytes(found.shapes) for found in inputs.data.values())
-    volumes = Volumes(samples, batch, tokens, scored, longest, text_fill(inputs, "train"), n_unread, held)
+    volumes = Volumes(samples, batch, tokens, scored, longest, filled, n_unread, held)
     about = (recipe, before, after, volumes, decisions, find_timed_batch(inputs), find_durations(recipe, store.root))
     found = [before, *(planned.plan.facts for planned in done)][: len(done)]
     expected = forecast(*about, found=found)
@@ -240,14 +240,8 @@ def _plan_passes(inputs: Inputs, keys: CacheKeys, store: ResultCache) -> tuple[l
 
 def _train_notes(pass_: Pass, inputs: Inputs) -> list[Note]:
     """Return what the plan says of learning, once the training set is known."""
-    n = _count_trained(inputs)
-    return [] if n is None or not pass_.needs_train else pass_.train_notes(inputs.facts, n)
-
-
-def _count_trained(inputs: Inputs) -> int | None:
-    """Return how many rows the training set gives; None without one."""
-    train = inputs.data.get("train")
-    return None if train is None else n_rows(inputs.recipe.model.task, train.n_samples, train.columns)
+    n, _ = measure_training(inputs)
+    return pass_.train_notes(inputs.facts, n) if n and pass_.needs_train else []
 
 
 def _check_checkpoint(
@@ -450,10 +444,10 @@ def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWo
 
 def _warn_of_few_steps(inputs: Inputs, expected: Forecast) -> list[Note]:
     """Warn of training whose seconds are over before it has made the steps that tell a good rate from a bad one."""
-    passes, n = inputs.recipe.passes, _count_trained(inputs)
+    passes, (n, _) = inputs.recipe.passes, measure_training(inputs)
     share, notes = {stage.name: stage.share for stage in expected.stages}, []
     for name, pass_ in zip(pass_names(passes), passes, strict=True):
-        if n is None or not isinstance(pass_, TrainingPass):
+        if not n or not isinstance(pass_, TrainingPass):
             continue
         steps = share[name] * pass_.make_schedule(n, 0).steps
         if share[name] < 1 and steps < FEW_STEPS:

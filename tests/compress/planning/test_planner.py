@@ -19,11 +19,12 @@ from compress.planning import forecast
 from compress.planning.forecast import find_timed_batch
 from compress.planning.make_plan import make_plan
 from compress.planning.plan import Plan
+from compress.planning.sets import measure_training
 from compress.planning.validation import class_problems, export_problems, order_problems
 from compress.recipe.load import load_recipe
 from compress.recipe.schema import Recipe
 from runtime.bundle.tensors import TensorSpec
-from runtime.encode.preprocess import TextPreprocess
+from runtime.encode.preprocess import LanguagePreprocess, TextPreprocess
 
 RECIPE = DIGITS_RECIPE + "validate: {gates: [{metric: top1, max_drop: 0.01}]}\n"
 
@@ -177,6 +178,15 @@ def test_training_that_ends_before_it_teaches_is_warned_of(tmp_path: Path, monke
     assert said.startswith("distill: max_seconds 1 has room for about ")
     assert said.endswith(" steps of 512 samples, which teach little: give it a smaller batch_size, or more time")
     assert not find_warning(10.0, 1) and not find_warning(1e6, 512)
+
+
+def test_a_training_set_of_joined_texts_is_counted_in_windows(tmp_path: Path) -> None:
+    inputs = planned(tmp_path, "data.train={source: 'npz:${digits}/train.npz'}").inputs
+    data = inputs.data["train"]
+    assert measure_training(inputs) == (data.n_samples, 1.0)
+    joined = replace(inputs, preprocess=LanguagePreprocess(max_length=512, pack=256))
+    assert measure_training(joined) == (round(data.n_bytes / 4.5 / 256), 1.0)
+    assert measure_training(planned(tmp_path).inputs) == (0, 1.0)
 
 
 def test_a_timed_batch_counts_what_is_timed(tmp_path: Path) -> None:
