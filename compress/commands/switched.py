@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from compress.commands.inspect import read_json
 from compress.errors import ExportError
-from compress.graph.run import IN_MEMORY, Feeds, weight_bytes
+from compress.graph.run import IN_MEMORY, Feeds, read_graph, weight_bytes
 from compress.graph.switches import SWITCHES, SwitchedGraph, Unit, add_switches
 from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
@@ -240,7 +240,7 @@ def _list_sources(case: Case, cache: Path, log: Any) -> Sources:
         found = results.get(key) if key and results.has(key) else None
         cached = None if found is None else results.find_holder(found)
         if cached is not None and (cached.folder / GRAPH).is_file():
-            graph = ir.load(cached.folder / GRAPH)  # an encoder-decoder's holds both
+            graph = read_graph(cached.folder / GRAPH)  # an encoder-decoder's holds both
             yield "the cache of its build", [graph] * (2 if encodes else 1), True
     if (baseline := _find_baseline(case.manifest)) is not None:
         yield "the bundle's baseline", _load_files(inside(case.root, baseline.path)), False
@@ -249,7 +249,7 @@ def _list_sources(case: Case, cache: Path, log: Any) -> Sources:
 def _load_files(path: Path) -> list[ir.Model]:
     """Return the graphs of a model: an encoder-decoder's two, the encoder's first."""
     encoder = find_encoder(path)
-    return [ir.load(file) for file in ([path] if encoder is None else [encoder, path])]
+    return [read_graph(file) for file in ([path] if encoder is None else [encoder, path])]
 
 
 def _open_with(stack: ExitStack, case: Case, label: str, sources: Sequence[ir.Model], own: bool) -> SwitchedModel:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from compress.graph.run import IN_MEMORY, read_graph, weight_bytes
+
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 PASSED_OVER = (
     "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice",
@@ -29,8 +31,8 @@ def tensors_of(path: Path) -> list[str]:
 
 def mark(path: Path, names: Sequence[str], out: Path) -> None:
     """Write the graph of `path` to `out` with these tensors as outputs after its own. KeyError for an unknown one."""
-    model = ir.load(path)
+    model = read_graph(path)
     values = {value.name: value for node in model.graph for value in node.outputs}
     given = {value.name for value in model.graph.outputs}
     model.graph.outputs.extend(values[name] for name in names if name not in given)
-    ir.save(model, out)
+    ir.save(model, out, external_data=f"{out.name}.data" if weight_bytes(model) > IN_MEMORY else None)

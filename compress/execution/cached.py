@@ -27,7 +27,7 @@ from compress.export.parity import check_decoder_parity, check_encoder_decoder_p
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
 from compress.graph.halves import cross_names
-from compress.graph.run import Feeds
+from compress.graph.run import Feeds, read_graph
 from compress.graph.seeing import decoder_of
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel
@@ -176,7 +176,7 @@ def _write_graph_alone(graph: ir.Model, folder: Path) -> dict[str, Any]:
 def load_graph(cached: CachedResult) -> ir.Model:
     """Return the graph of a result."""
     with cached.hold() as folder:
-        return ir.load(folder / GRAPH)
+        return read_graph(folder / GRAPH)
 
 
 Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]
@@ -336,5 +336,5 @@ def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
 def _read_result(cached: CachedResult) -> PassResult[GraphState]:
     with cached.hold() as folder:
         record = json.loads((folder / STATE).read_text())
-        state = restore_state(ir.load(folder / GRAPH), record, load_file(folder / ARRAYS))
+        state = restore_state(read_graph(folder / GRAPH), record, load_file(folder / ARRAYS))
     return result_from_record(cached, state)

@@ -43,6 +43,20 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
         return create(str(path), options, ["CPUExecutionProvider"])
 
 
+def read_graph(path: Path) -> ir.Model:
+    """Read a graph, its weights mapped where they lie beside it: it then is as any other, and may be written anywhere.
+
+    As onnx_ir reads them they stay names of that file, which a graph of less than IN_MEMORY is written with.
+    """
+    model = ir.load(path)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+    return model
+
+
 def weight_bytes(model: ir.Model) -> int:
     """Return the bytes of the initializers."""
     return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
