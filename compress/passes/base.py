@@ -137,6 +137,13 @@ class Pass(Record):
         """Return what the plan should say of learning from so many samples."""
         return []
 
+    def time_notes(self, n_samples: int, shares: tuple[float, float]) -> list[Note]:
+        """Return what the plan should say where the seconds that a pass may take are over before its work is.
+
+        `n_samples`: of the training set; `shares`: of the work that fits into them, at least and at most.
+        """
+        return []
+
     @property
     def formats(self) -> tuple[Format, ...]:
         """Return how numbers are stored that the pass rounds."""

@@ -38,6 +38,8 @@ AVERAGED = 20
 """A run's steps over those that `ema_decay: auto` averages."""
 TRIED = 0.1
 """Steps that are spent on finding a learning rate, as a part of those that follow."""
+FEW_STEPS = 70
+"""By which the best rate shows of itself: of ten rates on a network of inverted bottlenecks."""
 NOMINAL_RATES: dict[Optimizer, float] = {"adamw": 5e-4, "sgd": 0.02}
 """What stands for a rate that is to be found."""
 FORWARDS = 4.0
@@ -225,6 +227,15 @@ class TrainingPass(Pass):
     def find_learner(self, facts: ModelFacts) -> ModelFacts:
         """Return the facts of the model that is trained, which keeps activations for its gradients."""
         return facts
+
+    def time_notes(self, n_samples: int, shares: tuple[float, float]) -> list[Note]:
+        steps = self.make_schedule(n_samples, 0).steps
+        low, high = (max(round(share * steps), 1) for share in shares)
+        if math.sqrt(low * high) >= FEW_STEPS:
+            return []
+        text = f"{self.kind}: max_seconds {self.max_seconds:g} has room for about {low} to {high} steps of "
+        text += f"{self.batch_size} samples, which teach little: give it a smaller batch_size, or more time"
+        return [Note("warning", text)]
 
     def training_problems(self, facts: ModelFacts) -> list[str]:
         """Return what is wrong with the settings for such a model."""

@@ -28,7 +28,6 @@ from compress.models.facts import ModelRun
 from compress.models.language import has_chat_template
 from compress.models.meta import module_on_meta
 from compress.passes import Pass
-from compress.passes.training import TrainingPass
 from compress.planning.cache_keys import CacheKeys, cache_keys
 from compress.planning.durations import EITHER_WAY, Durations
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, Forecast, Volumes, find_timed_batch, forecast
@@ -67,8 +66,6 @@ from runtime.tasks.metrics import METRICS
 from runtime.words import size_text
 
 TO_BE_FOUND = "goal: the passes that reach it are yet to be found: `compress sweep RECIPE --out DIR` does that"
-FEW_STEPS = 70
-"""By which the best rate shows of itself: of ten rates on a network of inverted bottlenecks."""
 AS_WRITTEN = "search: this is of the values that stand in the recipe; `compress sweep` tries the others"
 Schemes = dict[str, Scheme]
 """Layer -> how a checkpoint stores it."""
@@ -154,7 +151,7 @@ def make_plan(
         *of_speed,
         *of_gates,
         *_warn_of_memory(inputs, expected, work),
-        *_warn_of_few_steps(inputs, expected),
+        *_note_short_courses(inputs, expected),
     )
     made = Plan(recipe, inputs, work, keys, before, after, notes, expected, latency, device)
     return settle_keys(made, store, verify=True) if verify else made
@@ -442,20 +439,12 @@ def _warn_of_memory(inputs: Inputs, expected: Forecast, work: Sequence[PlannedWo
     return [Note("warning", f"{needed}, and {size_text(free)} are free here: {way}")]
 
 
-def _warn_of_few_steps(inputs: Inputs, expected: Forecast) -> list[Note]:
-    """Warn of training whose seconds are over before it has made the steps that tell a good rate from a bad one."""
-    passes, (n, _) = inputs.recipe.passes, measure_training(inputs)
-    share, notes = {stage.name: stage.share for stage in expected.stages}, []
-    for name, pass_ in zip(pass_names(passes), passes, strict=True):
-        if not n or not isinstance(pass_, TrainingPass):
-            continue
-        steps = share[name] * pass_.make_schedule(n, 0).steps
-        if share[name] < 1 and steps < FEW_STEPS:
-            low, high = (max(round(steps * factor), 1) for factor in (1 / EITHER_WAY, EITHER_WAY))
-            text = f"{name}: max_seconds {pass_.max_seconds:g} has room for about {low} to {high} steps of "
-            text += f"{pass_.batch_size} samples, which teach little: give it a smaller batch_size, or more time"
-            notes.append(Note("warning", text))
-    return notes
+def _note_short_courses(inputs: Inputs, expected: Forecast) -> list[Note]:
+    """Return what passes say whose seconds are over before their work is."""
+    named, (n, _) = zip(pass_names(inputs.recipe.passes), inputs.recipe.passes, strict=True), measure_training(inputs)
+    shares = {stage.name: stage.share for stage in expected.stages}
+    ends = {name: (share / EITHER_WAY, min(share * EITHER_WAY, 1.0)) for name, share in shares.items() if share < 1}
+    return [note for name, pass_ in named if name in ends for note in pass_.time_notes(n, ends[name])]
 
 
 def explain_unsaid_sizes(run: ModelRun, units: Mapping[str, int]) -> str:
