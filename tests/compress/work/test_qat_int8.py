@@ -207,7 +207,7 @@ def test_what_is_left_open_is_found_from_where_rounding_begins() -> None:
     context, left = options(loaded_of(model), data), {"learning_rate": "auto", "ema_decay": "auto", "augment": "auto"}
     found = apply_qat_int8(config(steps=120, **left), GraphState(model), context)
     assert found.settled["learning_rate"] > 5e-4 and found.settled["ema_decay"] == pytest.approx(1 - 20 / 120, abs=1e-5)
-    assert any("found by 2 trials of 6 to 6 steps" in note.text for note in found.notes)
+    assert any("found by 3 trials of 4 to 6 steps" in note.text for note in found.notes)
     given = apply_qat_int8(config(steps=120, **found.settled), GraphState(model), context)
     same(given.model, found.model)
     assert given.measured["qat"]["loss_after"] < given.measured["qat"]["loss_before"]
