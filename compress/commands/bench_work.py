@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from compress.export.onnx import float_graph, write_graph
+from compress.export.onnx import float_graph
+from compress.graph.files import write_graph
 from compress.planning.inputs import read_inputs
 from compress.planning.latency import make_call as make_feeds_of
 from compress.planning.latency import make_twins

@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 from compress.commands.inspect import read_json
 from compress.errors import ExportError
-from compress.graph.run import IN_MEMORY, Feeds, read_graph, weight_bytes
+from compress.graph.files import read_graph, write_graph
+from compress.graph.run import Feeds
 from compress.graph.switches import SWITCHES, SwitchedGraph, Unit, add_switches
 from compress.store.cache import ResultCache
 from compress.store.durable import temporary_folder
@@ -262,8 +263,7 @@ def _open_with(stack: ExitStack, case: Case, label: str, sources: Sequence[ir.Mo
     settings = session_options(case.threads or case.manifest.judgement.benchmark.threads)
     opened = []
     for graph, name in zip(graphs, names, strict=True):
-        apart = weight_bytes(graph.model) > IN_MEMORY
-        ir.save(graph.model, folder / name, external_data=f"{name}.data" if apart else None)
+        write_graph(graph.model, folder / name)
         handle, inputs, outputs = open_handle(folder / name, settings, ["CPUExecutionProvider"])
         own_inputs = tuple(spec for spec in inputs if spec.name != SWITCHES)
         opened.append(OnnxRuntimeSession(folder / name, own_inputs, outputs, handle))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from compress.graph.run import IN_MEMORY, read_graph, weight_bytes
+from compress.graph.files import read_graph, write_graph
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 PASSED_OVER = (
@@ -35,4 +35,4 @@ def mark(path: Path, names: Sequence[str], out: Path) -> None:
     values = {value.name: value for node in model.graph for value in node.outputs}
     given = {value.name for value in model.graph.outputs}
     model.graph.outputs.extend(values[name] for name in names if name not in given)
-    ir.save(model, out, external_data=f"{out.name}.data" if weight_bytes(model) > IN_MEMORY else None)
+    write_graph(model, out)

@@ -22,12 +22,13 @@ from compress.errors import ExportError, OutputError, SourceError
 from compress.execution.quality import run_graph
 from compress.execution.work_meter import WorkMeter
 from compress.export.model import export_model
-from compress.export.onnx import float_graph, save_graph, write_graph
+from compress.export.onnx import float_graph, save_graph
 from compress.export.parity import check_decoder_parity, check_encoder_decoder_parity, check_parity
 from compress.facts import LayerDecision, Note
 from compress.graph.cleanup import describe_clean_up
+from compress.graph.files import read_graph, write_graph
 from compress.graph.halves import cross_names
-from compress.graph.run import Feeds, read_graph
+from compress.graph.run import Feeds
 from compress.graph.seeing import decoder_of
 from compress.graph.specs import input_specs, output_specs
 from compress.models.load import OnnxModel, TorchModel

@@ -14,8 +14,9 @@ import onnx_ir as ir
 
 from compress.blocks.streamed import StreamedModel
 from compress.export.gguf import make_byte_counter
-from compress.export.onnx import finish, float_graph, write_graph
+from compress.export.onnx import finish, float_graph
 from compress.formats.schemes import Scheme
+from compress.graph.files import write_graph
 from compress.graph.layers import find_layers
 from compress.planning.inputs import Inputs
 from compress.planning.latency import BUDGET_S, round_as_planned, time_decoders

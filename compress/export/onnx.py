@@ -52,12 +52,13 @@ from compress.graph.fast_forms import (
     share_tables,
     to_two_bits,
 )
+from compress.graph.files import write_graph
 from compress.graph.half import to_half
 from compress.graph.halves import cross_names, share_weights, split_halves
 from compress.graph.last_logits import keep_last_logits
 from compress.graph.layers import GraphLayer, constant, find_layers
 from compress.graph.rebuild import make_identifier
-from compress.graph.run import IN_MEMORY, clone, open_session, weight_bytes
+from compress.graph.run import clone, open_session
 from compress.graph.seeing import sees, split_sight
 from compress.graph.specs import attention_layers, cache_of, past_name
 from compress.graph.stored import StoredTensor, holds_stored, make_stored_weight
@@ -262,16 +263,6 @@ def needs_tensorrt(model: ir.Model) -> bool:
     """Return whether the graph holds FP4, or an operator of TensorRT's own."""
     float4 = any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values())
     return float4 or TENSORRT in model.opset_imports
-
-
-def write_graph(model: ir.Model, path: Path, apart: bool = False) -> None:
-    """Write a graph to a file; over 2 GiB, protobuf's limit, with the weights beside it in <name>.data.
-
-    So are those that stay in files: they are copied one after the other, and never held together. `apart`: any are
-    beside it, which ONNX Runtime maps.
-    """
-    apart = apart or holds_stored(model) or weight_bytes(model) > IN_MEMORY
-    ir.save(model, path, external_data=f"{path.name}.data" if apart else None)
 
 
 def _make_dynamic_shapes(loaded: TorchModel) -> dict[str, dict[int, object]]:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from compress.graph.edit import tidy
+from compress.graph.files import IN_MEMORY, weight_bytes, write_graph
 from compress.store.durable import temporary_folder
 from runtime.backends.onnxruntime_cpu import InferenceSession, create
 
@@ -20,8 +21,6 @@ TAPPED = "/tapped"
 """Suffix of the output that a tapped graph input gets."""
 OUTPUT_BYTES = 2**28
 """Of the tapped tensors that are held at once."""
-IN_MEMORY = 2**31 - 2**24
-"""Bytes of weights up to which a graph is handed over in memory."""
 
 
 def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True) -> InferenceSession:
@@ -39,27 +38,8 @@ def open_session(model: ir.Model | Path, threads: int = 0, optimize: bool = True
         return create(source, options, ["CPUExecutionProvider"])
     with temporary_folder() as folder:  # a protobuf holds no more than 2 GiB
         path = folder / "model.onnx"
-        ir.save(model, path, external_data="weights")
+        write_graph(model, path, apart=True)
         return create(str(path), options, ["CPUExecutionProvider"])
-
-
-def read_graph(path: Path) -> ir.Model:
-    """Read a graph, its weights mapped where they lie beside it: it then is as any other, and may be written anywhere.
-
-    As onnx_ir reads them they stay names of that file, which a graph of less than IN_MEMORY is written with.
-    """
-    model = ir.load(path)
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor):
-                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
-    return model
-
-
-def weight_bytes(model: ir.Model) -> int:
-    """Return the bytes of the initializers."""
-    return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
 
 
 def tap(model: ir.Model, names: Sequence[str]) -> ir.Model:

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from compress.errors import SourceError
 from compress.facts import LayerFacts, ModelFacts, SampleShapes
+from compress.graph.files import weight_bytes
 from compress.graph.layers import GraphLayer, find_layers, is_constant
-from compress.graph.run import clone, weight_bytes
+from compress.graph.run import clone
 from compress.models.onnx_ends import read_ends
 from compress.models.onnx_graph import EMPTY, SHORT, open_onnx
 from runtime.bundle.manifest import fixed_batch

@@ -49,7 +49,8 @@ def open_onnx(path: Path, values: Mapping[str, Any] = EMPTY) -> OpenedGraph:
     """
     proto = read_onnx(path, values)  # refuses what is damaged, before anything trusts it
     try:
-        follow_links(proto, path)
+        if onnx_external_files(path):
+            follow_links(proto, path)
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, path.resolve().parent)
         _load_short_constants(model.graph)

@@ -22,11 +22,12 @@ from torch import nn
 from compress.errors import CompressError, NotExportable, PlanError
 from compress.export.executorch import check_lowers
 from compress.export.model import export_model
-from compress.export.onnx import float_graph, flush_denormals, with_row_groups, write_graph
+from compress.export.onnx import float_graph, flush_denormals, with_row_groups
 from compress.facts import ModelFacts, Note
 from compress.formats.schemes import Scheme, WeightScheme
 from compress.formats.targets import TARGETS
 from compress.graph.fast_forms import own_transposes
+from compress.graph.files import write_graph
 from compress.graph.layers import find_layers
 from compress.graph.run import clone
 from compress.graph.specs import cache_of

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from compress.graph.files import write_graph
 from compress.graph.layers import GraphLayer, find_layers, is_constant
-from compress.graph.run import IN_MEMORY, weight_bytes
 from compress.rounding.allocate import OutOfReach, join_groups
 from compress.rounding.budgets import NEAR, NEAR_BYTES, BudgetMissed, Measured, Prices, choose_measured
 from compress.rounding.fastest import Forecaster
@@ -94,8 +94,7 @@ def price_bytes(
 def count_bytes(model: ir.Model) -> int:
     """Return the bytes of a graph's file."""
     with temporary_folder() as folder:
-        apart = weight_bytes(model) > IN_MEMORY
-        ir.save(model, folder / "model.onnx", external_data="weights" if apart else None)
+        write_graph(model, folder / "model.onnx")
         return sum(path.stat().st_size for path in folder.iterdir())
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from compress.graph.run import IN_MEMORY, Feeds, weight_bytes
+from compress.graph.files import write_graph
+from compress.graph.run import Feeds
 from compress.store.durable import temporary_folder
 from compress.timing.kept import Kept
 from runtime.backends import find_backend
@@ -109,7 +110,7 @@ class Clock:
 
 def _save(graph: ir.Model, folder: Path) -> Path:
     folder.mkdir()
-    ir.save(graph, folder / "model.onnx", external_data="weights" if weight_bytes(graph) > IN_MEMORY else None)
+    write_graph(graph, folder / "model.onnx")
     return folder / "model.onnx"
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from compress.execution import cached
 from compress.execution.cached import GRAPH, FloatModel, float_model
 from compress.export import onnx
-from compress.graph import run
+from compress.graph import files, run
 from compress.models.load import TorchModel
 from compress.store.cache import ResultCache
 from runtime.bundle.tensors import TensorSpec
@@ -110,7 +110,7 @@ def test_weights_beside_the_graph_are_read_by_each_run(
 ) -> None:
     """As of more than 2 GiB: onnx reads no weights from a file that has two names. What is left of them may be less."""
     with monkeypatch.context() as patch:
-        for module in (onnx, run):
+        for module in (files, run):
             patch.setattr(module, "IN_MEMORY", 0)
         patch.setattr(ir, "save", functools.partial(ir.save, size_threshold_bytes=0))
         for key in ("a", "b", "a"):

@@ -13,11 +13,12 @@ from graphs import one_layer, residual_cnn
 from onnx import TensorProto, helper, numpy_helper
 
 from compress.errors import ExportError
-from compress.export import onnx as room
 from compress.export.bundle import precision
 from compress.export.card import model_card
-from compress.export.onnx import finish, float_graph, save_graph, write_graph
+from compress.export.onnx import finish, float_graph, save_graph
 from compress.formats.targets import TARGETS
+from compress.graph import files
+from compress.graph.files import write_graph
 from compress.graph.layers import find_layers
 from compress.graph.run import Feeds, clone
 from compress.models.onnx_facts import onnx_facts
@@ -42,7 +43,7 @@ def test_a_graph_that_is_saved_runs(tmp_path: Path) -> None:
 
 def test_over_the_limit_of_protobuf_weights_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_graph(one_layer(), tmp_path / "small/model.onnx")
-    monkeypatch.setattr(room, "IN_MEMORY", 100)
+    monkeypatch.setattr(files, "IN_MEMORY", 100)
     save_graph(one_layer(), tmp_path / "large/model.onnx")
     assert [path.name for path in model_files(tmp_path / "large/model.onnx")] == ["model.onnx", "model.onnx.data"]
     assert model_size(tmp_path / "large/model.onnx") > 64 * 8 * 4
