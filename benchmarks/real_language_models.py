@@ -92,10 +92,7 @@ def prune_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Row]:
     place.mkdir()
     recipe = write_recipe(call, name, folder, place, PRUNING)
     planned = plan_recipe(recipe, (), place / "cache")["forecast"]
-    begun = time.monotonic()
-    peak_bytes = apply_recipe(recipe, (), place / "bundle", place / "cache")
-    seconds = time.monotonic() - begun
-    report = json.loads((place / "bundle/report.json").read_text(encoding="utf-8"))
+    seconds, peak_bytes, report = apply_timed(recipe, place)
     row = {
         "model": name,
         "apply_s": seconds,
@@ -121,10 +118,7 @@ def compress_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Ro
     place.mkdir()
     recipe = write_recipe(call, name, folder, place)
     planned = plan_recipe(recipe, (), place / "cache")["latency"] or {}
-    begun = time.monotonic()
-    peak_bytes = apply_recipe(recipe, (), place / "bundle", place / "cache")
-    seconds = time.monotonic() - begun
-    report = json.loads((place / "bundle/report.json").read_text(encoding="utf-8"))
+    seconds, peak_bytes, report = apply_timed(recipe, place)
     (gate,) = report["gates"]
     token, first = (report["baseline"]["generation"][key] for key in ("tpot", "ttft"))
     speedup, first_speedup = report["ratios"].get("tpot"), report["ratios"].get("ttft")
@@ -162,6 +156,14 @@ def compress_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Ro
             for what, (said, was) in foretold.items()
         ),
     ], row
+
+
+def apply_timed(recipe: Path, place: Path) -> tuple[float, int, dict[str, Any]]:
+    """Apply a recipe in a folder; return the seconds that it took, its peak bytes and its report."""
+    begun = time.monotonic()
+    peak_bytes = apply_recipe(recipe, (), place / "bundle", place / "cache")
+    seconds = time.monotonic() - begun
+    return seconds, peak_bytes, json.loads((place / "bundle/report.json").read_text(encoding="utf-8"))
 
 
 def write_recipe(call: Call, name: str, folder: Path, place: Path, before: Sequence[dict[str, Any]] = ()) -> Path:

@@ -134,9 +134,10 @@ def _describe(kind: str, arm: Arm, trials: Sequence[RateTrial]) -> Note:
 def _try_rates(
     config: TrainingPass, pupil: nn.Module, dataset: Dataset, options: TrainOptions, steps: int, start: float, seed: int
 ) -> tuple[Arm | None, list[RateTrial]]:
-    """Return the best arm for a schedule of so many steps, and the trials. PassError where the loss broke in all.
+    """Return the best arm for a schedule of so many steps, and the trials.
 
-    `start`: the loss of a few steps that change nothing; NaN: not known.
+    `start`: the loss of a few steps that change nothing; NaN: not known. PassError where the loss broke in all trials
+    of a schedule that is long enough to compare rates.
     """
     attempt = _make_attempt(config, pupil, dataset, options, seed)
     budget = int(TRIED * steps) if config.learning_rate == "auto" else 0
