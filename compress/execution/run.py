@@ -41,12 +41,14 @@ from compress.execution.passes import (
 )
 from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, FrozenOutputs, Graphs, assemble, note_rows, write_models
+from compress.export.checkpoint_config import find_changed_numbers
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.models.checkpoint_names import find_taken_apart
 from compress.models.facts import describe_unread
+from compress.models.source import Source
 from compress.models.weights import safetensors_shapes
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
@@ -383,6 +385,7 @@ def _collect_contents(
         streamed=passed.streamed,
         imatrix=passed.imatrix,
         class_names=exported.class_names if exported else (),
+        changed_config=_find_changed_config(inputs.source, passed),
         generation=generation_of(inputs),
         images=inputs.sight.images if inputs.sight is not None else None,
         template=inputs.chats.templates["default"] if inputs.sight is not None and inputs.chats is not None else None,
@@ -393,6 +396,15 @@ def _collect_contents(
         detections=inputs.facts.detections,
         source_bytes=None if exported and with_float else _source_bytes(plan, surplus),
     )
+
+
+def _find_changed_config(source: Source, passed: Passed) -> dict[str, Any]:
+    """Return what the source's config.json has to say otherwise of a model that passes have made smaller."""
+    left = passed.streamed or passed.module
+    if left is None or source.folder is None or not left.shapes.config:
+        return {}
+    module = left.build() if isinstance(left, StreamedModel) else left.module
+    return find_changed_numbers(source.folder, module, left.shapes.config)
 
 
 def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:

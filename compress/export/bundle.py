@@ -135,6 +135,8 @@ class Contents:
     module: TorchModel | None = None
     """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
+    changed_config: Mapping[str, Any] = field(default_factory=dict)
+    """What config.json of `folder` has to say otherwise of what the passes left."""
     generation: Generation | None = None
     images: PromptImages | None = None
     template: str | None = None
@@ -303,7 +305,7 @@ def _write_target_graph(folder: Path, name: str, target: str, contents: Contents
     if contents.template is not None:
         (folder / TEMPLATE).write_text(contents.template, encoding="utf-8")
     if contents.folder is not None:
-        _copy_folder_files(contents.folder, folder, contents.tokenizer)
+        _describe_graph(contents.folder, folder, contents)
         if isinstance(contents.preprocess, Seq2SeqPreprocess):
             _copy_file(contents.folder, folder, contents.preprocess.target.tokenizer)
         notes += write_first_token(folder, contents.preprocess)
@@ -320,7 +322,7 @@ def _write_openvino(staging: Path, graph: Artifact, contents: Contents) -> tuple
     path, inputs, outputs = write_ir(staging / graph.path, folder)
     notes: list[Note] = []
     if contents.folder is not None:
-        _copy_folder_files(contents.folder, folder, contents.tokenizer)
+        _describe_graph(contents.folder, folder, contents)
         if reads_texts(contents.preprocess):
             columns = [column for column in contents.samples.values() if len(column) and isinstance(column[0], str)]
             notes = write_tokenizer(folder, [text for column in columns for text in column])
@@ -432,6 +434,14 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
         cache=cache,
         states=graphs.states,
     )
+
+
+def _describe_graph(source: Path, folder: Path, contents: Contents) -> None:
+    """Write beside a graph what tools read of a folder: `source`'s files, config.json with the sizes of the result."""
+    _copy_folder_files(source, folder, contents.tokenizer)
+    if contents.changed_config:
+        config = folder / "config.json"
+        write_json(config, json.loads(config.read_text(encoding="utf-8")) | contents.changed_config)
 
 
 def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None) -> None:

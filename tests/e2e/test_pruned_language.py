@@ -27,6 +27,11 @@ def test_a_pruned_decoder_is_a_plain_smaller_one_and_the_row_between_what_ends_t
         config = model.config
         assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
         assert config.intermediate_size == 64
+        beside_graph, genai = (
+            json.loads((tmp_path / name / "model" / file).read_text()) for file in ("config.json", "genai_config.json")
+        )
+        assert (beside_graph["num_attention_heads"], beside_graph["intermediate_size"]) == (2, 64)
+        assert genai["model"]["decoder"]["num_attention_heads"] == 2
         assert torch_nll(model, tmp_path) == pytest.approx(reported(tmp_path / name)["nll"], rel=exact)
     ends_there, whole = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("pruned", "rounded"))
     start, pruned, end = whole["steps"]["rows"]
