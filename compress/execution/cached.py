@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -103,15 +103,19 @@ def float_model(
         graph_key = key_graph(made_of, loaded.task, example)
         kept = None if isinstance(loaded, OnnxModel) else cache.get(graph_key)
         given = refilled() if kept is None else load_graph(kept)
-        try:
-            graph, inputs, outputs, parity = _export(loaded, example, sample, batches, opset, given, sight)
-        except ExportError:
-            if given is None:
-                raise
-            given = None
-            graph, inputs, outputs, parity = _export(loaded, example, sample, batches, opset, None, sight)
+
+        def make_graphs() -> Iterator[ir.Model]:
+            if given is not None:
+                yield given
+            yield export_model(loaded, example, opset, sight)
+            if find_task(loaded.task).decoder_only:
+                yield export_model(loaded, example, opset, sight, repeat=False)
+
+        graph, (inputs, outputs, parity) = find_right(
+            make_graphs(), lambda graph: _compare(loaded, graph, example, sample, batches, sight)
+        )
         held_by: str | None = graph_key
-        if kept is not None and given is not None:
+        if kept is not None and graph is given:
             on_reuse()
         elif kept is None and isinstance(loaded, TorchModel):
             cache.put(graph_key, lambda place: _write_graph_alone(graph, place))
@@ -180,32 +184,43 @@ def load_graph(cached: CachedResult) -> ir.Model:
         return read_graph(folder / GRAPH)
 
 
-Exported = tuple[ir.Model, tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]
-"""The graph, what it reads and gives, and by how much it differs from its source on real inputs."""
+Found = TypeVar("Found")
 
 
-def _export(
+def find_right(graphs: Iterable[ir.Model], compare: Callable[[ir.Model], Found]) -> tuple[ir.Model, Found]:
+    """Return the first of at least one graph that is the model, with what `compare` says; else raise its last error.
+
+    `compare` raises ExportError of a graph that is not.
+    """
+    failure: ExportError | None = None
+    for graph in graphs:
+        try:
+            return graph, compare(graph)
+        except ExportError as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _compare(
     loaded: TorchModel | OnnxModel,
+    graph: ir.Model,
     example: Feeds,
     sample: Batches,
     batches: MakeBatches,
-    opset: int,
-    given: ir.Model | None,
     sight: Sight | None,
-) -> Exported:
-    """Export a model, or take the graph that is given, and compare the two: of a graph with caches in its own calls."""
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], float | None]:
+    """Return what a graph reads and gives, and by how much it differs from its model: with caches in its own calls."""
     if find_task(loaded.task).unit == "call":
-        graph = given or export_model(loaded, example, opset)
         parity = check_parity(loaded, graph, [example, *sample[:PARITY_BATCHES]])
-        return graph, loaded.inputs, loaded.outputs, parity
-    graph = given or export_model(loaded, sample[0], opset, sight)
+        return loaded.inputs, loaded.outputs, parity
     assert isinstance(loaded, TorchModel)  # or nothing was exported
     read = decoder_of(graph)
     inputs = input_specs(read)
     check = check_encoder_decoder_parity if cross_names(graph) else check_decoder_parity
     some = batches(inputs)[:PARITY_BATCHES]
     some += [] if sight is None else [sight.make_feeds(some[0])]
-    return graph, inputs, output_specs(read), check(loaded, graph, some)
+    return inputs, output_specs(read), check(loaded, graph, some)
 
 
 def run_model_pass(

@@ -19,10 +19,9 @@ from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.data.sight import Sight
-from compress.errors import ExportError
-from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, find_or_make
-from compress.export.decoder import export_decoder
-from compress.export.parity import compare_padded, judge_logits, pad
+from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, find_or_make, find_right
+from compress.export.decoder import HELD, export_decoder
+from compress.export.parity import compare_padded, cut_text, judge_logits, pad
 from compress.graph.pieces import run_in_pieces
 from compress.graph.run import MASK, Feeds, clone
 from compress.graph.seeing import decoder_of, sees, split_sight
@@ -33,11 +32,6 @@ from compress.store.cache import HELD_BY, CachedResult, ResultCache
 from runtime.bundle.records import from_json, to_json
 from runtime.bundle.tensors import TensorSpec
 from runtime.encode.language import CACHE, FEATURES, IDS, POSITIONS
-
-SMALL = 2**16
-"""Elements of a parameter that is held: the exporter may look at it."""
-COMPARED_TOKENS = 64
-"""Of each text: logits of a whole one are 100 MB and more where the vocabulary is large."""
 
 
 def float_model_in_files(
@@ -100,16 +94,12 @@ def _export_right(
         yield export_in_files(streamed, opset, sight=sight)
         yield export_in_files(streamed, opset, False, sight)
 
-    failure: ExportError | None = None
-    for graph in make_graphs():
+    def compare(graph: ir.Model) -> float:
         some = batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES]
         some += [] if sight is None else [sight.make_feeds(some[0])]
-        try:
-            return graph, compare_in_pieces(streamed, graph, some, context)
-        except ExportError as error:
-            failure = error
-    assert failure is not None
-    raise failure
+        return compare_in_pieces(streamed, graph, some, context)
+
+    return find_right(make_graphs(), compare)
 
 
 def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True, sight: Sight | None = None) -> ir.Model:
@@ -122,7 +112,7 @@ def export_in_files(streamed: StreamedModel, opset: int, repeat: bool = True, si
     if choose is not None:
         choose("eager")  # the form that attention is recognized in
     shapes = {name: store.shape(name) for name in store.names()}
-    large = {name: shape for name, shape in shapes.items() if prod(shape) > SMALL}
+    large = {name: shape for name, shape in shapes.items() if prod(shape) > HELD}
     read = _reader(store)
 
     def give(name: str) -> torch.Tensor:
@@ -145,7 +135,7 @@ def compare_in_pieces(
     """
     vision, decoder = split_sight(graph) if sees(graph) else (None, graph)
     pixels = "" if vision is None else str(vision.graph.inputs[0].name)
-    texts = [feeds if pixels in feeds else feeds | {IDS: feeds[IDS][:, :COMPARED_TOKENS]} for feeds in batches]
+    texts = [cut_text(feeds, pixels) for feeds in batches]
     expected = _torch_logits(streamed, texts, context)
     features = [{} if vision is None else _look(vision, feeds) for feeds in texts]
     padded = [pad(feeds[IDS], number, seen) for number, (feeds, seen) in enumerate(zip(texts, features, strict=True))]

@@ -41,14 +41,14 @@ from compress.execution.passes import (
 )
 from compress.execution.quality import run_graph
 from compress.export.bundle import Contents, FrozenOutputs, Graphs, assemble, note_rows, write_models
-from compress.export.checkpoint_config import find_changed_numbers
+from compress.export.checkpoint_config import make_config
 from compress.export.checkpoint_rules import scoring_gaps
 from compress.export.loading_back import LoadBack, choose_samples
 from compress.facts import Note
 from compress.formats.targets import TARGETS
 from compress.models.checkpoint_names import find_taken_apart
 from compress.models.facts import describe_unread
-from compress.models.source import Source
+from compress.models.load import TorchModel
 from compress.models.weights import safetensors_shapes
 from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
@@ -385,7 +385,7 @@ def _collect_contents(
         streamed=passed.streamed,
         imatrix=passed.imatrix,
         class_names=exported.class_names if exported else (),
-        changed_config=_find_changed_config(inputs.source, passed),
+        config=_make_config(inputs.source.folder, passed.streamed or passed.module),
         generation=generation_of(inputs),
         images=inputs.sight.images if inputs.sight is not None else None,
         template=inputs.chats.templates["default"] if inputs.sight is not None and inputs.chats is not None else None,
@@ -398,13 +398,15 @@ def _collect_contents(
     )
 
 
-def _find_changed_config(source: Source, passed: Passed) -> dict[str, Any]:
-    """Return what the source's config.json has to say otherwise of a model that passes have made smaller."""
-    left = passed.streamed or passed.module
-    if left is None or source.folder is None or not left.shapes.config:
-        return {}
+def _make_config(source: Path | None, left: StreamedModel | TorchModel | None) -> dict[str, Any] | None:
+    """Return the config.json of what the passes left; None where that of the folder `source` is true, or none is there.
+
+    It is untrue of a model of other sizes, and of a student with a folder of its own.
+    """
+    if left is None or left.folder is None or (left.folder == source and not left.shapes.config):
+        return None
     module = left.build() if isinstance(left, StreamedModel) else left.module
-    return find_changed_numbers(source.folder, module, left.shapes.config)
+    return make_config(left.folder, module, left.shapes.config)
 
 
 def _find_surplus(plan: Plan, model: StreamedModel | None) -> dict[str, Path]:

@@ -135,8 +135,8 @@ class Contents:
     module: TorchModel | None = None
     """The torch module that is kept; None: none is."""
     class_names: tuple[str, ...] = ()
-    changed_config: Mapping[str, Any] = field(default_factory=dict)
-    """What config.json of `folder` has to say otherwise of what the passes left."""
+    config: Mapping[str, Any] | None = None
+    """Of a graph's config.json; None: that of `folder` is true of what the passes left."""
     generation: Generation | None = None
     images: PromptImages | None = None
     template: str | None = None
@@ -437,11 +437,10 @@ def _write_graph(folder: Path, graph: ir.Model, name: str, stored: str, graphs: 
 
 
 def _describe_graph(source: Path, folder: Path, contents: Contents) -> None:
-    """Write beside a graph what tools read of a folder: `source`'s files, config.json with the sizes of the result."""
+    """Write beside a graph what tools read of a folder: `source`'s files, but for a config.json that is given."""
+    if contents.config is not None:
+        write_json(folder / "config.json", contents.config)
     _copy_folder_files(source, folder, contents.tokenizer)
-    if contents.changed_config:
-        config = folder / "config.json"
-        write_json(config, json.loads(config.read_text(encoding="utf-8")) | contents.changed_config)
 
 
 def _copy_folder_files(source: Path, folder: Path, tokenizer: Path | None = None) -> None:

@@ -115,16 +115,13 @@ def write_config(
     return config
 
 
-def find_changed_numbers(source: Path, module: nn.Module, sizes: Mapping[str, Setting]) -> dict[str, Any]:
-    """Return what the config.json of a folder has to say otherwise of a model from it; {}: all is true, or it has none.
+def make_config(source: Path, module: nn.Module, sizes: Mapping[str, Setting]) -> dict[str, Any] | None:
+    """Return what the config.json of a folder has to say of a model from it; None: the folder has none.
 
     `sizes`: what pruning has changed in the source's.
     """
     config = _read_source_config(source)
-    if not config or not sizes:
-        return {}
-    changed = _apply_sizes(dict(config), transformers_config(module), sizes)
-    return {key: value for key, value in changed.items() if config.get(key) != value}
+    return _apply_sizes(config, transformers_config(module), sizes) if config else None
 
 
 def _copy_files(paths: Iterable[Path], source: Path, folder: Path) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from compress.blocks.materialise import plain
 from compress.blocks.untouched import leave_untouched
 from compress.data.sight import Sight
 from compress.errors import ExportError, NotExportable
@@ -38,7 +39,7 @@ from compress.graph.edit import append, initializer, reroute, tidy, uses_of
 from compress.graph.layers import WRAPPER, find_layers, node_scope
 from compress.graph.seeing import put_beside
 from compress.graph.specs import MAX_LENGTH, POSITIONS, past_name, present_name
-from compress.graph.stored import StoredTensor, make_stored_weight
+from compress.graph.stored import StoredTensor, make_stored_weight, read_stored
 from compress.structure.alike import cut_chain
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ ARGUMENTS = ("past_key_values", "cache_params")
 """How transformers calls a cache, as an argument and in what a model gives back."""
 ROWS = 4
 """Rows of images' features in it."""
+HELD = 2**16
+"""Elements of the largest parameter whose values are given to the exporter, which may look at them."""
 READ = 1
 """Tokens of a first call, fewer than any window keeps."""
 SHORT, LONG = (3, 7), (640, 1280)
@@ -183,7 +186,7 @@ def export_decoder(
     """Export a transformers causal language model (eager attention, eval mode) as a float32 graph with a cache.
 
     Layers keep the names of their modules. A table that embeds tokens and makes logits is one initializer until
-    either is quantized. `weights`: as of `export_program`; then, with `repeat`, a deep model's first blocks alone are
+    either is quantized. `weights`: as of `export_program`. `repeat`: of a deep model the first blocks alone are
     exported, and the others are made like them (`repeat_blocks`). `sight`: how images reach a model that also sees;
     None: its graph reads texts alone. Raises ExportError: a cache or code that no graph holds, or what the exporter
     said.
@@ -192,12 +195,17 @@ def export_decoder(
 
     whole: Any = module
     within = None if sight is None else whole.get_decoder()
-    with cut_chain(module, True, within) if weights is not None and repeat else nullcontext() as cut:
-        model, tower = _export_cached(module, opset, weights, sight)
-    if cut is not None and not repeat_blocks(model, cut, _rereading(module, weights or {})):
-        model, tower = _export_cached(module, opset, weights, sight)
-    if weights is not None:
+    held = _list_held(module) if weights is None else weights
+    run = weights is None
+    with cut_chain(module, True, within) if repeat else nullcontext() as cut:
+        model, tower = _export_cached(module, opset, weights if cut is None else held, sight, run)
+    if cut is not None and not repeat_blocks(model, cut, _rereading(module, held)):
+        cut = None
+        model, tower = _export_cached(module, opset, weights, sight, run)
+    if cut is not None or weights is not None:
         fold_constants_ir(model)
+    if weights is None:
+        read_stored(model)
     _name_tied_tables(model)
     _count_positions(model)
     config = getattr(module.config, "get_text_config", lambda: module.config)()  # of a model that sees: its text part's
@@ -208,6 +216,12 @@ def export_decoder(
     if tower is not None:
         put_beside(model, export_vision(module, tower, opset, weights))
     return model
+
+
+def _list_held(module: nn.Module) -> dict[str, Weight]:
+    """Return the large parameters of a module that holds them, as if they lay in files."""
+    held = {plain(name): tensor for name, tensor in module.named_parameters() if tensor.numel() > HELD}
+    return {name: (tuple(t.shape), lambda name: held[name].detach().numpy()) for name, t in held.items()}
 
 
 def _rereading(module: nn.Module, weights: Mapping[str, Weight]) -> Reread:
@@ -224,9 +238,10 @@ def _rereading(module: nn.Module, weights: Mapping[str, Weight]) -> Reread:
 
 
 def _export_cached(
-    module: nn.Module, opset: int, weights: Mapping[str, Weight] | None, sight: Sight | None
+    module: nn.Module, opset: int, weights: Mapping[str, Weight] | None, sight: Sight | None, run: bool
 ) -> tuple[ir.Model, Tower | None]:
-    cache = find_states(module, weights is None, sight)
+    """Return the graph, and what of the model sees; `run`: as of `find_states`."""
+    cache = find_states(module, run, sight)
     states, tower, sizes = cache.states, cache.tower, EXAMPLE
     features = {} if tower is None else {"features": tower.make_features(ROWS)}
     seen = [] if tower is None else tower.names

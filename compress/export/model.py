@@ -14,10 +14,12 @@ from compress.models.load import OnnxModel, TorchModel
 from runtime.tasks import find_task
 
 
-def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int, sight: Sight | None = None) -> ir.Model:
+def export_model(
+    loaded: TorchModel | OnnxModel, example: Feeds, opset: int, sight: Sight | None = None, repeat: bool = True
+) -> ir.Model:
     """Export a model as its task has it, as a float32 graph; `example`: a batch of its inputs. Raises ExportError.
 
-    `sight`: how images reach a model that also sees; None: its graph reads texts alone.
+    `sight`, `repeat`: as of `export_decoder`.
     """
     task = find_task(loaded.task)
     if task.unit == "call":
@@ -27,5 +29,5 @@ def export_model(loaded: TorchModel | OnnxModel, example: Feeds, opset: int, sig
         raise ExportError(f"{what} is exported from torch, and an onnx: source is none")
     module = getattr(loaded.module, "wrapped", loaded.module)
     if task.decoder_only:
-        return export_decoder(module, opset, sight=sight)
+        return export_decoder(module, opset, repeat=repeat, sight=sight)
     return export_encoder_decoder(module, example, opset)

@@ -64,6 +64,14 @@ def holds_stored(model: ir.Model) -> bool:
     return any(is_stored(value.const_value) for value in model.graph.initializers.values())
 
 
+def read_stored(model: ir.Model) -> None:
+    """Hold, in place, what constants of the graph would read each time."""
+    for name, value in model.graph.initializers.items():
+        if is_stored(value.const_value):
+            assert value.const_value is not None
+            value.const_value = ir.Tensor(value.const_value.numpy(), name=name)
+
+
 def join_last(tensors: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
     """Join tensors side by side along their last axis, in the type of the first; stored ones stay in their files."""
     dtype = tensors[0].dtype

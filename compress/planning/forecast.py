@@ -196,7 +196,8 @@ class _Run:
         stages = [self._stage(START, self.base_bytes, self.volumes.unread_bytes, START_S, DISK_BYTES_S)]
         if onnx:
             layers = 1 if self.before.source == "onnx" else len(self.before.layers)
-            stages.append(self._stage(EXPORT, self.export_bytes(), layers, rate=1 / LAYER_S))
+            written_s = 0.0 if self.in_files else 2 * self.before.n_bytes / DISK_BYTES_S  # and read, to be compared
+            stages.append(self._stage(EXPORT, self.export_bytes(), layers, written_s, 1 / LAYER_S))
         if onnx and not self.in_files:
             stages.append(self._stage(BASELINE, self.graph_bytes() + self.evaluation_bytes(1), evaluated))
         stages += [self._pass_stage(number, name) for number, name in enumerate(pass_names(self.recipe.passes))]

@@ -24,8 +24,11 @@ FEWER_BITS = {"onnx": (8, 4), "checkpoint": (8, 4, 3, 2), "gguf": (8, 4, 3, 2)}
 """By what the target reads: ONNX stores nothing in less than four bits."""
 CACHED = "-kv8"
 """Behind a format's name: with a decoder's keys and values in eight bits, too."""
-GROUP = 32
-"""Inputs that share a scale in few bits: what every target has kernels for."""
+GROUP, WIDE_GROUP = 32, 128
+"""Inputs that share a scale in few bits: what every target has kernels for, and what is smaller and faster still.
+Qwen2.5-Coder 0.5B in W4, tables in W8: 4.6 and 5.2 times smaller, 3.4 and 4.6 times as fast, +0.045 and +0.073 nats."""
+WIDE = f"-g{WIDE_GROUP}"
+"""In a format's name: with the wide group."""
 DEPTHS = (1.0, 0.7, 0.4, 0.0)
 """How much of the time that goes is taken out as whole blocks, the rest as channels: the surest first, as a block takes
 all of its time with it."""
@@ -74,14 +77,20 @@ def list_formats(ground: Ground) -> dict[str, Passes]:
         "int8-dynamic": [{"kind": "int8", "mode": "dynamic"}],
     }
     for bits in FEWER_BITS[ground.target.reads]:
-        weights = {"kind": rounding, "bits": bits, "group_size": GROUP, "indivisible": "fit"}
-        found[f"w{bits}"] = [weights]
-        # Tables of 8 and 4 bits every target looks up.
-        for tables in (n for n in (8, 4) if n >= bits):
-            found[f"w{bits}-tables{tables}"] = [weights | {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}]
-    fit = {name: passes for name, passes in found.items() if not ground.explain_misfit(passes)}
-    # what makes a model no smaller than that is not worth a look
-    smaller = {name: passes for name, passes in fit.items() if foresee_size(ground, passes) >= 1.1}
+        for group, wide in ((GROUP, ""), *([(WIDE_GROUP, WIDE)] if bits <= 4 else [])):
+            weights = {"kind": rounding, "bits": bits, "group_size": group, "indivisible": "fit"}
+            found[f"w{bits}{wide}"] = [weights]
+            # Tables of 8 and 4 bits every target looks up.
+            for tables in (n for n in (8, 4) if n >= bits):
+                kept = {"embeddings": f"W{tables}", "lm_head": f"W{tables}"}
+                found[f"w{bits}{wide}-tables{tables}"] = [weights | kept]
+    sizes = {n: foresee_size(ground, passes) for n, passes in found.items() if not ground.explain_misfit(passes)}
+    # what makes a model no smaller than that, or than a narrow group does, is not worth a look
+    smaller = {
+        name: found[name]
+        for name, size in sizes.items()
+        if size >= 1.1 and (WIDE not in name or size >= LEAST_GAIN * sizes.get(name.replace(WIDE, ""), 0))
+    }
     return smaller | _list_cached(ground, smaller)
 
 

@@ -65,8 +65,21 @@ def streamed(net: nn.Module, folder: Path | None = None, structure: Structure | 
     else:
         net.save_pretrained(folder, max_shard_size="20kB")  # type: ignore[operator]
         store = open_store(sorted(folder.glob("*.safetensors")), template)
-    found = structure or find_structure(copy_without_weights(module).to("meta"), probe())
+    found = structure or structure_of(module)
     return StreamedModel(lambda: copy_without_weights(template), store, found, TEXT, type(net).__name__)
+
+
+STRUCTURES: dict[object, Structure] = {}
+
+
+def structure_of(module: nn.Module) -> Structure:
+    """The structure of a wrapped model: found once for all of the same classes, sizes and configuration."""
+    classes = tuple((name, type(part)) for name, part in module.named_modules())
+    sizes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())  # a tied one once
+    key = classes, sizes, str(module.wrapped.config)  # type: ignore[union-attr]
+    if key not in STRUCTURES:
+        STRUCTURES[key] = find_structure(copy_without_weights(module).to("meta"), probe())
+    return STRUCTURES[key]
 
 
 def probe() -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from compress.export import decoder
 from compress.export.decoder import export_decoder
 from compress.graph.layers import find_layers
 from compress.graph.run import open_session
-from compress.graph.stored import StoredTensor
+from compress.graph.stored import StoredTensor, holds_stored
 
 VOCABULARY = 40
 N_LAYERS, N_EXPORTED = 13, 5
@@ -55,7 +55,8 @@ def export(net: nn.Module) -> ir.Model:
 
 
 @pytest.mark.slow
-def test_it_computes_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [False, True], ids=["in files", "held"])
+def test_it_computes_what_the_model_does(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     net, exported = make(), list[int]()
     program = decoder.export_program
 
@@ -64,7 +65,8 @@ def test_it_computes_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> Non
         return program(*args, **fields)
 
     monkeypatch.setattr(decoder, "export_program", counted)
-    graph = export(net)
+    monkeypatch.setattr(decoder, "HELD", 100)
+    graph = export_decoder(net) if held else export(net)
     assert exported == [N_EXPORTED]
     linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     assert sorted(layer.name for layer in find_layers(graph) if layer.op != "Gather") == sorted(linear)
@@ -82,5 +84,8 @@ def test_it_computes_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> Non
     for number, layer in enumerate(want.past_key_values.layers):
         np.testing.assert_allclose(got[f"present.{number}.key"], layer.keys[:, :, -9:].numpy(), rtol=1e-4, atol=1e-4)
     matrices = [value.const_value for value in graph.graph.initializers.values()]
+    if held:
+        assert not holds_stored(graph)
+        return
     origins = {tensor.origin[0] for tensor in matrices if isinstance(tensor, StoredTensor) and tensor.origin}
     assert len({re.sub(r"\D", "", name) for name in origins if "q_proj" in name}) == N_LAYERS

@@ -37,7 +37,7 @@ KIND = "gemma3"
 
 @pytest.fixture(autouse=True)
 def nearly_all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_files, "SMALL", 100)
+    monkeypatch.setattr(in_files, "HELD", 100)
 
 
 @pytest.fixture(scope="module")

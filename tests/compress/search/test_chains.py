@@ -62,6 +62,16 @@ def test_a_decoder_may_keep_its_keys_and_values_in_the_eight_bits_that_its_targe
     assert not any(name.endswith(CACHED) for name in list_formats(ground()))
 
 
+def test_wide_groups_are_looked_at_where_they_make_the_model_smaller() -> None:
+    def names(width: int) -> set[str]:
+        layers = (LayerFacts("a", "Linear", "MatMul", "a.weight", (width, width), width**2),)
+        return set(list_formats(ground_of(ModelFacts("torch", "Net", "generic", (), (), layers), "vllm", ())))
+
+    assert {"w8", "w4", "w4-g128"} <= names(256)
+    assert "w8-g128" not in names(256)
+    assert not any("g128" in name for name in names(32))
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize(("size", "speed"), [(1.5, 2.0), (3.0, 1.2), (2.0, 0.5), (0.5, 3.0), (0.0, 3.0), (3.0, 0.0)])
 def test_a_structure_is_foreseen_to_meet_all_needs(depth: float, size: float, speed: float) -> None:
