@@ -194,12 +194,12 @@ class _Run:
         evaluated = self.forward_work("evaluation")
         onnx = self.recipe.has_onnx
         stages = [self._stage(START, self.base_bytes, self.volumes.unread_bytes, START_S, DISK_BYTES_S)]
+        written_s = 0.0 if self.in_files else 2 * self.before.n_bytes / DISK_BYTES_S  # and read, to be run
         if onnx:
             layers = 1 if self.before.source == "onnx" else len(self.before.layers)
-            written_s = 0.0 if self.in_files else 2 * self.before.n_bytes / DISK_BYTES_S  # and read, to be compared
             stages.append(self._stage(EXPORT, self.export_bytes(), layers, written_s, 1 / LAYER_S))
         if onnx and not self.in_files:
-            stages.append(self._stage(BASELINE, self.graph_bytes() + self.evaluation_bytes(1), evaluated))
+            stages.append(self._stage(BASELINE, self.graph_bytes() + self.evaluation_bytes(1), evaluated, written_s))
         stages += [self._pass_stage(number, name) for number, name in enumerate(pass_names(self.recipe.passes))]
         once = runs_once(self.recipe, self.before)
         in_torch = not onnx or self.in_files or is_scored_by_torch(self.recipe, self.before)

@@ -38,7 +38,7 @@ def whole(home: Path, cache: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"planning.in_files.WHOLE_BYTES": 0, "execution.in_files.SMALL": 100, "graph.pieces.PIECE_BYTES": 2**16}
+    limits = {"planning.in_files.WHOLE_BYTES": 0, "execution.in_files.HELD": 100, "graph.pieces.PIECE_BYTES": 2**16}
     for name, value in limits.items():
         monkeypatch.setattr(f"compress.{name}", value)
 
