@@ -82,13 +82,19 @@ class Foresight:
     def foresee(self, check_time: Callable[[], None]) -> tuple[dict[str, float], ...]:
         """Return how many times smaller, and how many times faster, each format is foreseen to make the model.
 
-        Raises PlanError where even the smallest structure would not be fast enough, and what `check_time` raises.
+        Of formats that are too large beside others that are small enough no speed is foreseen, which of a model of half
+        a billion parameters takes 40 s each: 1. Raises PlanError where even the smallest structure would not be fast
+        enough, and what `check_time` raises.
         """
-        sizes: dict[str, float] = {}
+        sizes = {name: foresee_size(self.ground, passes) for name, passes in self.formats.items()}
+        large = {name for name, ratio in sizes.items() if round(self.miss_sizes(ratio), 1)}
         speeds: dict[str, float] = {}
         same: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
         for name, passes in self.formats.items():
-            sizes[name] = foresee_size(self.ground, passes)
+            if name in large and len(large) < len(sizes):
+                speeds[name] = 1.0
+                self.log(f"{name}: {sizes[name]:.2f}x smaller, foreseen")
+                continue
             if name.endswith(CACHED):  # what a smaller cache gives is told by a judgement alone
                 speeds[name] = speeds[name.removesuffix(CACHED)]
                 continue
@@ -131,12 +137,14 @@ class Foresight:
         """Return the formats from the most hopeful on: the least that is foreseen to be missing, then most bits."""
 
         def miss(name: str) -> tuple[float, float]:
-            short = 0.0
-            for gate in self.gates:
-                ratio = sizes[name] if is_size(gate.metric) else speeds[name] if is_speed(gate.metric) else None
-                wanted = self.read_wanted(gate)
-                if ratio is not None and wanted is not None:
-                    short += max(math.log(wanted / ratio), 0.0)
-            return round(short, 1), sizes[name]
+            return round(self.miss_sizes(sizes[name]) + self._miss(is_speed, speeds[name]), 1), sizes[name]
 
         return sorted(self.formats, key=miss)
+
+    def miss_sizes(self, ratio: float) -> float:
+        """Return the logarithm of what is missing where the model becomes so many times smaller; 0: nothing is."""
+        return self._miss(is_size, ratio)
+
+    def _miss(self, asks: Callable[[str], bool], ratio: float) -> float:
+        wanted = [self.read_wanted(gate) for gate in self.gates if asks(gate.metric)]
+        return sum(max(math.log(each / ratio), 0.0) for each in wanted if each is not None)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from test_chains import ground
 
+from compress.facts import LayerFacts, ModelFacts
 from compress.recipe.schema import Recipe
-from compress.search.chains import Needs, PrunedStructure, Yields
+from compress.search.chains import Needs, Passes, PrunedStructure, Yields, ground_of, list_formats
 from compress.search.foresight import Foresight
 from compress.search.pursue import FAR, FULL, MOST_PROCESSES, OVERHEAD, SPARE_S, GoalEvidence, Pursuit
 from compress.search.sweep import OutOfTime
@@ -43,6 +44,23 @@ class Measured(Pursuit):
 def run(top1: float, half: float) -> Run:
     goals = {"top1": GoalValue(top1, None, top1 - half, top1 + half), "latency_p50": GoalValue(1.0, 3.0, 2.9, 3.1)}
     return Run(0, 0.5, "judged", goals=goals)
+
+
+def test_no_speed_is_foreseen_of_what_is_too_large_beside_others() -> None:
+    class Told(Foresight):
+        def foresee_speed(self, passes: Passes) -> float:
+            return 2.0
+
+    def foresee(size: float) -> tuple[dict[str, float], ...]:
+        layers = (LayerFacts("a", "Linear", "MatMul", "a.weight", (256, 256), 65_536),)
+        facts = ground_of(ModelFacts("torch", "Net", "generic", (), (), layers), "onnxruntime-cpu", ("evaluation",))
+        gates = (Gate("size_ratio", min=size), Gate("latency_p50", min_speedup=1.5))
+        return Told(Measured({}).ahead.recipe, gates, facts, list_formats(facts), None, print).foresee(lambda: None)
+
+    sizes, speeds = foresee(5.0)
+    assert sizes["w8"] < 5 < sizes["w4"]
+    assert speeds == {name: 2.0 if size >= 5 else 1.0 for name, size in sizes.items()}
+    assert set(foresee(50.0)[1].values()) == {2.0}, "none is small enough"
 
 
 def test_a_winner_that_was_slower_in_the_race_is_cut_by_what_it_lacked() -> None:
