@@ -14,6 +14,7 @@ from torch import nn
 
 from compress.export import decoder
 from compress.export.decoder import export_decoder
+from compress.export.onnx import float_graph
 from compress.graph.layers import find_layers
 from compress.graph.run import open_session
 from compress.graph.stored import StoredTensor, holds_stored
@@ -23,7 +24,7 @@ N_LAYERS, N_EXPORTED = 13, 5
 """Blocks, of two kinds in turn, and those of them that are exported (`test_alike.py` has which repeat which)."""
 
 
-def make() -> nn.Module:
+def make(tied: bool) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         hidden_size=32,
@@ -35,7 +36,7 @@ def make() -> nn.Module:
         use_sliding_window=True,
         sliding_window=16,
         vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     net: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in net.requires_grad_(False).parameters():
@@ -57,7 +58,7 @@ def export(net: nn.Module) -> ir.Model:
 @pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True], ids=["in files", "held"])
 def test_it_computes_what_the_model_does(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, exported = make(), list[int]()
+    net, exported = make(tied=held), list[int]()
     program = decoder.export_program
 
     def counted(*args: Any, **fields: Any) -> ir.Model:
@@ -86,6 +87,8 @@ def test_it_computes_what_the_model_does(held: bool, monkeypatch: pytest.MonkeyP
     matrices = [value.const_value for value in graph.graph.initializers.values()]
     if held:
         assert not holds_stored(graph)
+        written = [value.const_value for value in float_graph(graph).graph.initializers.values()]
+        assert sum(VOCABULARY in tensor.shape.numpy() for tensor in written if tensor is not None) == 1, "one table"
         return
     origins = {tensor.origin[0] for tensor in matrices if isinstance(tensor, StoredTensor) and tensor.origin}
     assert len({re.sub(r"\D", "", name) for name in origins if "q_proj" in name}) == N_LAYERS
