@@ -216,11 +216,14 @@ def _compare(
         return loaded.inputs, loaded.outputs, parity
     assert isinstance(loaded, TorchModel)  # or nothing was exported
     read = decoder_of(graph)
-    inputs = input_specs(read)
     check = check_encoder_decoder_parity if cross_names(graph) else check_decoder_parity
-    some = batches(inputs)[:PARITY_BATCHES]
-    some += [] if sight is None else [sight.make_feeds(some[0])]
-    return inputs, output_specs(read), check(loaded, graph, some)
+    return input_specs(read), output_specs(read), check(loaded, graph, make_parity_feeds(graph, batches, sight))
+
+
+def make_parity_feeds(graph: ir.Model, batches: MakeBatches, sight: Sight | None) -> list[Feeds]:
+    """Return what a graph with caches is compared with its model on: samples, and a question about an image."""
+    some = list(batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES])
+    return some if sight is None else [*some, sight.make_feeds(some[0])]
 
 
 def run_model_pass(

@@ -19,7 +19,7 @@ from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.data.sight import Sight
-from compress.execution.cached import GRAPH, PARITY_BATCHES, FloatModel, MakeBatches, find_or_make, find_right
+from compress.execution.cached import GRAPH, FloatModel, MakeBatches, find_or_make, find_right, make_parity_feeds
 from compress.export.decoder import HELD, export_decoder
 from compress.export.parity import compare_padded, cut_text, judge_logits, pad
 from compress.graph.pieces import run_in_pieces
@@ -95,9 +95,7 @@ def _export_right(
         yield export_in_files(streamed, opset, False, sight)
 
     def compare(graph: ir.Model) -> float:
-        some = batches(input_specs(decoder_of(graph)))[:PARITY_BATCHES]
-        some += [] if sight is None else [sight.make_feeds(some[0])]
-        return compare_in_pieces(streamed, graph, some, context)
+        return compare_in_pieces(streamed, graph, make_parity_feeds(graph, batches, sight), context)
 
     return find_right(make_graphs(), compare)
 

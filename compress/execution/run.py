@@ -385,7 +385,7 @@ def _collect_contents(
         streamed=passed.streamed,
         imatrix=passed.imatrix,
         class_names=exported.class_names if exported else (),
-        config=_make_config(inputs.source.folder, passed.streamed or passed.module),
+        config=_correct_config(inputs.source.folder, passed.streamed or passed.module),
         generation=generation_of(inputs),
         images=inputs.sight.images if inputs.sight is not None else None,
         template=inputs.chats.templates["default"] if inputs.sight is not None and inputs.chats is not None else None,
@@ -398,7 +398,7 @@ def _collect_contents(
     )
 
 
-def _make_config(source: Path | None, left: StreamedModel | TorchModel | None) -> dict[str, Any] | None:
+def _correct_config(source: Path | None, left: StreamedModel | TorchModel | None) -> dict[str, Any] | None:
     """Return the config.json of what the passes left; None where that of the folder `source` is true, or none is there.
 
     It is untrue of a model of other sizes, and of a student with a folder of its own.

@@ -33,7 +33,7 @@ HALF_TOLERANCE = 2e-2
 DECODED = 4
 """Tokens of each prompt that are read one at a time."""
 COMPARED_TOKENS = 64
-"""Of each text: logits of a whole one are 100 MB and more where the vocabulary is large."""
+"""Of each text: the logits of 512 tokens over the 151,936 words of Qwen2.5-Coder are 311 MB, twice."""
 PADDED = 3
 """Tokens of padding before a text that is compared beside some. A tiny GIT, whose mask is wrong there, differed by 0.26
 of the largest logit behind 12."""

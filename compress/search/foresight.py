@@ -87,7 +87,7 @@ class Foresight:
         enough, and what `check_time` raises.
         """
         sizes = {name: foresee_size(self.ground, passes) for name, passes in self.formats.items()}
-        large = {name for name, ratio in sizes.items() if round(self.miss_sizes(ratio), 1)}
+        large = {name for name, ratio in sizes.items() if round(self._miss(is_size, ratio), 1)}
         speeds: dict[str, float] = {}
         same: dict[str, float] = {}  # what comes before a format prepares for it, and changes no speed
         for name, passes in self.formats.items():
@@ -137,14 +137,14 @@ class Foresight:
         """Return the formats from the most hopeful on: the least that is foreseen to be missing, then most bits."""
 
         def miss(name: str) -> tuple[float, float]:
-            return round(self.miss_sizes(sizes[name]) + self._miss(is_speed, speeds[name]), 1), sizes[name]
+            return round(self._miss(is_size, sizes[name]) + self._miss(is_speed, speeds[name]), 1), sizes[name]
 
         return sorted(self.formats, key=miss)
 
-    def miss_sizes(self, ratio: float) -> float:
-        """Return the logarithm of what is missing where the model becomes so many times smaller; 0: nothing is."""
-        return self._miss(is_size, ratio)
-
     def _miss(self, asks: Callable[[str], bool], ratio: float) -> float:
+        """Return the logarithm of what gates lack where the model becomes so many times smaller, or faster; 0: nothing.
+
+        `asks`: which gates, by their metric.
+        """
         wanted = [self.read_wanted(gate) for gate in self.gates if asks(gate.metric)]
         return sum(max(math.log(each / ratio), 0.0) for each in wanted if each is not None)
