@@ -249,7 +249,7 @@ def measure_formats(call: Call) -> Measured:
     stories = encode_stories(source, read_stories(call.bench, EVALUATED))[: 20 if call.quick else None : 2]
     n_calibration = 16 if call.quick else CALIBRATED[1] - CALIBRATED[0]
     same = abs(nats_per_token(load_causal(folder), stories[:4]) - nats_per_token(load_causal(source), stories[:4]))
-    files = make_formats(call, "wide", folder, (n_calibration, 4), quick=call.quick)
+    files = make_formats(call, folder, (n_calibration, 4), call.quick)
     answers, _ = ask(call, "formats", files, [np.array(story) for story in stories], [])
     rows: list[Row] = [
         {"model": "tinystories656k, 256 wide", "backend": f"llama.cpp {name}", "nats": a["nats"], "bytes": a["bytes"]}
@@ -292,44 +292,47 @@ def weigh_errors(file: Path, floats: Path) -> float:
     return lost / energy
 
 
-def make_formats(
-    call: Call, name: str, folder: Path, counts: tuple[int, int], recipe: str = RECIPE, quick: bool = False
-) -> dict[str, Path]:
+def make_formats(call: Call, folder: Path, counts: tuple[int, int], quick: bool = False) -> dict[str, Path]:
     """Files of one model: in float, in each format and mixture by llama.cpp's quantizer and by us."""
-    bundle = write_bundle(call, f"{name}-float", folder, "", "float16, imatrix: true", counts, recipe)
+    bundle = write_bundle(call, "wide-float", folder, "", "float16, imatrix: true", counts)
     files = {"float16": bundle / "model/model.gguf"}
     imatrix, whole = bundle / "model/imatrix.gguf", sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
-    def quantize(kind: str, file_type: str, pure: bool) -> Path:
-        label = f"{name}-llamacpp-{kind}"
-        out = call.out / f"{label}.gguf"
-        job = {"source": str(files["float16"]), "out": str(out), "type": file_type, "pure": pure}
-        run_job(QUANTIZE, job | {"imatrix": str(imatrix)}, call.out, label)
-        return out
-
     def round_by(how: str, kind: str, passes: str) -> None:
-        made = write_bundle(call, f"{name}-{kind}-{how}", folder, passes, "float16", counts, recipe)
+        made = write_bundle(call, f"wide-{kind}-{how}", folder, passes, "float16", counts)
         files[f"{kind} {how}"] = made / "model/model.gguf"
 
     for kind in list(FORMATS)[: 1 if quick else None]:
-        files[f"{kind} {THEIRS}"] = quantize(kind, FORMATS[kind], True)
+        files[f"{kind} {THEIRS}"] = quantize(call, bundle, kind, FORMATS[kind], pure=True)
         round_by("rtn", kind, f'{{kind: rtn, importance: "{imatrix}", scheme: {kind}, indivisible: fit}}')
         round_by("gptq", kind, f"{{kind: gptq, scheme: {kind}, indivisible: fit}}")
     for file_type in list(MIXTURES)[: 1 if quick else None]:
         kind = f"{file_type}-file"
-        files[f"{kind} {THEIRS}"] = theirs = quantize(kind, file_type, False)
-        bits = f"{{size_ratio: {whole / theirs.stat().st_size:.6f}, choices: [{CHOICES}]}}"
-        round_by("mixture", kind, f"{{kind: gptq, bits: {bits}, indivisible: fit, {MIXTURES[file_type]}}}")
+        files[f"{kind} {THEIRS}"] = theirs = quantize(call, bundle, kind, file_type)
+        round_by("mixture", kind, mix_types(whole / theirs.stat().st_size, MIXTURES[file_type]))
     return files
 
 
-def write_bundle(
-    call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int], recipe_text: str = RECIPE
-) -> Path:
+def quantize(call: Call, bundle: Path, kind: str, file_type: str, pure: bool = False) -> Path:
+    """Return a file that llama.cpp's quantizer makes of a bundle's float file, by the importance matrix beside it."""
+    label = f"llamacpp-{kind}"
+    made, out = bundle / "model", call.out / f"{label}.gguf"
+    job = {"source": str(made / "model.gguf"), "imatrix": str(made / "imatrix.gguf"), "out": str(out)}
+    run_job(QUANTIZE, job | {"type": file_type, "pure": pure}, call.out, label)
+    return out
+
+
+def mix_types(size_ratio: float, tables: str) -> str:
+    """Return a pass that chooses the format of each matrix. `tables`: what embeddings and output layer get."""
+    bits = f"{{size_ratio: {size_ratio:.6f}, choices: [{CHOICES}]}}"
+    return f"{{kind: gptq, bits: {bits}, indivisible: fit, {tables}}}"
+
+
+def write_bundle(call: Call, name: str, folder: Path, passes: str, dtype: str, counts: tuple[int, int]) -> Path:
     slug = name.replace(", ", "-").replace(" ", "-").replace("'", "")
     recipe = call.out / f"{slug}.yaml"
     data = call.bench / "data/tinystories/stories.jsonl"
-    text = recipe_text.format(
+    text = RECIPE.format(
         model=folder,
         data=data,
         first=CALIBRATED[0],
@@ -339,24 +342,33 @@ def write_bundle(
         dtype=dtype,
     )
     recipe.write_text(text, encoding="utf-8")
-    found = link_packages("llamacpp", call.out / "llamacpp", "llama_cpp", "diskcache")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(found)))),
-    }
-    apply_recipe(recipe, (), call.out / slug, call.out / "cache", environment)
+    apply_recipe(recipe, (), call.out / slug, call.out / "cache", with_llamacpp(call))
     return call.out / slug
 
 
+def with_llamacpp(call: Call) -> dict[str, str]:
+    """Return an environment in which a child imports llama.cpp's binding: a plan for GGUF asks it."""
+    found = link_packages("llamacpp", call.out / "llamacpp", "llama_cpp", "diskcache")
+    places = filter(None, (os.environ.get("PYTHONPATH"), str(found)))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
 def ask(
-    call: Call, name: str, files: Mapping[str, Path], rows: Sequence[np.ndarray], texts: Sequence[str], greedy: int = 0
+    call: Call,
+    name: str,
+    files: Mapping[str, Path],
+    rows: Sequence[np.ndarray],
+    texts: Sequence[str] = (),
+    greedy: int = 0,
+    reference: str = "",
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What llama.cpp answers of each file, and its logits of the first row."""
+    """What llama.cpp answers of each file, and its logits of the first row. `reference`: what outputs diverge from."""
     tokens, logits = call.out / f"{name}-tokens.npz", call.out / f"{name}-logits.npz"
     numbered: Any = {f"row-{i:05}": row for i, row in enumerate(rows)}
     np.savez(tokens, **numbered)
     job = {"models": {key: str(path) for key, path in files.items()}, "tokens": str(tokens), "logits": str(logits)}
-    answers = run_job(RUN, job | {"texts": list(texts), "greedy": greedy}, call.out, name)["models"]
+    more = {"texts": list(texts), "greedy": greedy, "reference": reference}
+    answers = run_job(RUN, job | more, call.out, name)["models"]
     with np.load(logits) as arrays:
         return answers, dict(arrays)
 

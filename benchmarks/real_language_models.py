@@ -73,17 +73,23 @@ PRUNING: list[dict[str, Any]] = [
 
 
 def measure(call: Call) -> Measured:
-    root = os.environ.get(FOLDER)
     claims: list[Claim] = []
     rows: list[Row] = []
     for name in call.choose((*MODELS, PRUNED), quick=1):
-        folder = Path(root or "") / name.removesuffix(" pruned")
-        if root is None or not (folder / "config.json").is_file():
-            raise CallError(f"{FOLDER} is to name a folder that holds {folder.name} as Hugging Face has it")
+        folder = find_real(name.removesuffix(" pruned"))
         found, row = (prune_model if name == PRUNED else compress_model)(call, name, folder)
         claims += found
         rows.append(row)
     return claims, rows
+
+
+def find_real(name: str) -> Path:
+    """Return a real model's folder. CallError where the variable names none that holds it."""
+    root = os.environ.get(FOLDER)
+    folder = Path(root or "") / name
+    if root is None or not (folder / "config.json").is_file():
+        raise CallError(f"{FOLDER} is to name a folder that holds {name} as Hugging Face has it")
+    return folder
 
 
 def prune_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Row]:

@@ -12,22 +12,21 @@ quarter of its default steps: hours of these two cores.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import subjects
-from common import Call, CallError, Measured, Row, at_most, run_script
+from common import Call, Measured, Row, at_most, run_script
 from language import load_causal, nats_per_token
-from real_language_models import FOLDER, HEADING
+from real_language_models import HEADING, find_real
 from subjects import Ours, Subject, autoround_row, float_row, llmcompressor_row, our_row
-from training import TRAINED
+from training import find_row
 
 MODEL = "qwen2.5-coder-0.5b"
 NEEDS = ("data/wikitext2/valid.txt", "data/wikitext2/test.txt")
@@ -72,7 +71,8 @@ BEATEN = {"ours gptq": ("llm-compressor gptq", "llm-compressor awq"), "ours tune
 def measure(call: Call) -> Measured:
     chosen = call.choose(("float", *ROWS), quick=3)
     subject = real_subject(call)
-    rows = [keep_row(name, call, partial(make_row, name, subject, call)) for name in chosen]
+    code = (__file__, str(subjects.__file__))
+    rows = [find_row(f"real-{name}", call.quick, code, partial(make_row, name, subject, call)) for name in chosen]
     found = {(row["made_by"], row["bits"]): row.get("nats") for row in rows}
     return [
         at_most(f"{made_by} w{bits}: nats beside {peer}", lost(found, (made_by, bits), (peer, bits)), 0.0)
@@ -96,28 +96,27 @@ def make_row(name: str, subject: Subject, call: Call) -> Row:
     return MADE_BY[made_by](subject, bits, call)
 
 
-def keep_row(name: str, call: Call, make: Callable[[], Row]) -> Row:
-    """Return a row that was kept of this code and of our own, or a new one; a failed one is made anew."""
-    text = Path(__file__).read_bytes() + Path(subjects.__file__).read_bytes() + bytes([call.quick])
-    kept = TRAINED / f"real-{name.replace(' ', '-')}-{hashlib.sha256(text).hexdigest()[:12]}.json"
-    if kept.is_file():
-        row: Row = json.loads(kept.read_text(encoding="utf-8"))
-        return row
-    row = make()
-    if "failed" not in row:
-        TRAINED.mkdir(exist_ok=True)
-        kept.write_text(json.dumps(row), encoding="utf-8")
-    return row
-
-
 def real_subject(call: Call) -> Subject:
     """The model, its calibration and its score; writes the recipe of ours beside it, of the same tokens."""
+    folder = find_real(MODEL)
+    texts = read_texts(call, folder)
+    write_recipe(call.out / "recipe.json", folder, texts.calibration)
+    batches = [{"input_ids": np.array([ids])} for ids in texts.calibration]
+    return Subject(MODEL, folder, "text-generation", batches, load_causal, partial(score, judged=texts.judged))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids, `WINDOW` of each text. `judged`: kind of text -> texts."""
+
+    calibration: list[list[int]]
+    judged: dict[str, list[list[int]]]
+
+
+def read_texts(call: Call, folder: Path) -> Texts:
+    """Articles of WikiText-2 and modules of Python's library, in the tokens of a folder's tokenizer."""
     from transformers import AutoTokenizer
 
-    root = os.environ.get(FOLDER)
-    folder = Path(root or "") / MODEL
-    if root is None or not (folder / "config.json").is_file():
-        raise CallError(f"{FOLDER} is to name a folder that holds {MODEL} as Hugging Face has it")
     share = 8 if call.quick else 1
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -125,14 +124,11 @@ def real_subject(call: Call) -> Subject:
         found: Iterator[list[int]] = (tokenizer(text)["input_ids"][:WINDOW] for text in texts)
         return [ids for ids in found if len(ids) == WINDOW][: count // share]
 
-    calibration = encode(read_articles(call.bench / NEEDS[0]), CALIBRATED)
     judged = {
         "wikitext": encode(read_articles(call.bench / NEEDS[1]), ARTICLES),
         "code": encode(read_library(), FILES),
     }
-    write_recipe(call.out / "recipe.json", folder, tokenizer.batch_decode(calibration))
-    batches = [{"input_ids": np.array([ids])} for ids in calibration]
-    return Subject(MODEL, folder, "text-generation", batches, load_causal, partial(score, judged=judged))
+    return Texts(encode(read_articles(call.bench / NEEDS[0]), CALIBRATED), judged)
 
 
 def score(model: Any, judged: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, float]:
@@ -142,7 +138,11 @@ def score(model: Any, judged: Mapping[str, Sequence[Sequence[int]]]) -> dict[str
     return found | {"nats": sum(found[kind] * n_rows[kind] for kind in found) / sum(n_rows.values())}
 
 
-def write_recipe(path: Path, folder: Path, texts: Sequence[str]) -> None:
+def write_recipe(path: Path, folder: Path, calibration: list[list[int]]) -> None:
+    """Write a recipe without passes, and the texts that it calibrates on beside it."""
+    from transformers import AutoTokenizer
+
+    texts = AutoTokenizer.from_pretrained(folder).batch_decode(calibration)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     data = path.with_name("calibration.jsonl")
     data.write_text(lines, encoding="utf-8")

@@ -1,15 +1,16 @@
-"""Models that scripts train before they compress them: trained once, and kept in benchmarks/.trained/."""
+"""What takes scripts long is made once, and kept in benchmarks/.trained/: models that they train, rows of tables."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE
+from common import HERE, Row
 
 TRAINED = HERE / ".trained"
 
@@ -32,3 +33,17 @@ def find_trained(name: str, settings: object, code: Sequence[Any], train: Callab
     save_file(load_file(kept), out)
     with safe_open(kept, "pt") as file:
         return float(file.metadata()["seconds"])
+
+
+def find_row(name: str, settings: object, files: Sequence[str], make: Callable[[], Row]) -> Row:
+    """Return a row that was kept of these settings and scripts, or a new one; one that failed is not kept."""
+    text = repr(settings).encode() + b"".join(Path(file).read_bytes() for file in files)
+    kept = TRAINED / f"{name.replace(' ', '-')}-{hashlib.sha256(text).hexdigest()[:16]}.json"
+    if kept.is_file():
+        row: Row = json.loads(kept.read_text(encoding="utf-8"))
+        return row
+    row = make()
+    if "failed" not in row:
+        TRAINED.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(row), encoding="utf-8")
+    return row

@@ -2,8 +2,9 @@
 
 Job: "models": name -> file; "tokens": .npz with one array of token ids for each text; "logits": .npz to write, name ->
 float32 [tokens, vocabulary] of the first text; "texts": to be tokenized; "greedy": how many tokens follow the first
-quarter of the first text. Cache and accumulation are float32, products of quantized weights read their inputs in eight
-bits as llama.cpp does it. Answers, for each name: "nats", "greedy", "tokenized", "bytes"; or "failed".
+quarter of the first text; "reference": the model from which the others' outputs diverge. Cache and accumulation are
+float32, products of quantized weights read their inputs in eight bits as llama.cpp does it. Answers, for each name:
+"nats", "each" (nats of each text, per token), "kl" (beside a reference), "greedy", "tokenized", "bytes"; or "failed".
 """
 
 from __future__ import annotations
@@ -22,25 +23,33 @@ def main(job: Job) -> None:
     with np.load(job["tokens"]) as arrays:
         rows = [arrays[name] for name in sorted(arrays.files)]
     answers: dict[str, dict[str, Any]] = {}
-    logits: dict[str, np.ndarray] = {}
+    models: dict[str, llama_cpp.Llama] = {}
     for name, file in job["models"].items():
         try:
-            model = open_model(file, max(len(row) for row in rows) + job.get("greedy", 0) + 8)
+            models[name] = open_model(file, max(len(row) for row in rows) + job.get("greedy", 0) + 8)
+            answers[name] = {"bytes": Path(file).stat().st_size, "each": [], "diverged": []}
         except ValueError as error:
             answers[name] = {"failed": str(error)}
-            continue
-        first = score(model, rows[0])
-        logits[name] = first
-        total = nats(first, rows[0]) + sum(nats(score(model, row), row) for row in rows[1:])
-        prompt = rows[0][: max(2, len(rows[0]) // 4)]
-        answers[name] = {
-            "nats": total / sum(len(row) - 1 for row in rows),
+    for number, row in enumerate(rows):
+        logits = {name: score(model, row) for name, model in models.items()}
+        if number == 0:
+            np.savez(job["logits"], **logits)
+        for name, found in logits.items():
+            answers[name]["each"].append(nats(found, row))
+            if reference := job.get("reference"):
+                answers[name]["diverged"].append(divergence(logits[reference], found))
+    n_predicted = [len(row) - 1 for row in rows]
+    prompt = rows[0][: max(2, len(rows[0]) // 4)]
+    for name, model in models.items():
+        each, diverged = answers[name]["each"], answers[name].pop("diverged")
+        answers[name] |= {
+            "nats": sum(each) / sum(n_predicted),
+            "each": [total / n for total, n in zip(each, n_predicted, strict=True)],
+            "kl": sum(diverged) / sum(n_predicted) if diverged else None,
             "greedy": decode(model, prompt, job.get("greedy", 0)),
             "tokenized": [model.tokenize(text.encode(), add_bos=False) for text in job.get("texts", ())],
-            "bytes": Path(file).stat().st_size,
         }
         model.close()
-    np.savez(job["logits"], **logits)
     write_result(job, models=answers)
 
 
@@ -59,10 +68,20 @@ def score(model: llama_cpp.Llama, row: np.ndarray) -> np.ndarray:
 
 def nats(logits: np.ndarray, row: np.ndarray) -> float:
     """The cross-entropy of all predicted tokens, summed."""
-    values = logits[:-1].astype(np.float64)
+    return float(-log_softmax(logits[:-1])[np.arange(len(row) - 1), row[1:]].sum())
+
+
+def divergence(reference: np.ndarray, logits: np.ndarray) -> float:
+    """Kullback-Leibler's, of what is predicted for all tokens but the first, summed; nats."""
+    exact = log_softmax(reference[:-1])
+    return float((np.exp(exact) * (exact - log_softmax(logits[:-1]))).sum())
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    values = logits.astype(np.float64)
     values -= values.max(axis=1, keepdims=True)
-    sums = np.log(np.exp(values).sum(axis=1))
-    return float((sums - values[np.arange(len(row) - 1), row[1:]]).sum())
+    values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
+    return values
 
 
 def decode(model: llama_cpp.Llama, prompt: np.ndarray, n: int) -> list[int]:

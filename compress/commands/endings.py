@@ -26,6 +26,12 @@ COMPRESS = CommandLine(
     debug=f"{DEBUG}=1 or `compress --debug ...`",
 )
 
+WAITS = "GOMP_SPINCOUNT"
+"""What says how many turns a thread of libgomp, with which torch computes, waits awake for another before it sleeps."""
+WAITED = "3000"
+"""Some 50 to 150 us. By itself libgomp waits a hundred times as long, and what else wants the core then takes it for a
+whole time slice: on two cores of an EPYC with two other programs, a convolution of 0.7 ms took 18.7 ms, and takes 4.1;
+alone 0.7 and 0.7 (asleep at once 1.3). `benchmarks/beside_others.py` has whole passes."""
 WRONG_CALL: Any = typer.BadParameter.__base__
 """click's UsageError, of the click that this typer brings or finds."""
 
@@ -49,6 +55,8 @@ def ending(as_json: bool = False) -> Iterator[None]:
 def run_program(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     """Run the command line `words` and end the process, wherever an interrupt meets it."""
     as_json = "--json" in words
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(WAITS, WAITED)  # read when torch is imported
     try:
         with end_orderly():
             try:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import compress
 from compress.cli import app
 from compress.commands import doctor
-from compress.commands.endings import run_program
+from compress.commands.endings import WAITED, WAITS, run_program
 from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
 from compress.passes import PASSES
@@ -399,6 +399,24 @@ def test_a_wrong_call_with_json_is_one_document(words: list[str], capsys: pytest
         run_program(app, [*words, "--json"])
     document = json.loads(capsys.readouterr().out)
     assert (end.value.code, document["exit_code"], document["verdict"]) == (2, 2, "error")
+
+
+@pytest.mark.parametrize(
+    ("given", "waited"),
+    [({}, WAITED), ({WAITS: "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=["nothing", "how long", "how"],
+)
+def test_threads_wait_briefly_unless_the_caller_says(
+    given: dict[str, str], waited: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (WAITS, "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run_program(app, ["--version"])
+    assert os.environ.get(WAITS) == waited
 
 
 def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
