@@ -28,10 +28,11 @@ COMPRESS = CommandLine(
 
 WAITS = "GOMP_SPINCOUNT"
 """What says how many turns a thread of libgomp, with which torch computes, waits awake for another before it sleeps."""
-WAITED = "3000"
-"""Some 50 to 150 us. By itself libgomp waits a hundred times as long, and what else wants the core then takes it for a
-whole time slice: on two cores of an EPYC with two other programs, a convolution of 0.7 ms took 18.7 ms, and takes 4.1;
-alone 0.7 and 0.7 (asleep at once 1.3). `benchmarks/beside_others.py` has whole passes."""
+WAITED = "2000"
+"""Some 30 to 100 us. By itself libgomp waits 150 times as long, and two builds at once then take the cores from each
+other's threads for whole time slices: a training step of three small convolutions took 125 ms and more on two cores of
+an EPYC, and takes 31. Alone it takes the 9 ms that it took, and 11 with threads that sleep at once. Whole passes:
+`benchmarks/two_at_once.py`."""
 WRONG_CALL: Any = typer.BadParameter.__base__
 """click's UsageError, of the click that this typer brings or finds."""
 
