@@ -10,7 +10,6 @@ row that was measured is kept in benchmarks/.trained/ and not measured again.
 
 from __future__ import annotations
 
-import json
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -24,13 +23,9 @@ from real_language_models import find_real
 from real_quality import MODEL, NEEDS, read_texts, write_recipe
 from training import find_row
 
-TYPES = {
-    "Q4_K_M": "embeddings: Q6_K, lm_head: Q6_K",
-    "IQ4_XS": "embeddings: Q6_K, lm_head: Q6_K",
-    "Q3_K_M": "embeddings: Q6_K, lm_head: Q6_K",
-    "Q2_K": "embeddings: Q6_K, lm_head: Q6_K",
-}
-"""llama.cpp's name of a file's types -> what its one table of embeddings and output is in."""
+TYPES = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K")
+TABLE = "embeddings: Q6_K, lm_head: Q6_K"
+"""What llama.cpp gives the one table of embeddings and output in files of all these types."""
 
 
 def measure(call: Call) -> Measured:
@@ -53,7 +48,7 @@ def measure(call: Call) -> Measured:
         theirs = quantize(call, make_float(), file_type, file_type)
         whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         begun = time.monotonic()
-        bundle = make(f"ours-{file_type}", mix_types(whole / theirs.stat().st_size, TYPES[file_type]))
+        bundle = make(f"ours-{file_type}", mix_types(whole / theirs.stat().st_size, TABLE))
         seconds = time.monotonic() - begun
         files = {"float": make_float() / "model/model.gguf", "theirs": theirs, "ours": bundle / "model/model.gguf"}
         answers, _ = ask(call, file_type, files, rows, reference="float")
@@ -68,7 +63,7 @@ def measure(call: Call) -> Measured:
     found: list[Row] = []
     claims: list[Claim] = []
     for name in call.choose(TYPES, quick=1):
-        row = find_row(f"gguf-{name}", (call.quick, json.dumps(TYPES[name])), code, partial(make_row, name))
+        row = find_row(f"gguf-{name}", call.quick, code, partial(make_row, name))
         found.append(row)
         ours, theirs = row["ours"], row["theirs"]
         for key in ("bytes", "nats", "kl"):
