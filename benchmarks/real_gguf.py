@@ -106,10 +106,8 @@ def write_scaled(source: Path, out: Path) -> Path:
         for name in readers:
             weights[name] = (weights[name].float() / read).to(weights[name].dtype)
 
-    blocks = [
-        name.removesuffix("input_layernorm.weight") for name in weights if name.endswith("input_layernorm.weight")
-    ]
-    for block in blocks:
+    first = "input_layernorm.weight"
+    for block in [name.removesuffix(first) for name in weights if name.endswith(first)]:
         attention, mlp = f"{block}self_attn.", f"{block}mlp."
         scale([f"{block}{first}"], [f"{attention}{part}_proj.weight" for part in "qkv"])
         values, output = f"{attention}v_proj", f"{attention}o_proj.weight"
