@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from common import Call, Claim, Measured, Peer, Row, apply_recipe, at_most, link_packages, run_job, run_script
 from language import CALIBRATED, EVALUATED, encode_stories, load_causal, nats_per_token, read_stories
+from subjects import weights_bytes
 from torch import nn
 
 MODEL = "models/tinystories656k-hf"
@@ -296,7 +297,7 @@ def make_formats(call: Call, folder: Path, counts: tuple[int, int], quick: bool 
     """Files of one model: in float, in each format and mixture by llama.cpp's quantizer and by us."""
     bundle = write_bundle(call, "wide-float", folder, "", "float16, imatrix: true", counts)
     files = {"float16": bundle / "model/model.gguf"}
-    imatrix, whole = bundle / "model/imatrix.gguf", sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    imatrix = bundle / "model/imatrix.gguf"
 
     def round_by(how: str, kind: str, passes: str) -> None:
         made = write_bundle(call, f"wide-{kind}-{how}", folder, passes, "float16", counts)
@@ -309,7 +310,7 @@ def make_formats(call: Call, folder: Path, counts: tuple[int, int], quick: bool 
     for file_type in list(MIXTURES)[: 1 if quick else None]:
         kind = f"{file_type}-file"
         files[f"{kind} {THEIRS}"] = theirs = quantize(call, bundle, kind, file_type)
-        round_by("mixture", kind, mix_types(whole / theirs.stat().st_size, MIXTURES[file_type]))
+        round_by("mixture", kind, mix_types(weights_bytes(folder) / theirs.stat().st_size, MIXTURES[file_type]))
     return files
 
 

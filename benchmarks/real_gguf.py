@@ -29,6 +29,7 @@ from language import load_causal, nats_per_token
 from real_language_models import find_real
 from real_quality import MODEL, NEEDS, read_texts, write_recipe
 from safetensors.torch import load_file, save_file
+from subjects import weights_bytes
 from training import find_row
 
 TYPES = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K")
@@ -59,9 +60,8 @@ def measure(call: Call) -> Measured:
 
     def make_row(file_type: str) -> Row:
         theirs = quantize(call, make_float(), file_type, file_type)
-        whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         begun = time.monotonic()
-        bundle = make(f"ours-{file_type}", mix_types(whole / theirs.stat().st_size, TABLE))
+        bundle = make(f"ours-{file_type}", mix_types(weights_bytes(folder) / theirs.stat().st_size, TABLE))
         seconds = time.monotonic() - begun
         files = {"float": make_float() / "model/model.gguf", "theirs": theirs, "ours": bundle / "model/model.gguf"}
         answers, _ = ask(call, file_type, files, rows, reference="float")

@@ -37,6 +37,7 @@ from common import (
     run_script,
     size_ratio,
 )
+from subjects import weights_bytes
 from time_left import claim_readings
 
 FOLDER = "REAL_MODELS"
@@ -128,13 +129,12 @@ def compress_model(call: Call, name: str, folder: Path) -> tuple[list[Claim], Ro
     (gate,) = report["gates"]
     token, first = (report["baseline"]["generation"][key] for key in ("tpot", "ttft"))
     speedup, first_speedup = report["ratios"].get("tpot"), report["ratios"].get("ttft")
-    source_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     row = {
         "model": name,
         "apply_s": seconds,
         "peak_gib": peak_bytes / GIB,
         "smaller_than_float32": size_ratio(report),
-        "smaller_than_its_folder": source_bytes / report["candidate"]["size_bytes"],
+        "smaller_than_its_folder": weights_bytes(folder) / report["candidate"]["size_bytes"],
         "token_ratio": speedup,
         "token_ratio_foretold": planned.get("float_ms", 0) / planned.get("compressed_ms", 1),
         "first_token_ratio": first_speedup,

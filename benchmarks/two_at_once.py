@@ -16,14 +16,14 @@ import numpy as np
 from common import ROOT, Call, Claim, Measured, Row, apply_recipe, at_most, pass_seconds, run_script
 from random_models import make_work
 
-from compress.commands.endings import WAITED, WAITS
+from compress.commands.endings import SPIN_KEY, SPINS
 
 NEEDS = ()
 NOT_JUDGED = "validate={benchmark: {processes: 1, iterations: 1}}"
 LAYERS, ROUNDS = 2, 3
 LIBGOMP = "300000"
 """What libgomp takes where nothing is set: GOMP_SPINCOUNT in its manual."""
-WAYS = {"libgomp": LIBGOMP, "compress": WAITED}
+WAYS = {"libgomp": LIBGOMP, "compress": SPINS}
 BARS = {1: 1.1, 2: 0.9}
 """Builds at once -> the most of libgomp's time that ours may take."""
 
@@ -52,7 +52,7 @@ def take_turns(
 
         def build(which: int, way: str = way, turns: str = turns) -> float:
             place = call.out / f"{kind}-{n_builds}-{number}-{way}-{which}"
-            apply_recipe(recipe, sets, place, place.with_name(f"{place.name}-cache"), {**os.environ, WAITS: turns})
+            apply_recipe(recipe, sets, place, place.with_name(f"{place.name}-cache"), {**os.environ, SPIN_KEY: turns})
             return pass_seconds(place, (kind,)) or np.nan
 
         with ThreadPoolExecutor(n_builds) as pool:

@@ -26,9 +26,9 @@ COMPRESS = CommandLine(
     debug=f"{DEBUG}=1 or `compress --debug ...`",
 )
 
-WAITS = "GOMP_SPINCOUNT"
+SPIN_KEY = "GOMP_SPINCOUNT"
 """What says how many turns a thread of libgomp, with which torch computes, waits awake for another before it sleeps."""
-WAITED = "2000"
+SPINS = "2000"
 """Some 30 to 100 us. By itself libgomp waits 150 times as long, and two builds at once then take the cores from each
 other's threads for whole time slices: a training step of three small convolutions took 125 ms and more on two cores of
 an EPYC, and takes 31. Alone it takes the 9 ms that it took, and 11 with threads that sleep at once. Whole passes:
@@ -57,7 +57,7 @@ def run_program(app: typer.Typer, words: Sequence[str]) -> NoReturn:
     """Run the command line `words` and end the process, wherever an interrupt meets it."""
     as_json = "--json" in words
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(WAITS, WAITED)  # read when torch is imported
+        os.environ.setdefault(SPIN_KEY, SPINS)  # read when torch is imported
     try:
         with end_orderly():
             try:

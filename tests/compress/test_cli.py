@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import compress
 from compress.cli import app
 from compress.commands import doctor
-from compress.commands.endings import WAITED, WAITS, run_program
+from compress.commands.endings import SPIN_KEY, SPINS, run_program
 from compress.engine import compile as engines
 from compress.errors import PassError, PlanError
 from compress.passes import PASSES
@@ -403,20 +403,20 @@ def test_a_wrong_call_with_json_is_one_document(words: list[str], capsys: pytest
 
 @pytest.mark.parametrize(
     ("given", "waited"),
-    [({}, WAITED), ({WAITS: "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    [({}, SPINS), ({SPIN_KEY: "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
     ids=["nothing", "how long", "how"],
 )
 def test_threads_wait_briefly_unless_the_caller_says(
     given: dict[str, str], waited: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (WAITS, "OMP_WAIT_POLICY"):
+    for name in (SPIN_KEY, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         run_program(app, ["--version"])
-    assert os.environ.get(WAITS) == waited
+    assert os.environ.get(SPIN_KEY) == waited
 
 
 def test_json_keeps_stdout_clean_even_of_child_processes() -> None:
