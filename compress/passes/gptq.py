@@ -18,7 +18,7 @@ class Gptq(CalibratedWeightPass):
 
     kind: Literal["gptq"] = "gptq"
     damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """Of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not suffice."""
+    """Of the mean of the Hessian's diagonal, added to it."""
     actorder: bool = True
     """Round the inputs of largest activation first; groups keep their places (static groups)."""
     block_size: Annotated[int, Field(ge=1)] = 128

@@ -75,8 +75,7 @@ class Sparsify(_Amount, Pass):
     SparseGPT alone changes the weights that stay; magnitude needs no data. `sparsity` is the share of each output's
     weights for wanda, of the layer's for the others."""
     damp_percent: Annotated[float, Field(gt=0, lt=1)] = 0.01
-    """SparseGPT: of the mean of the Hessian's diagonal, added to it. Raised tenfold, and said so, where it does not
-    suffice."""
+    """SparseGPT: of the mean of the Hessian's diagonal, added to it."""
     block_size: Annotated[int, Field(ge=1)] = 128
     """SparseGPT: inputs among which the zeros of `sparsity` are chosen."""
     targets: tuple[LayerPattern, ...] = ()

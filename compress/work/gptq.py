@@ -30,7 +30,7 @@ from compress.graph.run import clone
 from compress.passes.choosing import list_some
 from compress.passes.gptq import Gptq
 from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
-from compress.rounding.gram import Gram, explain_no_gram, gram_matrix
+from compress.rounding.gram import Gram, explain_no_gram, gram_matrix, shrink_correlations
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight
 from compress.rounding.smooth import input_groups
 from compress.rounding.state import GraphState
@@ -79,6 +79,7 @@ def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassR
         with name_errors("gptq", [layer.name for layer in groups[tensor]]):
             gram, n_rows = gram_matrix(working, tensor, context.batches, torch.device(context.device))
             trouble = explain_no_gram(gram, n_rows)
+            gram = shrink_correlations(gram, n_rows)
             hessian = None if trouble else invert_hessian(gram, config.damp_percent, config.actorder)
         notes += _make_notes(config, groups[tensor], hessian, trouble)
         for layer in groups[tensor]:
@@ -118,7 +119,7 @@ def _make_notes(config: Gptq, group: list[GraphLayer], hessian: Hessian | None, 
     names = [layer.name for layer in group]
     remarks = [f"gptq: {name}: {trouble}; rounded to the nearest" for name in names if hessian is None]
     if hessian is not None:
-        remarks = _hessian_remarks(names, hessian, config.damp_percent)
+        remarks = _remark_dead(names, hessian)
     return [Note("warning", text) for text in remarks]
 
 
@@ -148,17 +149,10 @@ def _gptq_rules(config: Gptq, scheme: Scheme, target: Target) -> GptqRules:
     return GptqRules(may_be_negative(scheme, target), block=config.block_size, compute=config.products)
 
 
-def _hessian_remarks(layers: Sequence[str], hessian: Hessian, damp_percent: float) -> list[str]:
-    """Return what the user should know of the Hessian of what `layers` read."""
-    names, remarks = ", ".join(layers), []
-    if hessian.damp_percent > damp_percent:
-        remarks.append(
-            f"gptq: {names}: the Hessian could not be inverted until damp_percent was {hessian.damp_percent:g}"
-        )
-    if hessian.dead.any():
-        n_dead, n = int(hessian.dead.sum()), len(hessian.dead)
-        remarks.append(f"gptq: {names}: {n_dead} of {n} inputs were zero on all calibration data")
-    return remarks
+def _remark_dead(layers: Sequence[str], hessian: Hessian) -> list[str]:
+    """Return what the user should know of the inputs that `layers` read."""
+    n_dead, n = int(hessian.dead.sum()), len(hessian.dead)
+    return [f"gptq: {', '.join(layers)}: {n_dead} of {n} inputs were zero on all calibration data"] if n_dead else []
 
 
 def _name_mixture(layer: str) -> str:
@@ -201,6 +195,7 @@ class _BlockRounding:
             mixture = _name_mixture(input_group.layers[0])
             total, n = self.mixtures.get(mixture, (torch.zeros_like(gram), 0))
             self.mixtures[mixture] = (total + gram * n_rows, n + n_rows)
+        gram = shrink_correlations(gram, n_rows)
         names = leave_unscaled(self.config, self.block, self.layers, self.inputs, names)
         for shared in (False, True):  # a weight that is a table, too, is weighed by both of its uses
             alike = [name for name in names if (name in self.layers.sharers) == shared]
@@ -211,7 +206,7 @@ class _BlockRounding:
         """Round layers that read inputs of one Gram matrix, those of one scheme together, tall ones alone."""
         with name_errors("gptq", names):
             hessian = invert_hessian(gram, self.config.damp_percent, self.config.actorder)
-        remark(self.block, _hessian_remarks(names, hessian, self.config.damp_percent))
+        remark(self.block, _remark_dead(names, hessian))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:
             by_scheme.setdefault(self.layers.schemes[name], []).append(name)
@@ -258,7 +253,7 @@ class _BlockRounding:
         for group in (group for group in self.block.input_groups if group.layers[0] in first):
             total, n = self.mixtures.get(_name_mixture(group.layers[0]), (None, 0))
             if total is not None:
-                self._round(self.layers.of(group.layers), total / n)
+                self._round(self.layers.of(group.layers), shrink_correlations(total / n, n))
         if starved:
             experts = list_some([layers[0].rpartition(".")[0] for layers in starved])
             text = f"no calibration token reaches {len(starved)} of {len(self.block.experts)} experts ({experts})"

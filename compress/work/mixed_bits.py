@@ -35,7 +35,7 @@ from compress.passes.mixed_bits import MEASURED_TOKENS, Allocation, BitBudget, C
 from compress.passes.weight_only import WeightPass
 from compress.rounding.allocate import OutOfReach
 from compress.rounding.budgets import BudgetMissed, Prices, choose_measured
-from compress.rounding.gram import Gram
+from compress.rounding.gram import Gram, shrink_correlations
 from compress.rounding.outputs import gives_logits
 from compress.rounding.products import Compute
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight
@@ -270,6 +270,7 @@ def _measure(
             rows = int(sum_over_processes(torch.tensor(drawing.n_rows)))
             for input_group, names in seen.input_groups.items():
                 gram, n_seen = seen.grams[input_group].mean(sum_over_processes)
+                gram = shrink_correlations(gram, n_seen)
                 with name_errors(config.kind, names):
                     rounding = make_rounding(gram) if n_seen else None
                 if rounding is None:

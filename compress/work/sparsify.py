@@ -24,7 +24,7 @@ from compress.pruning.masks import choose_zeros, refit, wanda_scores
 from compress.pruning.matrix import as_matrices, as_weight, groups_of, visit_inputs
 from compress.pruning.sparsegpt import sparsegpt
 from compress.rounding.gptq import Hessian, invert_hessian
-from compress.rounding.gram import Gram, explain_no_gram
+from compress.rounding.gram import Gram, explain_no_gram, shrink_correlations
 from compress.work.block_layers import block_facts
 
 JUDGED_ROWS = 128
@@ -77,12 +77,13 @@ class _BlockSparsifying:
         if trouble := explain_no_gram(grams, means[0][1]):
             self.left |= dict.fromkeys(names, trouble)  # `finish` takes them by magnitude
             return
-        hessians = self._invert_grams(names, grams) if self.config.method == "sparsegpt" else []
+        told = torch.stack([shrink_correlations(gram.clone(), n_rows) for gram, n_rows in means])
+        hessians = self._invert_grams(names, told) if self.config.method == "sparsegpt" else []
         for name in names:
             weight, amount = self._matrices(name), self.config.setting(self.facts[name])
             if hessians:
                 sparse = sparsegpt(weight, hessians, amount, self.config.block_size)
-                damped = grams + torch.stack([hessian.added for hessian in hessians]).diag_embed()
+                damped = told + torch.stack([hessian.added for hessian in hessians]).diag_embed()
                 sparse = refit(weight, sparse, damped)
             else:
                 sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, "row"), 0.0)
@@ -105,11 +106,7 @@ class _BlockSparsifying:
 
     def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
         wanted = self.config.damp_percent
-        hessians = [self._name_errors(names, partial(invert_hessian, gram, wanted, act_order=False)) for gram in grams]
-        most = max(hessian.damp_percent for hessian in hessians)
-        if most > wanted:
-            self._remark([f"{', '.join(names)}: the Hessian could not be inverted until damp_percent was {most:g}"])
-        return hessians
+        return [self._name_errors(names, partial(invert_hessian, gram, wanted, act_order=False)) for gram in grams]
 
     def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
         """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""

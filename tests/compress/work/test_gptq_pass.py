@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from compress.rounding.gptq import (
     output_error,
     round_columns,
 )
-from compress.rounding.gram import Gram, gram_matrix
+from compress.rounding.gram import Gram, gram_matrix, shrink_correlations
 from compress.rounding.grid import fit_grid, round_to_grid
 from compress.rounding.measure import output_cosine
 from compress.rounding.state import GraphState
@@ -210,14 +211,28 @@ def test_inputs_that_are_always_zero_keep_their_nearest_weight() -> None:
     assert np.abs(found.dequantize()[:, 5] - weight[:, 5].numpy()).max() <= np.abs(found.scales).max() / 2 * 1.001
 
 
-def test_more_damping_is_tried_and_its_end_is_an_error() -> None:
+def test_a_gram_matrix_without_an_inverse_is_an_error() -> None:
     gram = correlated(rows=8)  # of rank 8: needs damping
-    gram -= torch.eye(48) * 0.03 * gram.diagonal().mean()
-    assert invert_hessian(gram, 0.01).damp_percent > 0.01
-    with pytest.raises(ValueError, match="cannot be inverted, not even with damp_percent 1"):
-        invert_hessian(2 * torch.diag(correlated().diagonal()) - 10 * correlated(), 0.01)
+    assert torch.isfinite(invert_hessian(gram, 0.01).factor).all()
+    with pytest.raises(ValueError, match=re.escape("has no inverse at damp_percent 0.01; give more")):
+        invert_hessian(gram - torch.eye(48) * 0.03 * gram.diagonal().mean(), 0.01)
     with pytest.raises(ValueError, match="NaN or Inf among its inputs"):
         invert_hessian(torch.full((4, 4), torch.nan), 0.01)
+
+
+def test_few_rows_are_believed_for_as_much_as_they_tell_of_others() -> None:
+    """What is rounded by few rows leaves less error on others of their kind where their correlations are shrunk."""
+    rng = np.random.default_rng(3)
+    mixing = np.linalg.qr(rng.normal(size=(96, 96)))[0] / np.sqrt(np.arange(1, 97))[:, None]
+    few, others = (rng.normal(size=(n, 96)) @ mixing for n in (96, 20000))
+    seen, truth = (torch.from_numpy((rows.T @ rows / len(rows)).astype(np.float32)) for rows in (few, others))
+    shrunk = shrink_correlations(seen.clone(), len(few))
+    assert torch.equal(shrunk.diagonal(), seen.diagonal())
+    torch.testing.assert_close(shrunk.triu(1), seen.triu(1) / 2)
+    weight = torch.from_numpy(rng.normal(size=(40, 96)).astype(np.float32))
+    found = [gptq_round(weight, invert_hessian(gram, 0.01), WeightScheme(3, 16)) for gram in (shrunk, seen)]
+    errors = [output_error(weight, stands_for(rounded.weight), truth) for rounded in found]
+    assert errors[0] < 0.8 * errors[1]
 
 
 def run_pass(**config: Any) -> PassResult:
@@ -294,7 +309,8 @@ def test_blocks_are_rounded_against_what_reaches_them() -> None:
         with torch.no_grad():
             net(**feeds)
             handle.remove()
-            hessian = invert_hessian(seen[0].T @ seen[0] / len(seen[0]), 0.01)
+            gram = shrink_correlations(seen[0].T @ seen[0] / len(seen[0]), len(seen[0]))
+            hessian = invert_hessian(gram, 0.01)
             found = gptq_round_together([layer.weight for layer in layers], hessian, WeightScheme(3, 16))
             for name, layer, expected in zip(names, layers, found, strict=True):
                 mine = result.model.store.quantized(f"model.layers.0.{name}")

@@ -373,13 +373,3 @@ def test_inputs_that_are_not_finite_cost_their_layer_and_weights_stop_it(method:
     net.down.weight[0, 0, 0, 0] = torch.nan
     with pytest.raises(SourceError, match=r"NaN or infinity in 'down\.weight'"):
         run(streamed_images(net), batches=images(), method=method)
-
-
-def test_damping_that_had_to_grow_is_said() -> None:
-    """Of a channel that repeats another one the Hessian has no inverse but for damping."""
-    net: Any = conv_net()
-    net.stem.weight[1:] = net.stem.weight[:1]
-    net.stem.bias[:] = 1.0
-    result = run(streamed_images(net), batches=images(1), damp_percent=1e-12, targets=("down",))
-    (note,) = result.notes
-    assert note.text.startswith("sparsify: down: the Hessian could not be inverted until damp_percent was ")
