@@ -24,7 +24,7 @@ import numpy as np
 import real_quality
 import torch
 from common import Call, Claim, Measured, Row, apply_recipe, at_most, run_script
-from interop_gguf import ask, mix_types, quantize, with_llamacpp
+from interop_gguf import MIXTURES, ask, mix_types, quantize, with_llamacpp
 from language import load_causal, nats_per_token
 from real_language_models import find_real
 from real_quality import MODEL, NEEDS, read_texts, write_recipe
@@ -32,9 +32,8 @@ from safetensors.torch import load_file, save_file
 from subjects import weights_bytes
 from training import find_row
 
-TYPES = ("Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K")
-TABLE = "embeddings: Q6_K, lm_head: Q6_K"
-"""What llama.cpp gives the one table of embeddings and output in files of all these types."""
+TYPES = MIXTURES | {"IQ4_XS": "embeddings: IQ4_XS, lm_head: Q6_K"}
+"""As `MIXTURES`: of a model whose output layer is a table of its own."""
 
 SPREAD, SAME = 0.1, 2e-3
 """Of the logarithms of the scales; nats that scaling may change, whose results are stored in bfloat16 as before."""
@@ -61,7 +60,7 @@ def measure(call: Call) -> Measured:
     def make_row(file_type: str) -> Row:
         theirs = quantize(call, make_float(), file_type, file_type)
         begun = time.monotonic()
-        bundle = make(f"ours-{file_type}", mix_types(weights_bytes(folder) / theirs.stat().st_size, TABLE))
+        bundle = make(f"ours-{file_type}", mix_types(weights_bytes(folder) / theirs.stat().st_size, TYPES[file_type]))
         seconds = time.monotonic() - begun
         files = {"float": make_float() / "model/model.gguf", "theirs": theirs, "ours": bundle / "model/model.gguf"}
         answers, _ = ask(call, file_type, files, rows, reference="float")
