@@ -10,7 +10,10 @@ from compress.passes.calibrated import CalibratedWeightPass
 
 
 class Gptq(CalibratedWeightPass):
-    """Quantization of weights against the Hessian of each layer's calibration inputs, layer after layer."""
+    """Quantization of weights against the Hessian of each layer's calibration inputs, layer after layer.
+
+    How inputs go together is believed for as much as so many rows of calibration data tell of other data.
+    """
 
     calibration_runs: ClassVar[float] = 2.5
     takes_block_formats: ClassVar[bool] = True
