@@ -77,13 +77,12 @@ class _BlockSparsifying:
         if trouble := explain_no_gram(grams, means[0][1]):
             self.left |= dict.fromkeys(names, trouble)  # `finish` takes them by magnitude
             return
-        told = torch.stack([shrink_correlations(gram.clone(), n_rows) for gram, n_rows in means])
-        hessians = self._invert_grams(names, told) if self.config.method == "sparsegpt" else []
+        hessians = self._invert_grams(names, means) if self.config.method == "sparsegpt" else []
         for name in names:
             weight, amount = self._matrices(name), self.config.setting(self.facts[name])
             if hessians:
                 sparse = sparsegpt(weight, hessians, amount, self.config.block_size)
-                damped = told + torch.stack([hessian.added for hessian in hessians]).diag_embed()
+                damped = torch.stack([hessian.gram + hessian.added.diag() for hessian in hessians])
                 sparse = refit(weight, sparse, damped)
             else:
                 sparse = weight.masked_fill(choose_zeros(wanda_scores(weight, grams), amount, "row"), 0.0)
@@ -104,9 +103,10 @@ class _BlockSparsifying:
         width = math.prod(self.facts[name].shape[1:])
         return [Gram(width, device=self.block.part.device) for _ in range(groups_of(self.block.layers[name]))]
 
-    def _invert_grams(self, names: Sequence[str], grams: Tensor) -> list[Hessian]:
-        wanted = self.config.damp_percent
-        return [self._name_errors(names, partial(invert_hessian, gram, wanted, act_order=False)) for gram in grams]
+    def _invert_grams(self, names: Sequence[str], means: Sequence[tuple[Tensor, int]]) -> list[Hessian]:
+        invert = partial(invert_hessian, damp_percent=self.config.damp_percent, act_order=False)
+        told = [shrink_correlations(gram.clone(), n_rows) for gram, n_rows in means]
+        return [self._name_errors(names, partial(invert, gram)) for gram in told]
 
     def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
         """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""
