@@ -44,7 +44,7 @@ class RoundedWeight(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Hessian:
-    """`gram` is X^T X / n, [in, in]. `order` [in]: the inputs in the order in which they are rounded.
+    """`gram` [in, in]: E[x x^T] as the data tell it. `order` [in]: the inputs in the order in which they are rounded.
 
     `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order, float32.
     `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal.
@@ -64,7 +64,7 @@ class Hessian:
 
 
 def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
-    """Order (by falling diagonal with `act_order`), damp and factor X^T X / n, float32 or float64.
+    """Order (by falling diagonal with `act_order`), damp and factor E[x x^T], float32 or float64.
 
     float32 is factored in float64 where it fails; ValueError if that does, or the matrix is not finite.
     """
@@ -130,7 +130,7 @@ def gptq_round_together(
 ) -> list[RoundedWeight]:
     """Quantize weights [out, in] that read the same inputs, in one loop over those.
 
-    The output error is E|(W - Q) x|^2 / E|W x|^2 over the calibration inputs, on up to JUDGED_ROWS outputs. Never worse
+    The output error is E|(W - Q) x|^2 / E|W x|^2 by the Hessian's matrix, on up to JUDGED_ROWS outputs. Never worse
     than the nearest: where the column order leaves a larger error, the nearest is what is returned. Raises ValueError
     as `fit_grid` does.
     """
