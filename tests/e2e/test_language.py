@@ -151,14 +151,17 @@ def test_nll_is_that_of_the_checkpoint(gptq: Path, checkpoint: Any, home: Path, 
 
 
 def test_tokens_with_int8_inputs_are_nearly_the_likeliest(gptq: Path, checkpoint: Any) -> None:
+    """One that is not lies where two are as likely but for what int8 inputs change."""
     with runtime.open_bundle(gptq) as bundle:
         answers = bundle.generate(list(PROMPTS), max_new_tokens=16)
+    gaps: list[float] = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = [*token_ids(prompt), *answer.token_ids]
         with torch.no_grad():
             logits = checkpoint(torch.tensor([ids[:-1]])).logits[0, answer.prompt_tokens - 1 :]
         chosen = logits.gather(1, torch.tensor(ids[answer.prompt_tokens :])[:, None])[:, 0]
-        assert float((logits.max(dim=1).values - chosen).max()) < 0.05 * float(logits.std())
+        gaps += ((logits.max(dim=1).values - chosen) / logits.std()).tolist()
+    assert np.mean(gaps) < 0.002 and np.mean(np.array(gaps) > 0) < 0.05
 
 
 def test_what_the_bundle_holds(gptq: Path) -> None:
