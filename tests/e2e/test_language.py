@@ -161,7 +161,7 @@ def test_tokens_with_int8_inputs_are_nearly_the_likeliest(gptq: Path, checkpoint
             logits = checkpoint(torch.tensor([ids[:-1]])).logits[0, answer.prompt_tokens - 1 :]
         chosen = logits.gather(1, torch.tensor(ids[answer.prompt_tokens :])[:, None])[:, 0]
         gaps += ((logits.max(dim=1).values - chosen) / logits.std()).tolist()
-    assert np.mean(gaps) < 0.002 and np.mean(np.array(gaps) > 0) < 0.05
+    assert max(gaps) < 0.06 and np.mean(gaps) < 0.002 and np.mean(np.array(gaps) > 0) < 0.05
 
 
 def test_what_the_bundle_holds(gptq: Path) -> None:
