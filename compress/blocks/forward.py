@@ -23,6 +23,17 @@ def remove_hooks_on_exit(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+@contextlib.contextmanager
+def read_part(layers: Iterable[nn.Module], row: int, tokens: slice) -> Iterator[None]:
+    """Let layers that read samples, [B, T, in], read these tokens of one of them alone."""
+
+    def narrow(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0][row : row + 1, tokens], *args[1:]) if args and args[0].dim() == 3 else args
+
+    with remove_hooks_on_exit([layer.register_forward_pre_hook(narrow) for layer in layers]):
+        yield
+
+
 def run(module: nn.Module, feeds: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Run the real forward pass without gradients and return the outputs by name."""
     with torch.inference_mode():

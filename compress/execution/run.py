@@ -6,7 +6,7 @@ import gc
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext, PassResult
 from compress.data.samples import Samples, overlap
 from compress.errors import PlaceError, PlanError
+from compress.execution.beside import recall_logits, score_beside
 from compress.execution.blocks import open_streamed, score_in_torch
 from compress.execution.cached import FloatModel, keep_both, run_baseline
 from compress.execution.lock import describe_host, make_lock
@@ -50,7 +51,7 @@ from compress.models.checkpoint_names import find_taken_apart
 from compress.models.facts import describe_unread
 from compress.models.load import TorchModel
 from compress.models.weights import safetensors_shapes
-from compress.planning.forecast import BASELINE, EXPORT, JUDGING, RUNNING, SCORING, START, WRITING
+from compress.planning.forecast import BASELINE, EXPORT, JUDGING, READING, RUNNING, SCORING, START, WRITING
 from compress.planning.in_files import allowed_bytes, note_missing_float, note_narrow_source, runs_float, stays_in_files
 from compress.planning.judging import explain_not_run
 from compress.planning.make_plan import TO_BE_FOUND, find_durations, make_plan, settle_keys
@@ -72,10 +73,10 @@ from runtime.bundle.format import BuildScore, Judgement
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
-from runtime.judge.bundle import run_beside
 from runtime.judge.passes import PassModel
 from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
+from runtime.metrics import Outputs
 from runtime.report.report import Report
 from runtime.report.stored import StoredReport
 from runtime.report.validate import check_earlier, validate
@@ -281,8 +282,7 @@ def _build(run: RunContext, staging: Path, between: Path) -> Built:
         contents = _collect_contents(run, exported, passed, with_float, judgement, notes)
         manifest, of_files = write_models(staging, contents)
     if once:
-        with run_log.time_stage(RUNNING):
-            baseline, candidate = _run_bundle(run, staging, manifest)
+        baseline, candidate = _run_bundle(run, staging, manifest)
     assert baseline is not None
     frozen = FrozenOutputs(baseline, candidate if score else None, score)
     if metrics:
@@ -441,14 +441,20 @@ def _prepare_load_back(run: RunContext, surplus: Mapping[str, Path]) -> LoadBack
 def _run_bundle(
     run: RunContext, staging: Path, manifest: Manifest
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return baseline's and candidate's outputs, of the files in `staging`: what judging them would run."""
-    backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
-    told = run.run_log.progress
-    gc.collect()  # two models are loaded now: what the passes have left behind goes first
-    heap.return_all()
-    return keep_both(
-        run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
-    )
+    """Return the outputs of the float model, whose graph was compared with torch's, and of the candidate's own file."""
+    plan, run_log, columns = run.plan, run.run_log, run.sets["evaluation"].columns
+
+    def measure() -> tuple[Outputs, Outputs]:
+        gc.collect()  # what the passes have left behind goes first
+        heap.return_all()
+        with ExitStack() as stack:
+            with run_log.time_stage(READING):
+                model = open_streamed(plan.inputs, None)
+                recall = stack.enter_context(recall_logits(model, _make_scoring_context(run)))
+            with run_log.time_stage(RUNNING):
+                return score_beside(staging, manifest, columns, recall, run_log.progress)
+
+    return keep_both(run.cache, plan.keys.beside, measure)
 
 
 def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:
@@ -478,17 +484,23 @@ def _score_checkpoint(run: RunContext, passed: Passed) -> tuple[dict[str, np.nda
     assert passed.source is not None and passed.streamed is not None
     changed = any(config.stage_on(plan.before) == "model" for config in plan.recipe.passes)
     before = open_streamed(plan.inputs, None) if changed else passed.source
-    batches = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs)
-    context = PassContext(
-        batches=batches,
-        target=TARGETS[plan.recipe.target],
-        seed=plan.recipe.seed,
+    masks = Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs).loss_masks
+    return score_in_torch(
+        run.cache, plan.keys.torch_outputs, before, passed.streamed, _make_scoring_context(run), masks
+    )
+
+
+def _make_scoring_context(run: RunContext) -> PassContext:
+    """Return what a model is run with over the evaluation samples, in torch."""
+    recipe, plan = run.plan.recipe, run.plan
+    return PassContext(
+        batches=Batches(run.sets["evaluation"], plan.inputs, plan.before.inputs),
+        target=TARGETS[recipe.target],
+        seed=recipe.seed,
         log=run.run_log.log,
         progress=run.run_log.progress,
-        device=str(choose_device(plan.recipe.device)),
+        device=str(choose_device(recipe.device)),
     )
-    keys = plan.keys.torch_outputs
-    return score_in_torch(run.cache, keys, before, passed.streamed, context, batches.loss_masks)
 
 
 def _describe_score(run: RunContext, passed: Passed, not_run: str) -> tuple[BuildScore, list[Note]]:

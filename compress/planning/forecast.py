@@ -33,7 +33,8 @@ from runtime.measure.benchmark import choose_backend
 from runtime.processes.memory import available_bytes
 
 START, EXPORT, BASELINE = "start", "export to float ONNX", "baseline outputs"
-SCORING, RUNNING = "scoring the model in torch", "running both models on the samples"
+SCORING, READING = "scoring the model in torch", "reading the samples with the float model"
+RUNNING = "running the candidate on the samples"
 WRITING, JUDGING = "writing the bundle", "judging"
 """Names of the stages before and after the passes, in the plan and in the log."""
 LIBRARIES_BYTES = 460 * 2**20
@@ -209,7 +210,8 @@ class _Run:
             n_bytes = self.n_checkpoints * (self.after.n_bytes + self.before.n_bytes)
             stages.append(self._stage(WRITING, self.writing_bytes(), n_bytes, START_S, DISK_BYTES_S))
         if once:
-            stages.append(self._stage(RUNNING, self.judging_bytes(), 2 * evaluated))
+            stages.append(self._stage(READING, self.scoring_bytes(), evaluated))
+            stages.append(self._stage(RUNNING, self.running_bytes(), evaluated))
         if onnx:
             # each model between the passes; and the candidate, once for the gates and once for its outputs
             work = (self.between + (0 if once else 2)) * evaluated
@@ -369,6 +371,11 @@ class _Run:
         fresh = PROCESS_BYTES + 2 * self.before.n_bytes  # the processes in which both models are timed, beside this one
         compared = self.evaluation_bytes(2) + PROCESS_BYTES * len(self.find_others())
         return self.graph_bytes() + max(timed, compared) + fresh
+
+    def running_bytes(self) -> int:
+        """Return the memory of a candidate's session beside the float model's head: their logits in pieces."""
+        head = self.scoring_bytes() - self.base_bytes
+        return self.base_bytes + self.library_bytes + ONNX_BYTES + head + 2 * self.after.n_bytes + LOGITS_BYTES
 
     def evaluation_bytes(self, models: int) -> int:
         """Return the memory of a batch of the evaluation set: activations of one model, and the logits of all."""

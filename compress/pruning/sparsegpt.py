@@ -23,13 +23,13 @@ BLOCK = 128
 def sparsegpt(weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, block: int = BLOCK) -> Tensor:
     """Return `weight` [groups, out, in] with zeros, float32; the others changed so that the outputs change little.
 
-    `hessians`: one for each group, of `invert_hessian` without `act_order`. The zeros of a share are the lowest scores
+    `hessians`: one for each group, of `factor_hessian` without `act_order`. The zeros of a share are the lowest scores
     of each `block` inputs; those of a pattern, of each M inputs of a row.
     """
     left = weight.float().transpose(1, 2).clone(memory_format=torch.contiguous_format)  # [groups, in, out]
-    factor = torch.stack([hessian.factor for hessian in hessians])  # [groups, in, in]
-    pivots = factor.diagonal(dim1=1, dim2=2)
-    scoring = torch.stack([_find_divisors(hessian) for hessian in hessians])[:, :, None]
+    carry = torch.stack([hessian.carry for hessian in hessians])  # [groups, in, in]
+    costs = torch.stack([_find_costs(hessian) for hessian in hessians])[:, :, None]
+    owed = torch.zeros_like(left)
     n, group = left.shape[1], sparsity.group
     size = max(block // group, 1) * group if group else block
     for start in range(0, n, size):
@@ -38,15 +38,19 @@ def sparsegpt(weight: Tensor, hessians: Sequence[Hessian], sparsity: Sparsity, b
         for first in range(start, stop, group or size):
             last = min(first + (group or size), stop)
             done = first - start
-            now = left[:, first:last] - factor[:, start:first, first:last].mT @ errors[:, :done]
-            drop = _choose_zeros((now / scoring[:, first:last]).square(), first, sparsity)
+            owed[:, first:last] += carry[:, start:first, first:last].mT @ errors[:, :done]
+            among = carry[:, first:last, first:last].mT
+            kept = torch.linalg.solve_triangular(among, owed[:, first:last], upper=False, unitriangular=True)
+            scores = ((left[:, first:last] + kept) * costs[:, first:last]).square()  # as if none of these went
+            drop = _choose_zeros(scores, first, sparsity)
             for column in range(first, last):
                 k = column - start
-                value = left[:, column] - (factor[:, start:column, column, None].mT @ errors[:, :k])[:, 0]
-                zero_mask = drop[:, column - first]
-                errors[:, k] = torch.where(zero_mask, value, 0.0) / pivots[:, column, None]
-                left[:, column] = value.masked_fill_(zero_mask, 0.0)
-        left[:, stop:] -= factor[:, start:stop, stop:].mT @ errors
+                value = left[:, column] + owed[:, column]
+                value += (carry[:, first:column, column, None].mT @ errors[:, done:k])[:, 0]
+                value.masked_fill_(drop[:, column - first], 0.0)
+                torch.sub(left[:, column], value, out=errors[:, k])
+                left[:, column] = value
+        owed[:, stop:] += carry[:, start:stop, stop:].mT @ errors
     return left.transpose(1, 2).contiguous()
 
 
@@ -61,8 +65,8 @@ def _choose_zeros(scores: Tensor, first: int, sparsity: Sparsity) -> Tensor:
     return lowest(scores.reshape(1, -1), k).reshape(scores.shape)
 
 
-def _find_divisors(hessian: Hessian) -> Tensor:
-    """Return for each input [in] what a weight is divided by for its score: the factor's diagonal."""
+def _find_costs(hessian: Hessian) -> Tensor:
+    """Return for each input [in] what a weight is multiplied by for its score: the factor's diagonal."""
     live = hessian.added[~hessian.dead]
-    unknown = live.amin().rsqrt() if len(live) else hessian.added.new_ones(())
-    return torch.where(hessian.dead, unknown.float(), hessian.factor.diagonal())
+    unknown = live.amin().sqrt() if len(live) else hessian.added.new_ones(())
+    return torch.where(hessian.dead, unknown.float(), hessian.pivots)

@@ -1,12 +1,14 @@
 """GPTQ: rounding a weight column by column, each column's error made up for by those not yet rounded. Torch.
 
 Frantar et al., GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers (2022), algorithm 1,
-with static groups and activation order as its authors' code has them. Deviations: each group's scale is not the one of
-its range but the one of least error weighted with the Hessian's diagonal, because that is the error that counts; inputs
-that were always zero are rounded to the nearest rather than set to zero, because serving may use them; weights that a
-pass set to zero stay zero, and their errors are made up for like those of rounding (as SparseGPT does both at once);
-and after the loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023,
-arXiv:2309.01885) lower the same error further.
+with static groups and activation order as its authors' code has them. Deviations: what a column makes up for is taken
+by the Cholesky factor of the Hessian itself when that column is rounded, as of Babai's nearest plane, which gives the
+same levels (Chen et al. 2025, arXiv:2507.18553) and inverts nothing; each group's scale is not the one of its range but
+the one of least error weighted with the Hessian's diagonal, because that is the error that counts; inputs that were
+always zero are rounded to the nearest rather than set to zero, because serving may use them; weights that a pass set to
+zero stay zero, and their errors are made up for like those of rounding (as SparseGPT does both at once); and after the
+loop sweeps of coordinate descent over levels and scales (as QuantEase, Behdin et al. 2023, arXiv:2309.01885) lower the
+same error further.
 """
 
 from __future__ import annotations
@@ -46,13 +48,16 @@ class RoundedWeight(NamedTuple):
 class Hessian:
     """`gram` [in, in]: E[x x^T] as the data tell it. `order` [in]: the inputs in the order in which they are rounded.
 
-    `factor`: the upper Cholesky factor of the inverse of the damped Hessian, rows and columns in that order, float32.
-    `dead` [in]: inputs that were always zero. `added` [in]: what damping put on the diagonal.
+    `carry` [in, in], unit upper triangular, in that order: how much of an input's error each later one makes up for.
+    `pivots` [in], in that order: the root of what is left to pay for an error of 1 once the later ones have done so.
+    carry @ diag(pivots) is the Cholesky factor R, R R^T the damped Hessian; both float32. `dead` [in]: inputs that were
+    always zero. `added` [in]: what damping put on the diagonal.
     """
 
     gram: Tensor
     order: Tensor
-    factor: Tensor
+    carry: Tensor
+    pivots: Tensor
     dead: Tensor
     added: Tensor
 
@@ -63,7 +68,7 @@ class Hessian:
         return diagonal + SMALL * diagonal.mean().clamp_min(1e-30)
 
 
-def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
+def factor_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) -> Hessian:
     """Order (by falling diagonal with `act_order`), damp and factor E[x x^T], float32 or float64.
 
     float32 is factored in float64 where it fails; ValueError if that does, or the matrix is not finite.
@@ -84,7 +89,8 @@ def invert_hessian(gram: Tensor, damp_percent: float, act_order: bool = True) ->
         factor = _factor_damped(gram, order, added, torch.float64)
     if factor is None:
         raise ValueError(f"the Hessian of its inputs has no inverse at damp_percent {damp_percent:g}; give more")
-    return Hessian(gram, order, factor.float(), dead, added)
+    pivots = factor.diagonal().clone()
+    return Hessian(gram, order, factor.div_(pivots).float(), pivots.float(), dead, added)
 
 
 @dataclass(frozen=True)
@@ -206,34 +212,34 @@ def round_columns(
 
     `zero_mask` [out, in]: True where the level stays that of zero, whatever came to the weight from earlier columns.
     """
-    order, factor = hessian.order, hessian.factor
+    order, carry = hessian.order, hessian.carry
     n, size = weight.shape[1], weight.shape[1] // grid.scales.shape[1]
     group = (order // size).tolist()
-    left = weight.T[order].contiguous()  # [in, out], in order of work
+    quantized = weight.T[order].contiguous()  # [in, out], in order of work: weights, and levels once they are rounded
+    owed = torch.zeros_like(quantized)  # what each weight makes up for of the errors before it
     scales = grid.scales.T.contiguous()  # [groups, out]
     inverse = 1 / scales
     zeros = None if grid.zeros is None else grid.zeros.T.contiguous()
     zero_mask = None if zero_mask is None else zero_mask.T[order].contiguous()
-    quantized = torch.empty_like(left)
-    pivots = factor.diagonal().tolist()
     for start in range(0, n, rules.block):
         stop = min(start + rules.block, n)
-        errors = left.new_empty(stop - start, left.shape[1])  # [block, out]
+        errors = quantized.new_empty(stop - start, quantized.shape[1])  # [block, out]
         near = start
         for column in range(start, stop):
             k, g = column - start, group[column]
             if column == near + NEAR:
-                left[column:stop] -= factor[near:column, column:stop].T @ errors[near - start : k]
+                owed[column:stop] += carry[near:column, column:stop].T @ errors[near - start : k]
                 near = column
-            value = torch.addmv(left[column], errors[near - start : k].T, factor[near:column, column], alpha=-1)
-            level = torch.mul(value, inverse[g], out=quantized[column])
+            value = quantized[column]
+            level = torch.addmv(owed[column], errors[near - start : k].T, carry[near:column, column])
+            level.add_(value).mul_(inverse[g])
             grid.numbers.nearest_(level, None if zeros is None else zeros[g])
             if zero_mask is not None:
                 keep_zeros(level, zero_mask[column], None if zeros is None else zeros[g])
-            rest = torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1)
-            torch.div(rest, pivots[column], out=errors[k])
+            torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1, out=errors[k])
+            quantized[column] = level
         with products_in(rules.compute):
-            left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+            owed[stop:].addmm_(carry[start:stop, stop:].T, errors)
     placed = torch.empty_like(quantized)
     placed[order] = quantized
     return placed.T.contiguous()
@@ -246,30 +252,10 @@ def _split_grid(grid: Grid, sizes: list[int]) -> list[Grid]:
 
 
 def _factor_damped(gram: Tensor, order: Tensor, added: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return U, upper triangular, with U^T U = the inverse of `gram` damped, in `order`; None unless that has one."""
+    """Return R, upper triangular, with R R^T = `gram` damped, in `order`; None unless that is positive."""
     backward = order.flip(0)
     matrix = gram[backward[:, None], backward].to(dtype)
     matrix.diagonal().add_(added[backward])
     lower, failed = torch.linalg.cholesky_ex(matrix)
     del matrix
-    if failed:
-        return None
-    upper = lower.flip(0, 1)  # R with R R^T = the damped matrix in `order`
-    del lower
-    factor = _invert_triangular(upper)
-    return factor if finite(factor) else None
-
-
-def _invert_triangular(upper: Tensor) -> Tensor:
-    """Invert an upper triangular matrix [n, n] by halves, so that nearly all of the work is products."""
-    n = len(upper)
-    if n <= BLOCK:
-        return torch.linalg.solve_triangular(upper, torch.eye(n, dtype=upper.dtype, device=upper.device), upper=True)
-    half = n // 2
-    inverse = torch.zeros_like(upper)
-    inverse[:half, :half], inverse[half:, half:] = (
-        _invert_triangular(upper[:half, :half]),
-        _invert_triangular(upper[half:, half:]),
-    )
-    inverse[:half, half:] = -(inverse[:half, :half] @ upper[:half, half:] @ inverse[half:, half:])
-    return inverse
+    return None if failed or not finite(lower) else lower.flip(0, 1)

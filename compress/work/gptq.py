@@ -29,7 +29,7 @@ from compress.graph.layers import GraphLayer, find_layers
 from compress.graph.run import clone
 from compress.passes.choosing import list_some
 from compress.passes.gptq import Gptq
-from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, invert_hessian
+from compress.rounding.gptq import GptqRules, Hessian, RoundedWeight, factor_hessian
 from compress.rounding.gram import Gram, explain_no_gram, gram_matrix, shrink_correlations
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight
 from compress.rounding.smooth import input_groups
@@ -80,7 +80,7 @@ def _round_graph(config: Gptq, state: GraphState, context: PassContext) -> PassR
             gram, n_rows = gram_matrix(working, tensor, context.batches, torch.device(context.device))
             trouble = explain_no_gram(gram, n_rows)
             gram = shrink_correlations(gram, n_rows)
-            hessian = None if trouble else invert_hessian(gram, config.damp_percent, config.actorder)
+            hessian = None if trouble else factor_hessian(gram, config.damp_percent, config.actorder)
         notes += _make_notes(config, groups[tensor], hessian, trouble)
         for layer in groups[tensor]:
             rounded = _round(config, layer, facts[layer.name], hessian, context)
@@ -136,7 +136,7 @@ def _round_layers(config: Gptq, model: StreamedModel, context: PassContext) -> P
 
 def _make_rounding(config: Gptq, target: Target, gram: Tensor) -> Callable[[Tensor, Scheme], QuantizedWeight]:
     """Return how rows of weights are rounded that read inputs of this Gram matrix."""
-    hessian = invert_hessian(gram, config.damp_percent, config.actorder)
+    hessian = factor_hessian(gram, config.damp_percent, config.actorder)
 
     def round_rows(rows: Tensor, scheme: Scheme) -> QuantizedWeight:
         rules = _gptq_rules(config, scheme, target)
@@ -205,7 +205,7 @@ class _BlockRounding:
     def _round(self, names: list[str], gram: Tensor) -> None:
         """Round layers that read inputs of one Gram matrix, those of one scheme together, tall ones alone."""
         with name_errors("gptq", names):
-            hessian = invert_hessian(gram, self.config.damp_percent, self.config.actorder)
+            hessian = factor_hessian(gram, self.config.damp_percent, self.config.actorder)
         remark(self.block, _remark_dead(names, hessian))
         by_scheme: dict[Scheme, list[str]] = {}
         for name in names:

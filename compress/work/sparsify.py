@@ -23,7 +23,7 @@ from compress.passes.sparsify import CONVOLUTIONS, Sparsify
 from compress.pruning.masks import choose_zeros, refit, wanda_scores
 from compress.pruning.matrix import as_matrices, as_weight, groups_of, visit_inputs
 from compress.pruning.sparsegpt import sparsegpt
-from compress.rounding.gptq import Hessian, invert_hessian
+from compress.rounding.gptq import Hessian, factor_hessian
 from compress.rounding.gram import Gram, explain_no_gram, shrink_correlations
 from compress.work.block_layers import block_facts
 
@@ -77,7 +77,7 @@ class _BlockSparsifying:
         if trouble := explain_no_gram(grams, means[0][1]):
             self.left |= dict.fromkeys(names, trouble)  # `finish` takes them by magnitude
             return
-        hessians = self._invert_grams(names, means) if self.config.method == "sparsegpt" else []
+        hessians = self._factor_grams(names, means) if self.config.method == "sparsegpt" else []
         for name in names:
             weight, amount = self._matrices(name), self.config.setting(self.facts[name])
             if hessians:
@@ -103,10 +103,10 @@ class _BlockSparsifying:
         width = math.prod(self.facts[name].shape[1:])
         return [Gram(width, device=self.block.part.device) for _ in range(groups_of(self.block.layers[name]))]
 
-    def _invert_grams(self, names: Sequence[str], means: Sequence[tuple[Tensor, int]]) -> list[Hessian]:
-        invert = partial(invert_hessian, damp_percent=self.config.damp_percent, act_order=False)
+    def _factor_grams(self, names: Sequence[str], means: Sequence[tuple[Tensor, int]]) -> list[Hessian]:
+        factor = partial(factor_hessian, damp_percent=self.config.damp_percent, act_order=False)
         told = [shrink_correlations(gram.clone(), n_rows) for gram, n_rows in means]
-        return [self._name_errors(names, partial(invert, gram)) for gram in told]
+        return [self._name_errors(names, partial(factor, gram)) for gram in told]
 
     def _measure(self, name: str, weight: Tensor, sparse: Tensor, grams: Tensor) -> None:
         """Report E|(W - S) x|^2 / E|W x|^2 of what was found, and of the smallest weights set to zero."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -34,6 +34,8 @@ REFERENCE = "reference_"
 """In the name of a sum of the reference's."""
 TokenNumbers = dict[str, Array]
 """What `score` sums up, by name, of each counted token of a sample [t]."""
+Recall = Callable[[int, slice], Array]
+"""What a model has made of samples that it has read: the logits [places, vocab] after these tokens of a sample."""
 
 
 def score(
@@ -41,18 +43,18 @@ def score(
     encoder: Preprocessor,
     columns: Columns,
     batch_size: int = 32,
-    reference_session: Session | None = None,
+    reference: Session | Recall | None = None,
     progress: Progress = no_progress,
     part: int = PART,
 ) -> dict[str, Array]:
     """Return sums over each sample's predicted tokens, in the samples' order.
 
-    {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, {"kl": float64 [N]
-    KL(reference || model) in nats, "agree": int64 [N] tokens for which both find the same one most likely,
-    "reference_nll": float64 [N]}; each also of parts of `part` tokens, "part_nll" [N, P], 0 where a sample has no more.
-    Samples are what `LanguageEncoder.samples` makes of the columns; where these have a "loss_mask", only the tokens
-    that it marks are summed and counted. The result does not depend on the samples' order. Of a model that also sees,
-    a column of its pixels' name holds those of each sample's images.
+    {"nll": float64 [N] cross-entropies in nats, "n_tokens": int64 [N]} and, with a reference, which reads beside the
+    model or has read, {"kl": float64 [N] KL(reference || model) in nats, "agree": int64 [N] tokens for which both find
+    the same one most likely, "reference_nll": float64 [N]}; each also of parts of `part` tokens, "part_nll" [N, P], 0
+    where a sample has no more. Samples are what `LanguageEncoder.samples` makes of the columns; where these have a
+    "loss_mask", only the tokens that it marks are summed and counted. The result does not depend on the samples' order.
+    Of a model that also sees, a column of its pixels' name holds those of each sample's images.
     UsageError for samples that do not fit, a sample of one token, and models whose vocabularies differ; BundleError for
     a graph without logits [batch, sequence, vocab].
     """
@@ -66,12 +68,14 @@ def score(
     targets = count_targets(sequences, masks)
     if not targets.any():
         raise UsageError(f"column '{LOSS_MASK}' marks no token that is predicted: there is nothing to score")
-    sessions = [session] if reference_session is None else [session, reference_session]
+    sessions = [session] if reference is None or callable(reference) else [session, reference]
     pieces: list[list[TokenNumbers]] = [[] for _ in sequences]
     for row, places, logits in logit_pieces(sessions, language, sequences, batch_size, progress, columns=samples):
         counted = None if masks is None else masks[row][1:][places]
+        if callable(reference):
+            logits = [*logits, reference(row, places)]
         pieces[row].append(measure_tokens(logits, sequences[row][1:][places], counted))
-    return sum_tokens([_join_numbers(of_row) for of_row in pieces], reference_session is not None, part)
+    return sum_tokens([_join_numbers(of_row) for of_row in pieces], reference is not None, part)
 
 
 def sum_tokens(rows: Sequence[TokenNumbers], with_reference: bool, part: int = PART) -> dict[str, Array]:

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from compress.formats.schemes import WeightScheme
-from compress.rounding.gptq import gptq_round, invert_hessian, output_error
+from compress.rounding.gptq import gptq_round, factor_hessian, output_error
 
 LAYER = "encoder.layer.0.intermediate.dense.weight"
 
@@ -35,7 +35,7 @@ def test_relative_output_error(
     trained: tuple[torch.Tensor, torch.Tensor], bits: int, group_size: int, golden: float
 ) -> None:
     weight, gram = trained
-    hessian = invert_hessian(gram, damp_percent=0.01)
+    hessian = factor_hessian(gram, damp_percent=0.01)
     rounded = gptq_round(weight, hessian, WeightScheme(bits=bits, group_size=group_size))
     error = output_error(weight, torch.from_numpy(np.asarray(rounded.weight.dequantize())), gram)
     assert error == pytest.approx(golden, rel=0.005)

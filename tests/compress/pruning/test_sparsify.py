@@ -17,7 +17,7 @@ from compress.pruning.masks import choose_zeros, lowest, refit, wanda_scores
 from compress.pruning.matrix import as_matrices, as_weight, groups_of, inputs_of, patches
 from compress.pruning.sparsegpt import sparsegpt
 from compress.pruning.sparsity import Sparsity
-from compress.rounding.gptq import Hessian, invert_hessian
+from compress.rounding.gptq import Hessian, factor_hessian
 
 N = 48
 PAIR = Sparsity.of("2:4")
@@ -36,7 +36,7 @@ def weight_of(groups: int = 1, rows: int = 12, n: int = N, seed: int = 1) -> Ten
 
 
 def inverted(gram: Tensor) -> Hessian:
-    return invert_hessian(gram, 0.01, act_order=False)
+    return factor_hessian(gram, 0.01, act_order=False)
 
 
 def error(weight: Tensor, found: Tensor, gram: Tensor) -> float:

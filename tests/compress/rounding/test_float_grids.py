@@ -14,7 +14,7 @@ from compress.formats.schemes import PRESETS, WeightScheme
 from compress.rounding.autoround import autoround_block
 from compress.rounding.awq import search_scales
 from compress.rounding.fake import LearnedWeight, ShiftedWeight
-from compress.rounding.gptq import gptq_round, gptq_round_together, invert_hessian, output_error
+from compress.rounding.gptq import gptq_round, gptq_round_together, factor_hessian, output_error
 from compress.rounding.grid import fit_grid, fit_shared, round_to_grid
 from compress.rounding.learn import RoundingSchedule
 from compress.rounding.learned_batches import BlockBatch, together
@@ -119,7 +119,7 @@ def test_searched_scales_leave_no_more_error_than_the_library_s_range(name: str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gptq_makes_less_output_error_with_scales_that_a_file_holds(name: str) -> None:
     weight, gram = weight_of(), gram_of()
-    found, error, nearest = gptq_round(weight, invert_hessian(gram, 0.01), scheme_of(name))
+    found, error, nearest = gptq_round(weight, factor_hessian(gram, 0.01), scheme_of(name))
     check(found, name)
     assert error < 0.8 * nearest
     assert error == pytest.approx(output_error(weight, torch.from_numpy(found.dequantize()), gram), rel=0.3)
@@ -130,7 +130,7 @@ def test_weights_that_one_engine_fuses_share_what_is_one_for_the_tensor(name: st
     weights, scheme = [weight_of(seed=1), weight_of(96, seed=2) * 5], scheme_of(name)
     shared = fit_shared(weights, scheme)
     alone = [round_to_grid(weight, scheme, shared=shared) for weight in weights]
-    learned = [part.weight for part in gptq_round_together(weights, invert_hessian(gram_of(), 0.01), scheme)]
+    learned = [part.weight for part in gptq_round_together(weights, factor_hessian(gram_of(), 0.01), scheme)]
     for first, second in (alone, learned):
         whole = [w.stored["global_scale"][0] if name == "NVFP4A16" else w.scales[0, 0] for w in (first, second)]
         assert whole[0] == whole[1]
@@ -144,7 +144,7 @@ def test_extremes_stay_finite(size: float, name: str) -> None:
     weight[3] = 0.01
     for rounded in (
         round_to_grid(weight, scheme_of(name)),
-        gptq_round(weight, invert_hessian(gram_of(128), 0.01), scheme_of(name)).weight,
+        gptq_round(weight, factor_hessian(gram_of(128), 0.01), scheme_of(name)).weight,
     ):
         check(rounded, name)
         assert np.isfinite(rounded.dequantize()).all()

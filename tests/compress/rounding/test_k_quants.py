@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.formats.schemes import BLOCK_BITS, IQ4_NUMBERS, PRESETS
-from compress.rounding.gptq import GptqRules, invert_hessian
+from compress.rounding.gptq import GptqRules, factor_hessian
 from compress.rounding.k_quants import gptq_round_k, round_to_k
 from compress.rounding.numbers import IQ4
 
@@ -57,11 +57,11 @@ def test_more_bits_leave_less_error_and_importance_is_heeded() -> None:
 @pytest.mark.parametrize("name", ["Q3_K", "Q4_K", *IQ4_NAMES])
 def test_gptq_is_the_nearest_where_inputs_are_independent_and_better_where_they_are_not(name: str) -> None:
     weight, scheme = weights(16, 256), PRESETS[name].weights
-    alone = gptq_round_k(weight, invert_hessian(torch.eye(256), 0.01), scheme, GptqRules(sweeps=0))
+    alone = gptq_round_k(weight, factor_hessian(torch.eye(256), 0.01), scheme, GptqRules(sweeps=0))
     nearest = round_to_k(weight, scheme, torch.full((256,), 1.001))
     assert np.array_equal(alone.weight.dequantize(), nearest.dequantize())
     x = torch.randn(600, 32, generator=torch.Generator().manual_seed(1)) @ torch.randn(32, 256) + torch.randn(600, 256)
-    together = gptq_round_k(weight, invert_hessian(x.T @ x / 600, 0.01), scheme, GptqRules())
+    together = gptq_round_k(weight, factor_hessian(x.T @ x / 600, 0.01), scheme, GptqRules())
     assert together.error < 0.7 * together.nearest_error
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.formats.schemes import WeightScheme
 from compress.rounding.autoround import autoround_block
 from compress.rounding.awq import search_scales
-from compress.rounding.gptq import gptq_round, invert_hessian
+from compress.rounding.gptq import gptq_round, factor_hessian
 from compress.rounding.grid import round_to_grid
 from compress.rounding.hqq import hqq_round
 from compress.rounding.learn import RoundingSchedule
@@ -61,7 +61,7 @@ def test_rounding_leaves_finite_weights(
     check(round_to_nearest(weight.numpy(), scheme.bits, scheme.group_size, scheme.symmetric), scheme)
     check(round_to_grid(weight, scheme, gram.diagonal()), scheme)
     check(hqq_round(weight, scheme), scheme)
-    rounded = gptq_round(weight, invert_hessian(gram, 0.01), scheme)
+    rounded = gptq_round(weight, factor_hessian(gram, 0.01), scheme)
     check(rounded.weight, scheme)
     assert np.isfinite([rounded.error, rounded.nearest_error]).all()
     found = search_scales([weight], [scheme], gram, rows.abs().mean(0))

@@ -27,7 +27,7 @@ from compress.rounding.gptq import (
     GptqRules,
     gptq_round,
     gptq_round_together,
-    invert_hessian,
+    factor_hessian,
     output_error,
     round_columns,
 )
@@ -57,21 +57,21 @@ def stands_for(weight: Any) -> Tensor:
 @pytest.mark.parametrize("signed", [True, False])
 def test_with_independent_inputs_it_is_rounding_to_the_nearest(symmetric: bool, signed: bool) -> None:
     weight, scheme = weight_of(), WeightScheme(4, 16, symmetric)
-    found, error, nearest = gptq_round(weight, invert_hessian(torch.eye(48), 0.01), scheme, GptqRules(signed, 0))
+    found, error, nearest = gptq_round(weight, factor_hessian(torch.eye(48), 0.01), scheme, GptqRules(signed, 0))
     expected = round_to_grid(weight, scheme, signed=signed)
     np.testing.assert_array_equal(found.values, expected.values)
     assert error == nearest == pytest.approx(output_error(weight, stands_for(expected), torch.eye(48)), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_factor_is_that_of_the_inverse(dtype: torch.dtype) -> None:
-    hessian = invert_hessian(correlated().to(dtype), 0.01)
+def test_what_later_inputs_make_up_for_is_the_factor_of_the_hessian(dtype: torch.dtype) -> None:
+    hessian = factor_hessian(correlated().to(dtype), 0.01)
     damped = correlated() + 0.01 * correlated().diagonal().mean() * torch.eye(48, dtype=torch.float64)
     torch.testing.assert_close(hessian.gram.double() + torch.diag(hessian.added), damped, rtol=1e-5, atol=1e-4)
     ordered = damped[hessian.order][:, hessian.order]
-    factor = hessian.factor.double()
-    torch.testing.assert_close(factor.T @ factor @ ordered, torch.eye(48, dtype=torch.float64), rtol=0, atol=2e-4)
-    assert not factor.tril(-1).any()
+    factor = hessian.carry.double() * hessian.pivots.double()
+    torch.testing.assert_close(factor @ factor.T, ordered, rtol=1e-5, atol=1e-4)
+    assert not factor.tril(-1).any() and torch.equal(hessian.carry.diagonal(), torch.ones(48))
     assert (ordered.diagonal().diff() <= 0).all()
 
 
@@ -80,7 +80,7 @@ def test_the_factor_is_that_of_the_inverse(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", [7, 128])
 def test_the_columns_are_rounded_as_obq_rounds_them(act_order: bool, symmetric: bool, block: int) -> None:
     """The reference updates the inverse Hessian itself after each column (Frantar & Alistarh 2022, equation 3)."""
-    weight, hessian = weight_of(), invert_hessian(correlated(), 0.01, act_order)
+    weight, hessian = weight_of(), factor_hessian(correlated(), 0.01, act_order)
     grid = fit_grid(weight, WeightScheme(4, 16, symmetric), hessian.importance)
     damped = correlated() + 0.01 * correlated().diagonal().mean() * torch.eye(48, dtype=torch.float64)
     left, inverse = weight.double(), torch.linalg.inv(damped)
@@ -145,8 +145,8 @@ def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: 
     errors = []
     for bits in range(2, 9):
         scheme = WeightScheme(bits, group_size, symmetric)
-        found, error, _ = gptq_round(weight, invert_hessian(gram, 0.01), scheme, GptqRules(signed))
-        published = gptq_round(weight, invert_hessian(gram, 0.01), scheme, GptqRules(signed, 0)).error
+        found, error, _ = gptq_round(weight, factor_hessian(gram, 0.01), scheme, GptqRules(signed))
+        published = gptq_round(weight, factor_hessian(gram, 0.01), scheme, GptqRules(signed, 0)).error
         plain = round_to_grid(weight, scheme, signed=signed)
         assert error == pytest.approx(output_error(weight, stands_for(found), gram), rel=1e-4)
         assert error <= published * 1.001
@@ -162,7 +162,7 @@ def test_it_loses_less_than_rounding_to_the_nearest(group_size: int, symmetric: 
 def test_layers_together_are_what_each_is_alone() -> None:
     weights, hessian, scheme = (
         [weight_of(5), weight_of(9, seed=2)],
-        invert_hessian(correlated(), 0.01),
+        factor_hessian(correlated(), 0.01),
         WeightScheme(3, 16),
     )
     for one, both in zip(weights, gptq_round_together(weights, hessian, scheme), strict=True):
@@ -204,7 +204,7 @@ def test_a_graph_s_gram_matrix_is_that_of_its_tensor() -> None:
 def test_inputs_that_are_always_zero_keep_their_nearest_weight() -> None:
     gram = correlated()
     gram[5], gram[:, 5] = 0, 0
-    hessian = invert_hessian(gram, 0.01)
+    hessian = factor_hessian(gram, 0.01)
     assert hessian.dead.nonzero().flatten().tolist() == [5]
     weight = weight_of()
     found = gptq_round(weight, hessian, WeightScheme(8, -1)).weight
@@ -213,11 +213,11 @@ def test_inputs_that_are_always_zero_keep_their_nearest_weight() -> None:
 
 def test_a_gram_matrix_without_an_inverse_is_an_error() -> None:
     gram = correlated(rows=8)  # of rank 8: needs damping
-    assert torch.isfinite(invert_hessian(gram, 0.01).factor).all()
+    assert torch.isfinite(factor_hessian(gram, 0.01).carry).all()
     with pytest.raises(ValueError, match=re.escape("has no inverse at damp_percent 0.01; give more")):
-        invert_hessian(gram - torch.eye(48) * 0.03 * gram.diagonal().mean(), 0.01)
+        factor_hessian(gram - torch.eye(48) * 0.03 * gram.diagonal().mean(), 0.01)
     with pytest.raises(ValueError, match="NaN or Inf among its inputs"):
-        invert_hessian(torch.full((4, 4), torch.nan), 0.01)
+        factor_hessian(torch.full((4, 4), torch.nan), 0.01)
 
 
 def test_few_rows_are_believed_for_as_much_as_they_tell_of_others() -> None:
@@ -230,7 +230,7 @@ def test_few_rows_are_believed_for_as_much_as_they_tell_of_others() -> None:
     assert torch.equal(shrunk.diagonal(), seen.diagonal())
     torch.testing.assert_close(shrunk.triu(1), seen.triu(1) / 2)
     weight = torch.from_numpy(rng.normal(size=(40, 96)).astype(np.float32))
-    found = [gptq_round(weight, invert_hessian(gram, 0.01), WeightScheme(3, 16)) for gram in (shrunk, seen)]
+    found = [gptq_round(weight, factor_hessian(gram, 0.01), WeightScheme(3, 16)) for gram in (shrunk, seen)]
     errors = [output_error(weight, stands_for(rounded.weight), truth) for rounded in found]
     assert errors[0] < 0.8 * errors[1]
 
@@ -310,7 +310,7 @@ def test_blocks_are_rounded_against_what_reaches_them() -> None:
             net(**feeds)
             handle.remove()
             gram = shrink_correlations(seen[0].T @ seen[0] / len(seen[0]), len(seen[0]))
-            hessian = invert_hessian(gram, 0.01)
+            hessian = factor_hessian(gram, 0.01)
             found = gptq_round_together([layer.weight for layer in layers], hessian, WeightScheme(3, 16))
             for name, layer, expected in zip(names, layers, found, strict=True):
                 mine = result.model.store.quantized(f"model.layers.0.{name}")

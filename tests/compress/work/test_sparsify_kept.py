@@ -16,7 +16,7 @@ from compress.passes.sparsify import Sparsify
 from compress.pruning.masks import choose_zeros
 from compress.pruning.sparsity import Sparsity
 from compress.rounding.fake import FakeWeight, LearnedWeight, ShiftedWeight
-from compress.rounding.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, invert_hessian, round_columns
+from compress.rounding.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, factor_hessian, round_columns
 from compress.rounding.grid import fit_grid, round_to_grid
 from compress.rounding.quantized_weight import LEAST_ZEROS, keep_zeros, zeros_to_keep
 from compress.work import apply_pass
@@ -64,7 +64,7 @@ def test_what_stands_for_zero_takes_its_place(points: Tensor | None) -> None:
 def test_gptq_leaves_zeros_zero(symmetric: bool, bits: int, sweeps: int) -> None:
     """And still loses less than rounding to the nearest, because the other weights make up for both."""
     weight, scheme = sparse(), WeightScheme(bits, 16, symmetric)
-    found, error, nearest = gptq_round(weight, invert_hessian(correlated(), 0.01), scheme, GptqRules(sweeps=sweeps))
+    found, error, nearest = gptq_round(weight, factor_hessian(correlated(), 0.01), scheme, GptqRules(sweeps=sweeps))
     assert (torch.from_numpy(found.dequantize())[weight == 0] == 0).all()
     assert error < 0.9 * nearest
 
@@ -73,7 +73,7 @@ def test_gptq_leaves_zeros_zero(symmetric: bool, bits: int, sweeps: int) -> None
 def test_columns_with_zeros_are_rounded_as_obq_rounds_them(symmetric: bool) -> None:
     """The reference updates the inverse Hessian itself; a weight that is gone counts as rounded to zero."""
     weight, gram = sparse(), correlated().double()
-    hessian = invert_hessian(correlated(), 0.01)
+    hessian = factor_hessian(correlated(), 0.01)
     grid = fit_grid(weight, WeightScheme(4, 16, symmetric), hessian.importance)
     left, inverse = weight.double(), torch.linalg.inv(gram + 0.01 * gram.diagonal().mean() * torch.eye(N))
     expected = torch.zeros_like(left)
@@ -91,7 +91,7 @@ def test_columns_with_zeros_are_rounded_as_obq_rounds_them(symmetric: bool) -> N
 
 def test_of_layers_together_each_keeps_its_own_zeros() -> None:
     """A dense one beside a sparse one is free, as it is alone."""
-    hessian, scheme = invert_hessian(correlated(), 0.01), WeightScheme(3, 16)
+    hessian, scheme = factor_hessian(correlated(), 0.01), WeightScheme(3, 16)
     for one, both in zip(
         (sparse(), dense(9, 2)), gptq_round_together([sparse(), dense(9, 2)], hessian, scheme), strict=True
     ):

@@ -32,7 +32,7 @@ from compress.passes.weight_only import WeightPass
 from compress.planning.latency import round_as_planned
 from compress.recipe.exports import CheckpointExport
 from compress.rounding import quantized_weight
-from compress.rounding.gptq import gptq_round, gptq_round_together, invert_hessian
+from compress.rounding.gptq import gptq_round, gptq_round_together, factor_hessian
 from compress.rounding.grid import round_to_grid
 from compress.rounding.quantized_weight import ROWS
 from compress.rounding.state import GraphState
@@ -187,7 +187,7 @@ def test_positions_are_a_table_where_they_are_as_large(tmp_path: Path) -> None:
 def test_tall_weights_are_rounded_by_rows() -> None:
     rng = torch.Generator().manual_seed(0)
     weight, rows = torch.randn(2 * ROWS + 40, 32, generator=rng), torch.randn(64, 32, generator=rng)
-    hessian = invert_hessian(rows.T @ rows / 64, 0.01)
+    hessian = factor_hessian(rows.T @ rows / 64, 0.01)
     whole = gptq_round_together([weight], hessian, WeightScheme(4, 16))[0]
     nearest = round_to_grid(weight, WeightScheme(4, 16, symmetric=False))
     parts = gptq_round(weight, hessian, WeightScheme(4, 16))
