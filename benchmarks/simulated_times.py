@@ -92,7 +92,7 @@ def request_subjects() -> Iterator[Subject]:
 
     def find(rng: Rng, n: int) -> dict[str, Evidence]:
         seconds = machine.times(rng, n, calls=1 + TOKENS)
-        times = RequestTimes(10 * seconds[..., 0], seconds[..., 1:])
+        times = RequestTimes(10 * seconds[..., 0], seconds[..., 1:], seconds.shape[-1])
         found = request_evidence(times, Judgement(benchmark=Benchmark(new_tokens=TOKENS + 1)))
         return {name: found[name] for name in ("ttft", "tpot", "itl_p95", "decode_rate")}
 

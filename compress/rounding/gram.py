@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.graph.run import Feeds, open_session, run_tokens, tap
+from compress.rounding.grid import finite
 from compress.rounding.products import Compute, products_in
 
 MIRRORED = 1024
@@ -85,7 +86,7 @@ def explain_no_gram(mean: Tensor, n_rows: int) -> str:
     """Return why a Gram matrix, or several, of `n_rows` rows tell nothing of what a layer reads; "" where they do."""
     if not n_rows:
         return "no calibration data reaches it"
-    return "" if torch.isfinite(mean).all() else "NaN or Inf among its inputs on the calibration data"
+    return "" if finite(mean) else "NaN or Inf among its inputs on the calibration data"
 
 
 def gram_matrix(

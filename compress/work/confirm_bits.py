@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.blocks.block import BlockWork
-from compress.blocks.sharing import sum_over_processes
+from compress.blocks.sharing import main_process, sum_over_processes, wait
 from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
@@ -81,9 +82,18 @@ def compare_rounded(
     context: PassContext,
     compute: Compute,
 ) -> BitsComparison:
-    """Return what is lost of a model that two passes rounded, on the first of the calibration data."""
+    """Return what is lost of a model that two passes rounded, on the first of the calibration data.
+
+    Where these are all, what was rounded stays in `context.work`, for `take_over`.
+    """
     few = replace(context, batches=take_first(context.batches, COMPARED_TOKENS), work=None, log=no_log)
-    one, other = (measure_loss(round_model(config, model, few).model, few, compute) for config in configs)
+    work = context.work if len(few.batches) == len(context.batches) else None
+
+    def measure(number: int, config: Pass) -> OutputLoss:
+        place = None if work is None else work / str(number)
+        return measure_loss(round_model(config, model, replace(few, work=place)).model, few, compute)
+
+    one, other = map(measure, (0, 1), configs)
     apart = one.tokens - other.tokens
     parts = [torch.tensor(float(len(apart)))] + [x.sum() for x in (one.tokens, other.tokens, apart, apart.square())]
     n, *sums = sum_over_processes(torch.stack([part.double() for part in parts])).tolist()
@@ -92,6 +102,14 @@ def compare_rounded(
     first, second, mean, square = (total / n for total in sums)
     noise = float(np.sqrt(max(square - mean**2, 0.0) / n))
     return BitsComparison((one.outputs, other.outputs), (first, second), noise)
+
+
+def take_over(work: Path | None, number: int) -> None:
+    """Let the pass find the blocks of the choice that is taken as finished, as far as `compare_rounded` left them."""
+    if main_process() and work is not None and (work / str(number)).is_dir():
+        for file in sorted((work / str(number)).iterdir()):
+            file.replace(work / file.name)
+    wait()
 
 
 def measure_loss(model: StreamedModel, context: PassContext, compute: Compute) -> OutputLoss:

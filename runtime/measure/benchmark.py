@@ -396,7 +396,7 @@ def _collect(
     first, steps, energy = stack("first"), stack("steps"), stack("energy")
     requests = None
     if first is not None and steps is not None:
-        requests = RequestTimes(first, steps, of_prompts=reads_prompts(preprocessor))
+        requests = RequestTimes(first, steps, settings.new_tokens, reads_prompts(preprocessor))
     baseline_bytes = manifest.source_bytes if len(variants) == 1 else variants[0].artifact.size_bytes
     main = "calls" if requests is None else "requests"
     taken = float(np.mean([record["taken"].get(main, 0.0) for record in records]))

@@ -73,7 +73,8 @@ class Order:
     """What a process is to measure. `models`: the judged ones first, `n_judged`, the rest beside the first of them.
 
     `folder`: holds FEEDS; `root`: the bundle. `answers`: also time whole answers. `start_tokens`: of an
-    encoder-decoder; `unit`: what is timed. `shapes`: rounds and calls that an earlier process made, by part.
+    encoder-decoder; `unit`: what is timed. `shapes`: rounds and calls that an earlier process made, by part; of
+    "requests" their number and the tokens of each.
     """
 
     models: tuple[TimedModel, ...]
@@ -110,19 +111,25 @@ class _Process(ABC):
 
     def measure(self) -> Answer:
         n, first = self.order.n_judged, self.order.index % self.order.n_judged
-        sessions: dict[int, Session] = {}
-        for number in dict.fromkeys((first, *range(n))):
-            model = self.order.models[number]
-            find_backend(model.backend).library()
-            bare, start = peak_memory_bytes(), time.perf_counter()
-            sessions[number] = self._open(model)
-            if number == first:
-                self.record["probe"] = {"model": first, "load_ms": 1000 * (time.perf_counter() - start)}
-                self._run_some(number, sessions[number])
-                self.record["probe"]["peak_memory_bytes"] = max(peak_memory_bytes() - bare, 0)
+        sessions = {first: self._probe(first)}
+        if first:  # the larger one is opened first: its largest weight is held twice meanwhile
+            sessions.pop(first).close()
+        for number in range(n):
+            sessions[number] = sessions.get(number) or self._open(self.order.models[number])
         self.record["starting_s"] = time.perf_counter() - self.begun
         self._time([sessions[number] for number in range(n)])
         return self.record, self.arrays
+
+    def _probe(self, number: int) -> Session:
+        """Open the first model of the process; record how long that took, and the memory that its first use takes."""
+        model = self.order.models[number]
+        find_backend(model.backend).library()
+        bare, start = peak_memory_bytes(), time.perf_counter()
+        session = self._open(model)
+        self.record["probe"] = {"model": number, "load_ms": 1000 * (time.perf_counter() - start)}
+        self._run_some(number, session)
+        self.record["probe"]["peak_memory_bytes"] = max(peak_memory_bytes() - bare, 0)
+        return session
 
     @abstractmethod
     def _run_some(self, number: int, session: Session) -> None:
@@ -307,10 +314,11 @@ class _Requests(_Process):
             seed,
             max(seconds.calls, seconds.least_calls),
             self.one_thread,
-            None if shape is None else shape[0],
+            shape,
         )
         self.arrays |= {"first": times.first, "steps": times.steps}
-        self.record["shapes"]["requests"] = [times.first.shape[1], new_tokens]
+        shape = times.first.shape[1], times.steps.shape[-1] + 1
+        self.record["shapes"]["requests"] = list(shape)
 
         def make_request(decoder: Decoder | EncodedDecoder) -> Call:
             return lambda n: run_request(decoder, prompts[n % len(prompts)], new_tokens)
@@ -320,7 +328,7 @@ class _Requests(_Process):
         working = [number for number, decoder in enumerate(opened) if decoder is not None]
         if working:
             some = [decoders[0], *(opened[number] for number in working)]
-            beside = time_requests(some, prompts, new_tokens, times.first.shape[1], 1, seed, 0.0, self.one_thread)
+            beside = time_requests(some, prompts, new_tokens, shape[0], 1, seed, 0.0, self.one_thread, shape)
             ratios = np.full(len(opened), np.nan)
             ratios[working] = np.median(beside.per_token[1:] / beside.per_token[0], axis=1)
             self.arrays["beside"] = ratios

@@ -27,6 +27,9 @@ from runtime.errors import UsageError
 
 LEAST_REQUESTS = 1
 """Requests of each decoder that a process times, whatever they take: each is many tokens, and more processes follow."""
+LEAST_TOKENS = 16
+"""Of a request's answer that are timed, whatever they take. 64 of Qwen2.5-Coder 1.5B in float32, 0.33 s each, took two
+minutes of six processes; what scatters is one process from the next."""
 WARM_TOKENS = 8
 """Tokens of an answer that warms a decoder up, or shows the memory that it takes: its cache has room for all."""
 PROMPTS = 16
@@ -40,7 +43,9 @@ class RequestTimes:
     """Seconds of every round, one row a model; each array with an axis of processes before these, or without."""
 
     first: Array  # [models, rounds]: the prompts read and the first tokens chosen
-    steps: Array  # [models, rounds, new_tokens - 1]: each further token
+    steps: Array  # [models, rounds, tokens - 1]: each further token that was timed
+    new_tokens: int
+    """Of a whole request; where these take long, the first of them are timed."""
     of_prompts: bool = True
     """Whether prompts are texts, whose tokens can be counted; a recording is none."""
 
@@ -53,7 +58,7 @@ class RequestTimes:
     @property
     def whole(self) -> Array:
         """Return the seconds of each whole request, [..., models, rounds]."""
-        result: Array = self.first + self.steps.sum(axis=-1)
+        result: Array = self.first + (self.new_tokens - 1) * self.per_token
         return result
 
 
@@ -92,29 +97,36 @@ def time_requests(
     seed: int,
     budget_s: float,
     one_thread: bool = True,
-    exactly: int | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> RequestTimes:
-    """Time whole requests of every decoder: at most `rounds` of each, as many as fit into `budget_s`.
+    """Time requests of every decoder: at most `rounds` of each, as many as fit into `budget_s`.
 
-    LEAST_REQUESTS (or `rounds`, if less) whatever they take; `exactly` so many where that is given.
+    LEAST_REQUESTS (or `rounds`, if less) whatever they take, of their answers then as many tokens as fit, LEAST_TOKENS
+    at least. `shape`: requests and tokens of each, where they are given.
     """
     if new_tokens < 2:
         raise UsageError(f"new_tokens is {new_tokens}, below 2: there is no time between tokens")
     rng = np.random.default_rng(seed)
     pace = sum(_warm_up_decoder(decoder, prompts[0], new_tokens, warmup) for decoder in decoders)
-    made = exactly or max(min(rounds, LEAST_REQUESTS), min(rounds, int(budget_s / max(pace, 1e-9))))
-    seconds = np.empty((len(decoders), made, new_tokens))
+    fit = budget_s / max(pace, 1e-9)  # requests
+    made, n_tokens = shape or (
+        max(min(rounds, LEAST_REQUESTS), min(rounds, int(fit))),
+        max(min(new_tokens, LEAST_TOKENS), min(new_tokens, int(fit * new_tokens))),
+    )
+    seconds = np.empty((len(decoders), made, n_tokens))
     with no_garbage_collection():
         for turn in range(made):
             for m in rng.permutation(len(decoders)):
-                seconds[m, turn] = run_request(decoders[m], prompts[turn % len(prompts)], new_tokens, one_thread)
-    return RequestTimes(seconds[:, :, 0], seconds[:, :, 1:])
+                seconds[m, turn] = run_request(
+                    decoders[m], prompts[turn % len(prompts)], new_tokens, one_thread, n_tokens
+                )
+    return RequestTimes(seconds[:, :, 0], seconds[:, :, 1:], new_tokens)
 
 
 def run_request(
     decoder: Any, prompts: Prompts, new_tokens: int, one_thread: bool = False, made: int | None = None
 ) -> Array:
-    """Generate greedily; return the seconds that each token of the answers took, float64 [new_tokens].
+    """Generate greedily; return the seconds that each token of the answers took, float64 [made].
 
     `decoder`: a Decoder or an EncodedDecoder, with prompts of its kind. `one_thread`: it computes on one thread, and
     what other work took of the processor is taken off. `made`: tokens after which it ends, of those that there is room

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from compress.formats.schemes import WeightScheme
-from compress.rounding.gptq import gptq_round, factor_hessian, output_error
+from compress.rounding.gptq import factor_hessian, gptq_round, output_error
 
 LAYER = "encoder.layer.0.intermediate.dense.weight"
 

@@ -14,7 +14,7 @@ from compress.formats.schemes import PRESETS, WeightScheme
 from compress.rounding.autoround import autoround_block
 from compress.rounding.awq import search_scales
 from compress.rounding.fake import LearnedWeight, ShiftedWeight
-from compress.rounding.gptq import gptq_round, gptq_round_together, factor_hessian, output_error
+from compress.rounding.gptq import factor_hessian, gptq_round, gptq_round_together, output_error
 from compress.rounding.grid import fit_grid, fit_shared, round_to_grid
 from compress.rounding.learn import RoundingSchedule
 from compress.rounding.learned_batches import BlockBatch, together

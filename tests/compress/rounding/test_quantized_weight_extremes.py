@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.formats.schemes import WeightScheme
 from compress.rounding.autoround import autoround_block
 from compress.rounding.awq import search_scales
-from compress.rounding.gptq import gptq_round, factor_hessian
+from compress.rounding.gptq import factor_hessian, gptq_round
 from compress.rounding.grid import round_to_grid
 from compress.rounding.hqq import hqq_round
 from compress.rounding.learn import RoundingSchedule

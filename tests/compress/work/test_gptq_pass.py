@@ -25,9 +25,9 @@ from compress.passes.awq import Awq
 from compress.rounding.descent import descend
 from compress.rounding.gptq import (
     GptqRules,
+    factor_hessian,
     gptq_round,
     gptq_round_together,
-    factor_hessian,
     output_error,
     round_columns,
 )

@@ -171,6 +171,13 @@ def test_a_choice_that_goes_below_equal_bits_nowhere_is_not_compared() -> None:
     assert lines and COMPARED not in lines
 
 
+def test_of_choices_that_lose_alike_the_one_without_fewest_bits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_bits, "ALIKE", np.inf)
+    given = context(texts(8), log=(lines := list[str]()).append, target="transformers")
+    result = apply_pass(Gptq(bits=MIX, group_size=16), streamed(uneven()), given)
+    assert min(bits_of(result.model).values()) == 3 and COMPARED not in lines
+
+
 @pytest.mark.parametrize("make", [uneven, bert])
 def test_what_a_rounded_model_loses_is_measured_as_it_is(make: Any) -> None:
     model, data = streamed(make()), texts(24)
@@ -201,6 +208,7 @@ def test_twice_the_same_and_a_killed_run_does_not_measure_again(tmp_path: Path) 
     again = apply_pass(config, model, context(texts(8), tmp_path / "b", target="transformers"))
     costs = [(tmp_path / name / mixed_bits.FILE).read_bytes() for name in "ab"]
     assert costs[0] == costs[1] and bits_of(first.model) == bits_of(again.model)
+    assert any("blocks are done already" in line for line in lines)  # what was rounded to be compared is the result
 
     (tmp_path / "b" / "block-00001.json").unlink()
     assert lines.count(COMPARED) == 1

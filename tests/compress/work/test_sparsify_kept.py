@@ -16,7 +16,7 @@ from compress.passes.sparsify import Sparsify
 from compress.pruning.masks import choose_zeros
 from compress.pruning.sparsity import Sparsity
 from compress.rounding.fake import FakeWeight, LearnedWeight, ShiftedWeight
-from compress.rounding.gptq import PUBLISHED, GptqRules, gptq_round, gptq_round_together, factor_hessian, round_columns
+from compress.rounding.gptq import PUBLISHED, GptqRules, factor_hessian, gptq_round, gptq_round_together, round_columns
 from compress.rounding.grid import fit_grid, round_to_grid
 from compress.rounding.quantized_weight import LEAST_ZEROS, keep_zeros, zeros_to_keep
 from compress.work import apply_pass

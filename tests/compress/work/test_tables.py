@@ -32,7 +32,7 @@ from compress.passes.weight_only import WeightPass
 from compress.planning.latency import round_as_planned
 from compress.recipe.exports import CheckpointExport
 from compress.rounding import quantized_weight
-from compress.rounding.gptq import gptq_round, gptq_round_together, factor_hessian
+from compress.rounding.gptq import factor_hessian, gptq_round, gptq_round_together
 from compress.rounding.grid import round_to_grid
 from compress.rounding.quantized_weight import ROWS
 from compress.rounding.state import GraphState

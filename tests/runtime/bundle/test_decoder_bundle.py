@@ -171,7 +171,7 @@ def test_quantities_are_those_of_the_definition() -> None:
     settings = Benchmark(batch_size=3, prompt_tokens=10, new_tokens=4, price_per_hour=7.2)
     rng = np.random.default_rng(0)
     first, steps = rng.random(11), rng.random((11, 3))
-    times = RequestTimes(first[None, None], steps[None, None])
+    times = RequestTimes(first[None, None], steps[None, None], steps.shape[-1] + 1)
     evidence = request_evidence(times, Judgement(benchmark=settings))
     found = {name: known.candidate.value for name, known in evidence.items()}
     assert found["ttft"] == pytest.approx(1000 * np.median(first))
