@@ -334,7 +334,7 @@ class Benchmark:
     prompt_tokens: int = 128
     """Of models that generate: tokens of each prompt, or of what the encoder reads."""
     new_tokens: int = 64
-    """Of models that generate: tokens generated after each prompt."""
+    """Of models that generate: tokens generated after each prompt; of slow ones the first are timed, 16 at least."""
     ttft_limit_ms: float | None = None
     """Of models that generate: also measure goodput; latency_percentile of the time to the first token within this."""
     tpot_limit_ms: float | None = None
