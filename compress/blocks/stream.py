@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ class Stream:
         self._offload = offload
         self._rows = min((n for n in (rows, context.rows) if n is not None), default=None)
         self._plan = plan_blocks(model, data, input_groups_outside, tables)
+        self._counted = len(self._plan)
         self._said: list[Said] = []
 
     def __len__(self) -> int:
@@ -84,7 +86,8 @@ class Stream:
             with self._open_holder() as holder:
                 how = (self.float_too, self.compute, self.device, self.context.rows is None, self.lazy)
                 work = Work(self.model, self._load_batches(), holder, *how)
-                for entry in self.context.progress(self._plan, "blocks"):
+                counted = self._plan[: self._counted]
+                for entry in chain(self.context.progress(counted, "blocks"), self._plan[self._counted :]):
                     if entry.index < done:
                         work.replay(entry, self._said[entry.index].path)
                     else:
@@ -170,6 +173,7 @@ class Stream:
 @contextmanager
 def open_last_block(stream: Stream) -> Iterator[BlockWork]:
     """Yield a stream's last part, which gives logits, with all before it passed; nothing of it is held afterwards."""
+    stream._counted -= 1  # what is left is told of the parts that are passed: the last is opened alone
     with closing(iter(stream)) as blocks:
         for _ in range(len(stream) - 1):
             next(blocks)
