@@ -13,6 +13,7 @@ from compress.blocks.forward import read_part
 from compress.blocks.stream import Stream, open_last_block
 from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
+from compress.blocks.work import AFTER
 from compress.context import PassContext
 from runtime.bundle.columns import Columns
 from runtime.bundle.manifest import Manifest
@@ -35,13 +36,14 @@ def recall_logits(model: StreamedModel, context: PassContext) -> Iterator[Recall
     ids = model.parameters.get(IDS, IDS)
     with open_last_block(Stream(model, context, rows=SCORED_ROWS)) as head:
         texts = [(i, row) for i, call in enumerate(head.calls) for row in range(len(call.kwargs[ids]))]
-        layers = [head.layers[name] for group in head.input_groups[:1] for name in group.layers]
+        apart = head.input_groups[:1] if head.name == AFTER else ()  # else the whole model is one block
+        layers = [head.layers[name] for group in apart for name in group.layers]
 
         def recall(text: int, tokens: slice) -> np.ndarray:
             i, row = texts[text]
             with torch.no_grad(), read_part(layers, row, tokens):
                 logits: np.ndarray = head.forward(i).cpu().numpy()
-            return logits[0] if logits.shape[1] == tokens.stop - tokens.start else logits[row, tokens]
+            return logits[0] if logits.shape[:2] == (1, tokens.stop - tokens.start) else logits[row, tokens]
 
         yield recall
 

@@ -73,6 +73,7 @@ from runtime.bundle.format import BuildScore, Judgement
 from runtime.bundle.manifest import Manifest
 from runtime.bundle.samples import digest_columns
 from runtime.errors import UsageError
+from runtime.judge.bundle import run_beside
 from runtime.judge.passes import PassModel
 from runtime.judge.slices import find_groups
 from runtime.measure.benchmark import graph_backend
@@ -459,10 +460,14 @@ def _run_bundle(
 
 def _run_candidate(run: RunContext, staging: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     """Return the outputs over the evaluation samples of the graph that will be judged."""
+    backend, columns = graph_backend(manifest), run.sets["evaluation"].columns
     if manifest.generates:
-        return _run_bundle(run, staging, manifest)[1]
-    graph = manifest.graph_for(graph_backend(manifest))
-    return run_graph(staging / graph.path, run.plan.inputs, graph.inputs, run.sets["evaluation"].columns)
+        told = run.run_log.progress
+        return keep_both(
+            run.cache, run.plan.keys.beside, lambda: run_beside(staging, manifest, columns, backend, progress=told)
+        )[1]
+    graph = manifest.graph_for(backend)
+    return run_graph(staging / graph.path, run.plan.inputs, graph.inputs, columns)
 
 
 def _collect_graphs(plan: Plan, exported: FloatModel | None, passed: Passed, with_float: bool) -> Graphs | None:
