@@ -475,8 +475,8 @@ def _describe_benchmark(manifest: Manifest, timed: BenchmarkResult) -> dict[str,
     unused = UNUSED[find_task(manifest.task).unit]
     settings = {name: value for name, value in asdict(timed.settings).items() if name not in unused}
     record = {**settings, "processes": timed.n_processes, "taken": timed.taken, "set_apart": timed.set_apart}
-    if timed.requests is not None and timed.requests.steps.shape[-1] + 1 < timed.settings.new_tokens:
-        record["timed_tokens"] = timed.requests.steps.shape[-1] + 1
+    if timed.requests is not None and timed.requests.timed_tokens < timed.settings.new_tokens:
+        record["timed_tokens"] = timed.requests.timed_tokens
     if timed.device is not None:
         before, after = (1000 * float(np.median(timed.device[:, m])) for m in range(2))
         record["device_p50_ms"] = {"baseline": before, "candidate": after}

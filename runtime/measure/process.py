@@ -317,7 +317,7 @@ class _Requests(_Process):
             shape,
         )
         self.arrays |= {"first": times.first, "steps": times.steps}
-        shape = times.first.shape[1], times.steps.shape[-1] + 1
+        shape = times.first.shape[1], times.timed_tokens
         self.record["shapes"]["requests"] = list(shape)
 
         def make_request(decoder: Decoder | EncodedDecoder) -> Call:

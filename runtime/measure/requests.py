@@ -50,6 +50,11 @@ class RequestTimes:
     """Whether prompts are texts, whose tokens can be counted; a recording is none."""
 
     @property
+    def timed_tokens(self) -> int:
+        """Return how many tokens of each request were timed."""
+        return int(self.steps.shape[-1]) + 1
+
+    @property
     def per_token(self) -> Array:
         """Return the mean seconds over a request's further tokens, [..., models, rounds]."""
         result: Array = self.steps.mean(axis=-1)
