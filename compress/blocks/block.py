@@ -22,7 +22,7 @@ from compress.blocks.tables import Tables
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme
-from compress.rounding.products import Compute, products_in
+from compress.rounding.products import Compute, layers_in
 from compress.rounding.quantized_weight import QuantizedWeight
 
 Visit = Callable[[InputGroup, Tensor], None]
@@ -134,7 +134,7 @@ class BlockWork:
 
     def forward(self, i: int) -> Tensor:
         """Return the hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
-        with products_in(self.part.compute):
+        with layers_in(self.part.compute):
             out = self._run(i)
         return out.float() if out.is_floating_point() else out
 
@@ -190,7 +190,7 @@ class BlockWork:
             visit(input_group, self.drop_padding(x, i))
 
         def advance(go: Callable[[], None]) -> None:
-            with products_in(self.part.compute):
+            with layers_in(self.part.compute):
                 go()
 
         runs = [self._bind_run(i) for i in range(len(self.calls))]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.rounding.grid import Grid, power_of_two
-from compress.rounding.products import Compute, products_in
+from compress.rounding.products import Compute, multiply
 from compress.rounding.quantized_weight import keep_zeros
 
 BLOCK = 128
@@ -98,8 +98,8 @@ class _Descent:
         """Return the residual of the columns [start, stop) as they are now, float32 [block, out]."""
         rows = self.gram[start:stop].clone()
         rows[:, start:stop].diagonal().add_(self.added[start:stop])
-        with products_in(self.compute):
-            return rows @ self.left
+        residual: Tensor = multiply(rows, self.left, self.compute)
+        return residual
 
     def _relevel(self, start: int, stop: int, residual: Tensor) -> Tensor:
         """Set the best levels of the columns [start, stop), one after the other; return the residual afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -31,3 +32,38 @@ def products_in(compute: Compute) -> Iterator[None]:
     finally:
         for (backend, _), precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+@contextlib.contextmanager
+def layers_in(compute: Compute) -> Iterator[None]:
+    """Let linear layers multiply as `multiply` does while open; they take and give float32."""
+    with products_in(compute):
+        if compute == "float32" or _keeps_sums():
+            yield
+            return
+        from compress.rounding.narrow_layers import NarrowLayers
+
+        with NarrowLayers():
+            yield
+
+
+def multiply(left: Any, right: Any, compute: Compute) -> Any:
+    """Return the product [n, m] of float32 matrices [n, k] and [k, m], whose factors are rounded to `compute`.
+
+    A processor without AMX may be fast in bfloat16, too, but gives sums in that alone: they are rounded once more,
+    which adds a fifth to the error of the factors (0.29 % of the product beside 0.24 %, k = 4,864).
+    """
+    if compute == "float32" or left.device.type != "cpu" or _keeps_sums():
+        with products_in(compute):
+            return left @ right
+    return (left.bfloat16() @ right.bfloat16()).float()
+
+
+@functools.cache
+def _keeps_sums() -> bool:
+    """Return whether this processor heeds `products_in`; one without AMX multiplies in float32 all the same."""
+    import torch
+
+    factor = torch.full((256, 256), 1 + 2**-12)  # 1 in bfloat16
+    with products_in("bfloat16"):
+        return float((factor @ factor)[0, 0]) == len(factor)

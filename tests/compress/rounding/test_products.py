@@ -1,0 +1,55 @@
+"""Products in bfloat16: float32 comes in and out, whether sums are kept in float32 or rounded, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compress.rounding import products
+from compress.rounding.products import layers_in, multiply
+
+FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
+"""What rounding takes off a factor at most; of a product, whose factors are rounded, or it too, in its mean square."""
+
+with_and_without_amx = pytest.mark.parametrize("narrow", [False, True], ids=["this processor", "no sums in float32"])
+
+
+@pytest.fixture
+def factors() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(48, 512, generator=draw), torch.randn(64, 512, generator=draw)
+
+
+def error(product: Tensor, left: Tensor, right: Tensor) -> float:
+    exact = left.double() @ right.double().T
+    return float((product - exact).norm() / exact.norm())
+
+
+@with_and_without_amx
+def test_factors_are_rounded(narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = factors
+    if narrow:
+        monkeypatch.setattr(products, "_keeps_sums", lambda: False)
+    product = multiply(left, right.T, "bfloat16")
+    assert product.dtype == torch.float32
+    assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow or not products._keeps_sums() else ONCE)
+    assert torch.equal(multiply(left, right.T, "float32"), left @ right.T)
+
+
+@with_and_without_amx
+def test_layers_are_linear_ones_of_float32(
+    narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = factors
+    if narrow:
+        monkeypatch.setattr(products, "_keeps_sums", lambda: False)
+    layer, half = nn.Linear(512, 64), nn.Linear(512, 64).bfloat16()
+    layer.weight = nn.Parameter(right)
+    with layers_in("bfloat16"):
+        out = layer(left)
+        assert half(left.bfloat16()).dtype == torch.bfloat16
+    assert error((out - layer.bias).detach(), left, right) < TWICE
+    out.sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    assert torch.equal(layer(left), nn.functional.linear(left, right, layer.bias))
