@@ -14,8 +14,9 @@ class CalibratedWeightPass(WeightPass):
     needs_calibration: ClassVar[bool] = True
 
     compute: Compute | Literal["auto"] = "auto"
-    """What the factors of large products are rounded to, in forward passes and Gram matrices; sums are float32. auto:
-    bfloat16 where the model is large and this machine is faster in it, as processors with AMX are."""
+    """What the factors of large products are rounded to, in forward passes, Gram matrices and rounding. Sums are
+    float32, but bfloat16, too, on a CPU without AMX. auto: bfloat16 where the model is large and this machine is faster
+    in it, as processors with AMX or with AVX-512 for bfloat16 are."""
 
     @property
     def products(self) -> Compute:

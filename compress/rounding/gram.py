@@ -10,13 +10,20 @@ from torch import Tensor
 
 from compress.graph.run import Feeds, open_session, run_tokens, tap
 from compress.rounding.grid import finite
-from compress.rounding.products import Compute, products_in
+from compress.rounding.products import Compute, keeps_sums, multiply
 
 MIRRORED = 1024
 """Rows that are mirrored at once."""
 
 NARROW = 512
 """Below this width one product is cheaper than its stripes."""
+
+MOST_ROUNDED = 50_000
+"""Rows so far times those of one product, for each input, up to which sums may come out in bfloat16.
+
+Where all inputs agree, their errors are then half as large as what `shrink_correlations` adds, so that the matrix stays
+positive. Of Qwen2.5-Coder 0.5B, 8,192 tokens in four products, they are a thousandth of it, and its least eigenvalue
+falls from 0.099 of the variances to 0.083 at most; not shrunk, 19 layers needed 10 to 100 times the damping."""
 
 
 class Gram:
@@ -35,13 +42,13 @@ class Gram:
         self.n_rows += len(rows)
         rows = rows.float()
         width = rows.shape[1]
+        few = self.n_rows * len(rows) <= MOST_ROUNDED * width or keeps_sums(rows.device.type)
+        compute = self.compute if few else "float32"
         # The product is symmetric: of four stripes of columns, each is multiplied with those up to itself alone.
         step = width if width < NARROW else -(-width // 4)
         for start in range(0, width, step):  # the upper triangle of the product, stripe by stripe
             stripe = rows[:, start : start + step]
-            with products_in(self.compute):
-                product = rows[:, : start + step].T @ stripe
-            self.total[: start + step, start : start + step] += product
+            self.total[: start + step, start : start + step] += multiply(rows[:, : start + step].T, stripe, compute)
 
     def mean(self, summed: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[Tensor, int]:
         """Return (X^T X / n, n) over all processes, whose tensors `summed` adds up; zeros if there was no row.

@@ -11,11 +11,50 @@ Compute = Literal["float32", "bfloat16"]
 
 
 @contextlib.contextmanager
-def products_in(compute: Compute) -> Iterator[None]:
+def layers_in(compute: Compute) -> Iterator[None]:
+    """Let linear layers multiply as `multiply` does while open; they take and give float32."""
+    with _products_in(compute):
+        if compute == "float32" or _cpu_keeps_sums():
+            yield
+            return
+        from compress.rounding.narrow_layers import NarrowLayers
+
+        with NarrowLayers():
+            yield
+
+
+def multiply(left: Any, right: Any, compute: Compute) -> Any:
+    """Return the product [n, m] of float32 matrices [n, k] and [k, m], whose factors are rounded to `compute`.
+
+    Where `keeps_sums` is False the product is rounded once more, which adds a fifth to the error of the factors (0.29 %
+    of the product beside 0.24 %, k = 4,864).
+    """
+    if compute == "float32" or keeps_sums(left.device.type):
+        with _products_in(compute):
+            return left @ right
+    return (left.bfloat16() @ right.bfloat16()).float()
+
+
+def keeps_sums(device: str) -> bool:
+    """Return whether products in bfloat16 have sums of float32 there; an EPYC's AVX-512 gives bfloat16 alone."""
+    return device != "cpu" or _cpu_keeps_sums()
+
+
+@functools.cache
+def _cpu_keeps_sums() -> bool:
+    """Return whether this processor heeds `_products_in`; one without AMX multiplies in float32 all the same."""
+    import torch
+
+    factor = torch.full((256, 256), 1 + 2**-12)  # 1 in bfloat16
+    with _products_in("bfloat16"):
+        return float((factor @ factor)[0, 0]) == len(factor)
+
+
+@contextlib.contextmanager
+def _products_in(compute: Compute) -> Iterator[None]:
     """Let products of float32 matrices round what they multiply to `compute` while open; sums stay float32.
 
-    On GPUs, whose float32 units know no bfloat16, that is TF32. Where products come out in bfloat16, as of autocast,
-    X^T X loses what makes it positive: of Qwen2.5-Coder 0.5B, 19 layers needed 10 to 100 times the damping.
+    On GPUs, whose float32 units know no bfloat16, that is TF32.
     """
     import torch
 
@@ -32,38 +71,3 @@ def products_in(compute: Compute) -> Iterator[None]:
     finally:
         for (backend, _), precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
-
-
-@contextlib.contextmanager
-def layers_in(compute: Compute) -> Iterator[None]:
-    """Let linear layers multiply as `multiply` does while open; they take and give float32."""
-    with products_in(compute):
-        if compute == "float32" or _keeps_sums():
-            yield
-            return
-        from compress.rounding.narrow_layers import NarrowLayers
-
-        with NarrowLayers():
-            yield
-
-
-def multiply(left: Any, right: Any, compute: Compute) -> Any:
-    """Return the product [n, m] of float32 matrices [n, k] and [k, m], whose factors are rounded to `compute`.
-
-    A processor without AMX may be fast in bfloat16, too, but gives sums in that alone: they are rounded once more,
-    which adds a fifth to the error of the factors (0.29 % of the product beside 0.24 %, k = 4,864).
-    """
-    if compute == "float32" or left.device.type != "cpu" or _keeps_sums():
-        with products_in(compute):
-            return left @ right
-    return (left.bfloat16() @ right.bfloat16()).float()
-
-
-@functools.cache
-def _keeps_sums() -> bool:
-    """Return whether this processor heeds `products_in`; one without AMX multiplies in float32 all the same."""
-    import torch
-
-    factor = torch.full((256, 256), 1 + 2**-12)  # 1 in bfloat16
-    with products_in("bfloat16"):
-        return float((factor @ factor)[0, 0]) == len(factor)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress.rounding import products
+from compress.rounding import gram, products
+from compress.rounding.gram import Gram, shrink_correlations
 from compress.rounding.products import layers_in, multiply
 
 FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
@@ -30,10 +31,10 @@ def error(product: Tensor, left: Tensor, right: Tensor) -> float:
 def test_factors_are_rounded(narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = factors
     if narrow:
-        monkeypatch.setattr(products, "_keeps_sums", lambda: False)
+        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
     product = multiply(left, right.T, "bfloat16")
     assert product.dtype == torch.float32
-    assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow or not products._keeps_sums() else ONCE)
+    assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow or not products.keeps_sums("cpu") else ONCE)
     assert torch.equal(multiply(left, right.T, "float32"), left @ right.T)
 
 
@@ -43,7 +44,7 @@ def test_layers_are_linear_ones_of_float32(
 ) -> None:
     left, right = factors
     if narrow:
-        monkeypatch.setattr(products, "_keeps_sums", lambda: False)
+        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
     layer, half = nn.Linear(512, 64), nn.Linear(512, 64).bfloat16()
     layer.weight = nn.Parameter(right)
     with layers_in("bfloat16"):
@@ -53,3 +54,25 @@ def test_layers_are_linear_ones_of_float32(
     out.sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
     assert torch.equal(layer(left), nn.functional.linear(left, right, layer.bias))
+
+
+@with_and_without_amx
+def test_gram_matrices_stay_positive(
+    narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that nearly agree, which float32 tells apart; beyond a bound sums are float32's everywhere."""
+    if narrow:
+        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
+    rows = 1 + 0.01 * torch.cat(factors).T  # 512 rows that read 112 inputs
+    plain, rounded = Gram(rows.shape[1]), Gram(rows.shape[1], "bfloat16")
+    for part in rows.split(64):
+        plain.add(part)
+        rounded.add(part)
+    exact, coarse = plain.mean()[0], rounded.mean()[0]
+    assert FACTOR / 100 < float((coarse - exact).norm() / exact.norm()) < FACTOR
+    assert float(torch.linalg.eigvalsh(shrink_correlations(coarse, len(rows))).min()) > 0
+    monkeypatch.setattr(gram, "MOST_ROUNDED", -1)
+    bounded = Gram(rows.shape[1], "bfloat16")
+    bounded.add(rows)
+    if narrow:
+        torch.testing.assert_close(bounded.mean()[0], exact, rtol=1e-6, atol=0.0)
