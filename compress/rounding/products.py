@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Compute = Literal["float32", "bfloat16"]
+ROWS = 512
+"""Of a product that comes out in bfloat16 at once: of 4,096 rows and 8,960 outputs an EPYC gives 330 GFLOP/s so, and
+230 where all of it is made float32 afterwards."""
 
 
 @contextlib.contextmanager
@@ -17,22 +20,33 @@ def layers_in(compute: Compute) -> Iterator[None]:
         if compute == "float32" or _cpu_keeps_sums():
             yield
             return
-        from compress.rounding.narrow_layers import NarrowLayers
+        from compress.rounding.layer_products import LayersBy, multiply_narrow
 
-        with NarrowLayers():
+        with LayersBy(multiply_narrow):
             yield
 
 
 def multiply(left: Any, right: Any, compute: Compute) -> Any:
-    """Return the product [n, m] of float32 matrices [n, k] and [k, m], whose factors are rounded to `compute`.
+    """Return the product [n, m], float32, of matrices [n, k] and [k, m], whose factors are rounded to `compute`.
 
-    Where `keeps_sums` is False the product is rounded once more, which adds a fifth to the error of the factors (0.29 %
-    of the product beside 0.24 %, k = 4,864).
+    They are float32, or what `prepare` made of that. Where `keeps_sums` is False the product is rounded once more,
+    which adds a fifth to the error of the factors (0.29 % of the product beside 0.24 %, k = 4,864).
     """
     if compute == "float32" or keeps_sums(left.device.type):
         with _products_in(compute):
             return left @ right
-    return (left.bfloat16() @ right.bfloat16()).float()
+    import torch
+
+    right = prepare(right, compute)
+    product = torch.empty(len(left), right.shape[1])
+    for start in range(0, len(left), ROWS):
+        product[start : start + ROWS] = prepare(left[start : start + ROWS], compute) @ right
+    return product
+
+
+def prepare(factor: Any, compute: Compute) -> Any:
+    """Return a float32 matrix in the type in which `multiply` multiplies it."""
+    return factor if compute == "float32" or keeps_sums(factor.device.type) else factor.bfloat16()
 
 
 def keeps_sums(device: str) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from compress.rounding import gram, products
 from compress.rounding.gram import Gram, shrink_correlations
+from compress.rounding.layer_products import LayersBy, multiply_by_onednn
 from compress.rounding.products import layers_in, multiply
 
 FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
@@ -76,3 +77,13 @@ def test_gram_matrices_stay_positive(
     bounded.add(rows)
     if narrow:
         torch.testing.assert_close(bounded.mean()[0], exact, rtol=1e-6, atol=0.0)
+
+
+def test_layers_by_another_library_are_the_same(factors: tuple[Tensor, Tensor]) -> None:
+    left, right = factors
+    bias = torch.arange(64.0)
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no such operator")
+    with LayersBy(multiply_by_onednn):
+        out = nn.functional.linear(left[None], right, bias=bias)
+    torch.testing.assert_close(out, nn.functional.linear(left[None], right, bias), rtol=1e-5, atol=1e-4)
