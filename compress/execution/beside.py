@@ -15,7 +15,7 @@ from compress.blocks.stream_memory import SCORED_ROWS
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.work import AFTER
 from compress.context import PassContext
-from compress.work.settle_compute import sooner_layers
+from compress.work.settle_compute import count_multiplications, sooner_layers
 from runtime.bundle.columns import Columns
 from runtime.bundle.manifest import Manifest
 from runtime.clock.machine import count_cores
@@ -35,7 +35,10 @@ def recall_logits(model: StreamedModel, context: PassContext) -> Iterator[Recall
     3e-4 nats (divergence) from itself, and one token in a hundred another one, as by a rounding to 8 bits.
     """
     ids = model.parameters.get(IDS, IDS)
-    with sooner_layers(), open_last_block(Stream(model, context, rows=SCORED_ROWS)) as head:
+    with (
+        sooner_layers(count_multiplications(model, context)),
+        open_last_block(Stream(model, context, rows=SCORED_ROWS)) as head,
+    ):
         texts = [(i, row) for i, call in enumerate(head.calls) for row in range(len(call.kwargs[ids]))]
         apart = head.input_groups[:1] if head.name == AFTER else ()  # else the whole model is one block
         layers = [head.layers[name] for group in apart for name in group.layers]

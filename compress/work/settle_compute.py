@@ -39,15 +39,19 @@ def settle_compute(config: Pass, model: StreamedModel, context: PassContext) -> 
     """Return the pass with what its products are computed in, where its recipe leaves that open; else as it is."""
     if config.compute != "auto":
         return config, Settled()
-    n_weights = sum(layer.n_weights for layer in list_layers(model) if layer.role != "table")
-    work = count_rows(context.batches) * n_weights
-    record = recall(context, FILE) or {"compute": find_faster(work, context.device)}
+    record = recall(context, FILE) or {"compute": find_faster(count_multiplications(model, context), context.device)}
     compute: Compute | None = record["compute"]
     if compute is None:
         return config, Settled()
     keep(context, FILE, record)
     note = Note("info", f"{config.kind}: compute: {compute}, the sooner here")
     return config.model_copy(update={"compute": compute}), Settled({"compute": compute}, (note,))
+
+
+def count_multiplications(model: StreamedModel, context: PassContext) -> float:
+    """Return those of the model's layers in a forward pass of all data."""
+    n_weights = sum(layer.n_weights for layer in list_layers(model) if layer.role != "table")
+    return float(count_rows(context.batches) * n_weights)
 
 
 def find_faster(work: float, device: str) -> Compute | None:
@@ -66,11 +70,15 @@ def find_faster(work: float, device: str) -> Compute | None:
 
 
 @contextmanager
-def sooner_layers() -> Iterator[None]:
+def sooner_layers(work: float) -> Iterator[None]:
     """Let linear layers of float32 multiply by oneDNN while open, where that is sooner than what torch takes.
 
-    MKL gives two cores of an EPYC 150 to 175 GFLOP/s, oneDNN 200 to 210; of square matrices 165 and 185.
+    Where `work` multiplications are few, all stays as it is. MKL gives two cores of an EPYC 150 to 175 GFLOP/s, oneDNN
+    200 to 210; of square matrices 165 and 185.
     """
+    if work < WORTH:
+        yield
+        return
     rows, weight = torch.ones(WIDTH // 2, WIDTH), torch.ones(4 * WIDTH, WIDTH)
     try:
         ratio = _time_beside(lambda: F.linear(rows, weight), lambda: multiply_by_onednn(rows, weight, None))

@@ -11,10 +11,14 @@ from streaming import context, gpt2, llama, streamed, texts
 
 from compress.execution.beside import recall_logits
 from compress.facts import BlockFacts, Structure
+from compress.work import settle_compute
 
 
-@pytest.mark.parametrize("form", ["blocks", "one block", "another form"])
-def test_logits_are_recalled_of_any_places(form: str) -> None:
+@pytest.mark.parametrize("form", ["blocks", "one block", "another form", "another library"])
+def test_logits_are_recalled_of_any_places(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "another library":
+        monkeypatch.setattr(settle_compute, "WORTH", 0.0)
+        monkeypatch.setattr(settle_compute, "GAIN_OF_LIBRARY", 1e9)
     model = streamed(gpt2() if form == "another form" else llama(layers=2))
     if form == "one block":
         groups = tuple(model.structure.input_groups)

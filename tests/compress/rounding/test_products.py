@@ -14,7 +14,13 @@ from compress.rounding.products import layers_in, multiply
 FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
 """What rounding takes off a factor at most; of a product, whose factors are rounded, or it too, in its mean square."""
 
-with_and_without_amx = pytest.mark.parametrize("narrow", [False, True], ids=["this processor", "no sums in float32"])
+
+@pytest.fixture(params=[False, True], ids=["this processor", "no sums in float32"])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether products come out in bfloat16, as where a processor has no AMX."""
+    if request.param:
+        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
+    return not products.keeps_sums("cpu")
 
 
 @pytest.fixture
@@ -28,24 +34,17 @@ def error(product: Tensor, left: Tensor, right: Tensor) -> float:
     return float((product - exact).norm() / exact.norm())
 
 
-@with_and_without_amx
-def test_factors_are_rounded(narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_are_rounded(narrow: bool, factors: tuple[Tensor, Tensor]) -> None:
     left, right = factors
-    if narrow:
-        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
     product = multiply(left, right.T, "bfloat16")
     assert product.dtype == torch.float32
-    assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow or not products.keeps_sums("cpu") else ONCE)
+    assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow else ONCE)
     assert torch.equal(multiply(left, right.T, "float32"), left @ right.T)
 
 
-@with_and_without_amx
-def test_layers_are_linear_ones_of_float32(
-    narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("narrow")
+def test_layers_are_linear_ones_of_float32(factors: tuple[Tensor, Tensor]) -> None:
     left, right = factors
-    if narrow:
-        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
     layer, half = nn.Linear(512, 64), nn.Linear(512, 64).bfloat16()
     layer.weight = nn.Parameter(right)
     with layers_in("bfloat16"):
@@ -57,26 +56,21 @@ def test_layers_are_linear_ones_of_float32(
     assert torch.equal(layer(left), nn.functional.linear(left, right, layer.bias))
 
 
-@with_and_without_amx
-def test_gram_matrices_stay_positive(
-    narrow: bool, factors: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rows that nearly agree, which float32 tells apart; beyond a bound sums are float32's everywhere."""
-    if narrow:
-        monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
+def test_gram_matrices_stay_positive(narrow: bool, factors: tuple[Tensor, Tensor]) -> None:
+    """Of rows that nearly agree, which float32 tells apart; of many rows for each input sums are float32's."""
     rows = 1 + 0.01 * torch.cat(factors).T  # 512 rows that read 112 inputs
-    plain, rounded = Gram(rows.shape[1]), Gram(rows.shape[1], "bfloat16")
+    few = rows[:, :4]
+    assert len(few) ** 2 > gram.MOST_ROUNDED * 4
+    plain, rounded, kept, long = Gram(112), Gram(112, "bfloat16"), Gram(4), Gram(4, "bfloat16")
     for part in rows.split(64):
         plain.add(part)
         rounded.add(part)
     exact, coarse = plain.mean()[0], rounded.mean()[0]
     assert FACTOR / 100 < float((coarse - exact).norm() / exact.norm()) < FACTOR
     assert float(torch.linalg.eigvalsh(shrink_correlations(coarse, len(rows))).min()) > 0
-    monkeypatch.setattr(gram, "MOST_ROUNDED", -1)
-    bounded = Gram(rows.shape[1], "bfloat16")
-    bounded.add(rows)
-    if narrow:
-        torch.testing.assert_close(bounded.mean()[0], exact, rtol=1e-6, atol=0.0)
+    kept.add(few)
+    long.add(few)
+    assert torch.equal(kept.mean()[0], long.mean()[0]) is narrow
 
 
 def test_layers_by_another_library_are_the_same(factors: tuple[Tensor, Tensor]) -> None:
