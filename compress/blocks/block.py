@@ -22,7 +22,8 @@ from compress.blocks.tables import Tables
 from compress.errors import PassError
 from compress.facts import InputGroup, LayerDecision, Note
 from compress.formats.schemes import Scheme
-from compress.rounding.products import Compute, layers_in
+from compress.rounding.layer_products import layers_in
+from compress.rounding.products import Compute
 from compress.rounding.quantized_weight import QuantizedWeight
 
 Visit = Callable[[InputGroup, Tensor], None]
@@ -134,7 +135,7 @@ class BlockWork:
 
     def forward(self, i: int) -> Tensor:
         """Return the hidden state that the block, as it is now, gives for micro-batch `i`; float32. Gradients flow."""
-        with layers_in(self.part.compute):
+        with layers_in(self.part.compute, self.part.device.type):
             out = self._run(i)
         return out.float() if out.is_floating_point() else out
 
@@ -190,7 +191,7 @@ class BlockWork:
             visit(input_group, self.drop_padding(x, i))
 
         def advance(go: Callable[[], None]) -> None:
-            with layers_in(self.part.compute):
+            with layers_in(self.part.compute, self.part.device.type):
                 go()
 
         runs = [self._bind_run(i) for i in range(len(self.calls))]

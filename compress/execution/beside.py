@@ -36,7 +36,7 @@ def recall_logits(model: StreamedModel, context: PassContext) -> Iterator[Recall
     """
     ids = model.parameters.get(IDS, IDS)
     with (
-        sooner_layers(count_multiplications(model, context)),
+        sooner_layers(count_multiplications(model, context), context.device),
         open_last_block(Stream(model, context, rows=SCORED_ROWS)) as head,
     ):
         texts = [(i, row) for i, call in enumerate(head.calls) for row in range(len(call.kwargs[ids]))]

@@ -23,7 +23,7 @@ MOST_ROUNDED = 50_000
 
 Where all inputs agree, their errors are then half as large as what `shrink_correlations` adds, so that the matrix stays
 positive. Of Qwen2.5-Coder 0.5B, 8,192 tokens in four products, they are a thousandth of it, and its least eigenvalue
-falls from 0.099 of the variances to 0.083 at most; not shrunk, 19 layers needed 10 to 100 times the damping."""
+falls from 0.099 of the variances to no less than 0.083; not shrunk, 19 layers needed 10 to 100 times the damping."""
 
 
 class Gram:

@@ -1,8 +1,9 @@
-"""Products of linear layers with float32 weights by other means than torch chooses, on the CPU."""
+"""Products of linear layers with float32 weights: in another precision, or by another library than torch chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,14 +11,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from compress.rounding.products import multiply
+from compress.rounding.products import Compute, keeps_sums, multiply, products_in
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """What a layer gives of its input [..., in], weight [out, in] and bias [out], all float32."""
 
 
+@contextmanager
+def layers_in(compute: Compute, device: str) -> Iterator[None]:
+    """Let linear layers multiply as `multiply` does while open; they take and give float32. `device`: its type."""
+    narrow = compute != "float32" and not keeps_sums(device)
+    with products_in(compute), LayersBy(multiply_narrow) if narrow else nullcontext():
+        yield
+
+
 class LayersBy(TorchFunctionMode):
-    """While open, linear layers multiply by `product`; all other operations stay as they are."""
+    """While open, linear layers on the CPU multiply by `product`; all other operations stay as they are."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()

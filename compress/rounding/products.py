@@ -13,19 +13,6 @@ ROWS = 512
 230 where all of it is made float32 afterwards."""
 
 
-@contextlib.contextmanager
-def layers_in(compute: Compute) -> Iterator[None]:
-    """Let linear layers multiply as `multiply` does while open; they take and give float32."""
-    with _products_in(compute):
-        if compute == "float32" or _cpu_keeps_sums():
-            yield
-            return
-        from compress.rounding.layer_products import LayersBy, multiply_narrow
-
-        with LayersBy(multiply_narrow):
-            yield
-
-
 def multiply(left: Any, right: Any, compute: Compute) -> Any:
     """Return the product [n, m], float32, of matrices [n, k] and [k, m], whose factors are rounded to `compute`.
 
@@ -33,7 +20,7 @@ def multiply(left: Any, right: Any, compute: Compute) -> Any:
     which adds a fifth to the error of the factors (0.29 % of the product beside 0.24 %, k = 4,864).
     """
     if compute == "float32" or keeps_sums(left.device.type):
-        with _products_in(compute):
+        with products_in(compute):
             return left @ right
     import torch
 
@@ -56,16 +43,16 @@ def keeps_sums(device: str) -> bool:
 
 @functools.cache
 def _cpu_keeps_sums() -> bool:
-    """Return whether this processor heeds `_products_in`; one without AMX multiplies in float32 all the same."""
+    """Return whether this processor heeds `products_in`; one without AMX multiplies in float32 all the same."""
     import torch
 
     factor = torch.full((256, 256), 1 + 2**-12)  # 1 in bfloat16
-    with _products_in("bfloat16"):
+    with products_in("bfloat16"):
         return float((factor @ factor)[0, 0]) == len(factor)
 
 
 @contextlib.contextmanager
-def _products_in(compute: Compute) -> Iterator[None]:
+def products_in(compute: Compute) -> Iterator[None]:
     """Let products of float32 matrices round what they multiply to `compute` while open; sums stay float32.
 
     On GPUs, whose float32 units know no bfloat16, that is TF32.

@@ -23,7 +23,7 @@ from compress.passes.prune_layers import TRIED_BYTES, TRIED_ROWS, PruneLayers
 from compress.pruning.compensate import compensate, explain_left_alone, follow_data
 from compress.pruning.depth import BlockOutputs, Removal, Skipping, least_error, shorten
 from compress.pruning.points import find_points
-from compress.rounding.products import layers_in
+from compress.rounding.layer_products import layers_in
 from compress.structure.dataflow import record
 from compress.structure.find import structure_of
 from compress.structure.removable import find_removable
@@ -49,7 +49,7 @@ def apply_prune_layers(config: PruneLayers, loaded: TorchModel, context: ModelCo
     n_before, types = _n_weights(module), _types(module)
     few = _take_rows(batches, rows_within(loaded.outputs, TRIED_ROWS, TRIED_BYTES))
     tried = len(blocks) * sum(batch.n_rows for batch in few)
-    with layers_in(find_faster(tried * n_before, context.device) or "float32"):
+    with layers_in(find_faster(tried * n_before, context.device) or "float32", context.device):
         ranking = _rank_blocks(config, skipping, few, context)
     n_gone, notes = _count_gone(config, skipping, ranking, sample, context)
     removed = ranking.names[:n_gone]

@@ -15,8 +15,8 @@ from compress.blocks.streamed import StreamedModel
 from compress.context import PassContext
 from compress.facts import Note
 from compress.passes.calibrated import CalibratedWeightPass
-from compress.rounding.layer_products import LayersBy, multiply_by_onednn
-from compress.rounding.products import Compute, layers_in
+from compress.rounding.layer_products import LayersBy, layers_in, multiply_by_onednn
+from compress.rounding.products import Compute
 from compress.work.block_layers import list_layers
 from compress.work.settled import Settled, keep, recall
 from runtime.clock.turns import time_in_turns
@@ -61,7 +61,7 @@ def find_faster(work: float, device: str) -> Compute | None:
     factor = torch.ones(WIDTH, WIDTH, device=device)
 
     def multiply(compute: Compute) -> None:
-        with layers_in(compute):
+        with layers_in(compute, factor.device.type):
             float(F.linear(factor, factor)[0, 0])  # a GPU has done it when the number is there
 
     ratio = _time_beside(lambda: multiply("float32"), lambda: multiply("bfloat16"))
@@ -70,13 +70,13 @@ def find_faster(work: float, device: str) -> Compute | None:
 
 
 @contextmanager
-def sooner_layers(work: float) -> Iterator[None]:
+def sooner_layers(work: float, device: str) -> Iterator[None]:
     """Let linear layers of float32 multiply by oneDNN while open, where that is sooner than what torch takes.
 
-    Where `work` multiplications are few, all stays as it is. MKL gives two cores of an EPYC 150 to 175 GFLOP/s, oneDNN
+    Where `work` multiplications are few, or on another `device` than the CPU, all stays. MKL gives two cores of an EPYC 150 to 175 GFLOP/s, oneDNN
     200 to 210; of square matrices 165 and 185.
     """
-    if work < WORTH:
+    if work < WORTH or device != "cpu":
         yield
         return
     rows, weight = torch.ones(WIDTH // 2, WIDTH), torch.ones(4 * WIDTH, WIDTH)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from compress.rounding import gram, products
 from compress.rounding.gram import Gram, shrink_correlations
-from compress.rounding.layer_products import LayersBy, multiply_by_onednn
-from compress.rounding.products import layers_in, multiply
+from compress.rounding.layer_products import LayersBy, layers_in, multiply_by_onednn
+from compress.rounding.products import multiply
 
 FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
 """What rounding takes off a factor at most; of a product, whose factors are rounded, or it too, in its mean square."""
@@ -47,7 +47,7 @@ def test_layers_are_linear_ones_of_float32(factors: tuple[Tensor, Tensor]) -> No
     left, right = factors
     layer, half = nn.Linear(512, 64), nn.Linear(512, 64).bfloat16()
     layer.weight = nn.Parameter(right)
-    with layers_in("bfloat16"):
+    with layers_in("bfloat16", "cpu"):
         out = layer(left)
         assert half(left.bfloat16()).dtype == torch.bfloat16
     assert error((out - layer.bias).detach(), left, right) < TWICE
