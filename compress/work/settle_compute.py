@@ -73,8 +73,8 @@ def find_faster(work: float, device: str) -> Compute | None:
 def sooner_layers(work: float, device: str) -> Iterator[None]:
     """Let linear layers of float32 multiply by oneDNN while open, where that is sooner than what torch takes.
 
-    Where `work` multiplications are few, or on another `device` than the CPU, all stays. MKL gives two cores of an EPYC 150 to 175 GFLOP/s, oneDNN
-    200 to 210; of square matrices 165 and 185.
+    Where `work` multiplications are few, or on another `device` than the CPU, all stays. MKL gives two cores of an EPYC
+    150 to 175 GFLOP/s, oneDNN 200 to 210; of square matrices 165 and 185.
     """
     if work < WORTH or device != "cpu":
         yield
