@@ -23,7 +23,7 @@ from torch import Tensor
 from compress.formats.schemes import WeightScheme
 from compress.rounding.descent import descend
 from compress.rounding.grid import Grid, finite, fit_grid, power_of_two
-from compress.rounding.products import Compute, multiply
+from compress.rounding.products import Compute, add_product
 from compress.rounding.quantized_weight import ROWS, QuantizedWeight, join_rows, keep_zeros, zeros_to_keep
 
 BLOCK = 128
@@ -238,7 +238,7 @@ def round_columns(
                 keep_zeros(level, zero_mask[column], None if zeros is None else zeros[g])
             torch.addcmul(value, level if zeros is None else level - zeros[g], scales[g], value=-1, out=errors[k])
             quantized[column] = level
-        owed[stop:] += multiply(carry[start:stop, stop:].T, errors, rules.compute)
+        add_product(owed[stop:], carry[start:stop, stop:].T, errors, rules.compute)
     placed = torch.empty_like(quantized)
     placed[order] = quantized
     return placed.T.contiguous()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.graph.run import Feeds, open_session, run_tokens, tap
 from compress.rounding.grid import finite
-from compress.rounding.products import Compute, keeps_sums, multiply, prepare
+from compress.rounding.products import Compute, multiply, prepare, rounds_sums
 
 MIRRORED = 1024
 """Rows that are mirrored at once."""
@@ -41,11 +41,13 @@ class Gram:
         """Add x x^T of each of `rows` [n, in] to the sum."""
         self.n_rows += len(rows)
         width = rows.shape[1]
-        few = self.n_rows * len(rows) <= MOST_ROUNDED * width or keeps_sums(rows.device.type)
-        compute = self.compute if few else "float32"
-        inputs = prepare(rows.float(), compute).T
-        if inputs.dtype == torch.bfloat16:
-            inputs = inputs.contiguous()  # in whose order it multiplies in two thirds of the time
+        compute = self.compute
+        inputs = rows.float().T
+        if rounds_sums(compute, rows.device.type):
+            if self.n_rows * len(rows) > MOST_ROUNDED * width:
+                compute = "float32"
+            else:
+                inputs = prepare(inputs, compute).contiguous()  # in this order it takes two thirds of the time
         # The product is symmetric: of eight stripes of columns, each is multiplied with those up to itself alone.
         step = width if width < NARROW else -(-width // 8)
         for start in range(0, width, step):  # the upper triangle of the product, stripe by stripe

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from compress.rounding.products import Compute, keeps_sums, multiply, products_in
+from compress.rounding.products import Compute, multiply, products_in, rounds_sums
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """What a layer gives of its input [..., in], weight [out, in] and bias [out], all float32."""
@@ -19,9 +19,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @contextmanager
 def layers_in(compute: Compute, device: str) -> Iterator[None]:
-    """Let linear layers multiply as `multiply` does while open; they take and give float32. `device`: its type."""
-    narrow = compute != "float32" and not keeps_sums(device)
-    with products_in(compute), LayersBy(multiply_narrow) if narrow else nullcontext():
+    """Let linear layers multiply as `multiply` does while open; they take and give float32."""
+    with products_in(compute), LayersBy(multiply_narrow) if rounds_sums(compute, device) else nullcontext():
         yield
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.rounding import gram, products
 from compress.rounding.gram import Gram, shrink_correlations
 from compress.rounding.layer_products import LayersBy, layers_in, multiply_by_onednn
-from compress.rounding.products import multiply
+from compress.rounding.products import add_product, multiply
 
 FACTOR, ONCE, TWICE = 2**-8, 0.0027, 0.0033
 """What rounding takes off a factor at most; of a product, whose factors are rounded, or it too, in its mean square."""
@@ -20,7 +20,7 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     """Whether products come out in bfloat16, as where a processor has no AMX."""
     if request.param:
         monkeypatch.setattr(products, "_cpu_keeps_sums", lambda: False)
-    return not products.keeps_sums("cpu")
+    return products.rounds_sums("bfloat16", "cpu")
 
 
 @pytest.fixture
@@ -40,6 +40,9 @@ def test_factors_are_rounded(narrow: bool, factors: tuple[Tensor, Tensor]) -> No
     assert product.dtype == torch.float32
     assert FACTOR / 4 < error(product, left, right) < (TWICE if narrow else ONCE)
     assert torch.equal(multiply(left, right.T, "float32"), left @ right.T)
+    total = torch.ones_like(product)
+    add_product(total, left, right.T, "bfloat16")
+    torch.testing.assert_close(total, product + 1)
 
 
 @pytest.mark.usefixtures("narrow")
