@@ -41,7 +41,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
-from compress.data.sight import Sight, draw_images, find_pixels, find_preprocess
+from compress.data.sight import Sight, draw_images, find_patches, find_pixels, find_preprocess
 from compress.errors import CompressError, NotExportable, SourceError
 from compress.execution.run import apply_recipe
 from compress.export import loading_back
@@ -59,6 +59,7 @@ from compress.specs import ModelSpec
 from runtime.backends import find_backend, open_model
 from runtime.bundle.manifest import PromptImages
 from runtime.decode.kv_cache import Decoder
+from runtime.encode.images import ImagePreprocess, batch_pixels
 from runtime.errors import RuntimeFailure
 
 KEPT, PAGE = HERE / ".census", ROOT / "docs/reference/census.md"
@@ -130,6 +131,14 @@ SEEING = " +images"
 """What stands behind the names of families that also see."""
 IMAGE_TOKEN, SIDE, LONG = 5, 64, 4096
 """Of an image, as `SIZES` has it; a side of it where a configuration says none; tokens of the longest text with one."""
+SIDES = (64, 112, 224, 256, 384, 448, 512, 768, 980)
+"""Of images that a processor cuts into patches or tiles, tried in turn: what one size of its own needs."""
+OF_PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+"""Settings of image processors -> where a configuration of what sees has them, too."""
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja")
 PARTS = ("graph", "checkpoint")
 RIGHT, REFUSED, WRONG, FAILED = "right", "refused", "wrong", "failed"
@@ -294,10 +303,10 @@ def try_looking(folder: Path) -> str:
     source = locate(ModelSpec(source=f"dir:{folder}/model", task="image-text-to-text"), folder)
     lengthen(folder / "model/config.json")
     try:
-        check_processor(load_config(source))
+        look = find_look(load_config(source))
         reference, module = (load_whole(source) for _ in range(2))
         unstack_experts(module)
-        sight = make_sight(reference)
+        sight = make_sight(reference, look)
         graph, _ = finish(GraphState(export_decoder(module, sight=sight)), TARGETS["onnxruntime-cpu"])
     except (SourceError, NotExportable) as error:
         return f"{REFUSED}: {shorten('; '.join(error.problems))}"
@@ -335,20 +344,27 @@ def look_and_read(model: Any, sight: Sight, row: Sequence[int], image: np.ndarra
     ids = torch.tensor([row])
     feeds = {name: (ids == IMAGE_TOKEN).to(torch.int64) for name in sight.marks}
     if image is not None:
-        feeds[sight.pixels] = torch.from_numpy(image)
+        others = {name: torch.from_numpy(values) for name, values in sight.example.items() if name not in sight.marks}
+        feeds |= {**others, sight.pixels: torch.from_numpy(image)}
+        del feeds["input_ids"]
     logits: torch.Tensor = model(input_ids=ids, **feeds, use_cache=False).logits[0, -1]
     return logits
 
 
-def make_sight(module: Any) -> Sight:
-    """Return how an image reaches a tiny model: pixels of one size, and the tokens that its code makes of them."""
+def make_sight(module: Any, look: Mapping[str, np.ndarray]) -> Sight:
+    """Return how an image reaches a tiny model: pixels of one size, and the tokens that its code makes of them.
+
+    `look`: what its processor makes of one cut into patches; else pixels of the model's own size are drawn.
+    """
     vision = getattr(module.config, "vision_config", None)
     side = getattr(vision, "image_size", None) or SIDE
     height, width = side if isinstance(side, list | tuple) else (side, side)
-    pixels = draw_pixels(np.random.default_rng(1), (1, 3, height, width))
+    look = look or {"pixel_values": draw_pixels(np.random.default_rng(1), (1, 3, height, width))}
+    known = inspect.signature(module.model.get_image_features).parameters
+    given = {name: torch.from_numpy(values) for name, values in look.items() if name in known}
     try:
         with torch.no_grad():
-            found = module.model.get_image_features(torch.from_numpy(pixels), return_dict=True).pooler_output
+            found = module.model.get_image_features(**given, return_dict=True).pooler_output
     except Exception as error:
         raise SourceError(
             f"what sees of a tiny one does not run on one image's pixels ({shorten(repr(error), 120)})"
@@ -356,27 +372,68 @@ def make_sight(module: Any) -> Sight:
     first = found[0] if isinstance(found, list | tuple) else found
     n_tokens = int(np.prod(first.shape[:-1]))
     ids = np.array([[9, *[IMAGE_TOKEN] * n_tokens, 11]])
-    marks = tuple({"token_type_ids"} & inspect.signature(module.forward).parameters.keys())
-    example = {"input_ids": ids, "pixel_values": pixels, **dict.fromkeys(marks, (ids == IMAGE_TOKEN).astype(np.int64))}
-    return Sight(PromptImages("-", "-", {}), "pixel_values", example, IMAGE_TOKEN, n_tokens, marks)
+    marks = tuple({"token_type_ids", "mm_token_type_ids"} & inspect.signature(module.forward).parameters.keys())
+    example = {"input_ids": ids, **look, **dict.fromkeys(marks, (ids == IMAGE_TOKEN).astype(np.int64))}
+    pixels = next(name for name, values in look.items() if values.dtype.kind == "f")
+    return Sight(PromptImages("-", "-", {}), pixels, example, IMAGE_TOKEN, n_tokens, marks)
 
 
-def check_processor(config: Any) -> None:
-    """Raise SourceError where the family's image processor, with its own settings, makes more than a runtime can."""
-    from PIL.Image import fromarray
+def fit_to_processor(config: Any) -> Any:
+    """Return a configuration whose part that sees reads images of the size that the family's processor makes."""
+    size = getattr(find_processor(type(config)), "size", None)
+    side = size.get("height") if isinstance(size, dict) else None
+    if side and hasattr(vision := getattr(config, "vision_config", None), "image_size"):
+        vision.image_size = side
+    return config
+
+
+def find_processor(kind: type) -> Any:
+    """Return the class of image processors of a family, by its configuration's; None where Pillow runs none."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-    known = IMAGE_PROCESSOR_MAPPING.get(type(config), None)
-    kind = known["pil"] if isinstance(known, dict) and known.get("pil") else known
-    if not isinstance(kind, type):
+    known = IMAGE_PROCESSOR_MAPPING.get(kind, None)
+    found = known["pil"] if isinstance(known, dict) and known.get("pil") else known
+    return found if isinstance(found, type) else None
+
+
+def find_look(config: Any) -> dict[str, np.ndarray]:
+    """Return what the family's image processor, with its own settings, makes of an image that it cuts into patches.
+
+    {}: it makes pixels of one size of any. SourceError where it makes more than a runtime can.
+    """
+    from PIL.Image import fromarray
+
+    kind = find_processor(type(config))
+    if kind is None:
         raise SourceError("transformers has no image processor of it that Pillow runs")
-    images, processor = draw_images(), kind()
+    vision, images = getattr(config, "vision_config", None), draw_images()
+    shared = {name: getattr(vision, of_model, None) for name, of_model in OF_PATCHES.items() if hasattr(kind, name)}
+    processor = kind(**{name: value for name, value in shared.items() if isinstance(value, int)})
+
+    def make(image: np.ndarray) -> dict[str, np.ndarray]:
+        try:
+            made = processor(fromarray(image), return_tensors="np")
+            return {name: np.asarray(values) for name, values in made.items()}
+        except Exception as error:
+            raise SourceError(
+                f"its image processor has no settings of its own ({shorten(repr(error), 120)})"
+            ) from error
+
+    made = [make(image) for image in images]
     try:
-        made = [processor(fromarray(image), return_tensors="np") for image in images]
-        arrays = [{name: np.asarray(values) for name, values in each.items()} for each in made]
-    except Exception as error:
-        raise SourceError(f"its image processor has no settings of its own ({shorten(repr(error), 120)})") from error
-    find_preprocess(processor, images, [each[find_pixels(arrays)] for each in arrays])
+        find_preprocess(processor, images, [each[find_pixels(made)] for each in made])
+        return {}
+    except SourceError as error:
+        failure = error
+    for side in SIDES:
+        try:
+            sized = [make(batch_pixels([image], ImagePreprocess(resize=(side, side)))[0]) for image in images]
+            pixels = find_pixels(sized)
+            find_patches((side, side), lambda image, name=pixels: make(image)[name])  # type: ignore[misc]
+            return sized[0]
+        except SourceError as error:
+            failure = error
+    raise failure
 
 
 def load_whole(source: Source) -> Any:
@@ -499,7 +556,8 @@ def build(kind: type, auto: Any, sees: bool = False) -> Any:
     for runs, more, sections in tries:
         if more.keys() <= {field.name for field in dataclasses.fields(kind)}:
             try:
-                return build_once(make_config(kind, more, sections), auto, runs)
+                config = make_config(kind, more, sections)
+                return build_once(fit_to_processor(config) if sees else config, auto, runs)
             except Exception as error:  # noqa: BLE001  (whatever a model's own code raises)
                 first = first or error
     assert first is not None
@@ -547,6 +605,8 @@ def make_config(
     for name in getattr(kind, "sub_configs", {}):
         if dataclasses.is_dataclass(part := getattr(default, name, None)):
             found[name] = make_config(type(part), sections=sections)
+            if name == "vision_config" and hasattr(part, "window_size"):  # in pixels
+                found[name].window_size = part.window_size
     if sections is not None and "rope_parameters" in fields:
         rope = getattr(default, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         found["rope_parameters"] = {**rope, "mrope_section": list(sections)}

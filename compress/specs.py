@@ -202,6 +202,8 @@ class ChatSpec(Record):
     """Variables of the template, such as {enable_thinking: false}."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Whose tokens passes that train learn from and the verdict is measured on."""
+    image_size: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    """Bring every image to [height, width] before the model's processor reads it, whatever its shape was."""
 
     @model_validator(mode="after")
     def _refuse_own_arguments(self) -> ChatSpec:

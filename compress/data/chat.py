@@ -141,7 +141,7 @@ class ChatEncoder:
             raise SourceError(
                 "what is no text is read by the model's own processor, and this model has no folder with one"
             )
-        return Processor(self.folder, self.trust_remote_code, self.perceives)
+        return Processor(self.folder, self.trust_remote_code, self.perceives, self.chat.image_size)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,14 +1,16 @@
 """How images reach a model that also sees, found by running its own processor on a few.
 
 What a bundle's runtime has to do with an image is what the processor does with any: one text in the place where the
-chat template names it, and pixels of one size, resized, cropped and normalized.
+chat template names it, and pixels of one size, resized, cropped and normalized. Where the processor makes of an image
+what its size asks for, a recipe brings all images to one size before (`chat.image_size`), and what is found is how its
+patches come from an image of that.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,10 @@ from compress.errors import SourceError
 from compress.models.preprocess import make_image_preprocess
 from compress.models.processor import IDS, MASK
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import PromptImages
+from runtime.bundle.manifest import PixelOrder, PromptImages
 from runtime.bundle.records import to_json
 from runtime.encode.chat import ask_about, take_parts
-from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
+from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels, order_pixels
 from runtime.errors import UsageError
 
 SIZES = ((48, 64), (64, 48), (900, 1400), (1500, 700))
@@ -31,6 +33,11 @@ SIZES = ((48, 64), (64, 48), (900, 1400), (1500, 700))
 APART = 0.02
 """Mean difference of normalized pixels, of noise, in which two libraries round otherwise: of Pillow's own 1e-7."""
 WAY_OUT = "use target: transformers, which runs the model's own code and processor"
+ONE_SIZE = "set chat.image_size: [448, 448], or another, to which all images are then brought before"
+DIGIT = 16
+"""Places of an image are written into its pixels in digits of so many values, which no rounding makes another."""
+CLOSE = 1e-4
+"""Of normalized pixels, and of a digit's step: a processor computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,9 @@ def _find_sight(chats: ChatEncoder) -> Sight:
     asked, without = (chats.render_prompt(take_parts(ask_about(some, question))[0]) for some in ([0], []))
     heard, made = zip(*(chats.processor.expand(asked, [image]) for image in images), strict=True)
     if len(set(heard)) > 1:
-        raise SourceError("its processor makes as many tokens of an image as that is large, or cuts it into tiles")
+        raise SourceError(
+            f"its processor makes as many tokens of an image as that is large, or cuts it into tiles; {ONE_SIZE}"
+        )
     marker, text = _find_places(without, asked, heard[0])
     ids = made[0][IDS]
     if not np.array_equal(ids, chats.tokenizer(heard[0], add_special_tokens=False)[IDS]):
@@ -83,12 +92,15 @@ def _find_sight(chats: ChatEncoder) -> Sight:
     for name in marks:
         if not np.array_equal(made[0][name][0], ids == token):
             raise SourceError(f"its processor gives {name} that are not of images' tokens alone")
-    pixels = find_pixels(made)
-    processor = chats.processor.auto_processor.image_processor
-    spec = find_preprocess(processor, images, [each[pixels] for each in made])
+    pixels, size, order = find_pixels(made), chats.chat.image_size, None
+    if size is None:
+        processor = chats.processor.auto_processor.image_processor
+        spec = find_preprocess(processor, images, [each[pixels] for each in made])
+    else:
+        spec, order = find_patches(size, lambda image: chats.processor.expand(asked, [image])[1][pixels])
     example = {name: values for name, values in made[0].items() if name != IDS}
     return Sight(
-        PromptImages(marker, text, to_json(spec)),
+        PromptImages(marker, text, to_json(spec), order),
         pixels,
         {IDS: ids[None], **example},
         token,
@@ -125,26 +137,104 @@ def draw_images() -> list[Array]:
 
 
 def find_pixels(made: Sequence[Mapping[str, Array]]) -> str:
-    """Return the input that pixels are: the one of floats, of one size. All others are the same for any image.
+    """Return the input that pixels are: floats, of one size. All others are the same for any image.
 
     `made`: what a processor gives of each image. SourceError.
     """
-    found = [name for name, values in made[0].items() if values.dtype.kind == "f" and values.ndim >= 4]
-    if len(found) != 1 or made[0][found[0]].size != int(np.prod(made[0][found[0]].shape[-3:])):
-        raise SourceError("its processor makes more of an image than one tensor of pixels: tiles, or patches")
+    names = [name for name, values in made[0].items() if values.dtype.kind == "f"]
     for name in made[0]:
         one, *others = (each[name] for each in made)
-        same = [other.shape == one.shape if name == found[0] else np.array_equal(other, one) for other in others]
-        if not all(same):
-            raise SourceError(f"its processor gives {name} by the size of an image")
-    return found[0]
+        of_size = any(other.shape != one.shape for other in others)
+        if of_size or (name not in names and not all(np.array_equal(other, one) for other in others)):
+            raise SourceError(f"its processor gives {name} by the size of an image; {ONE_SIZE}")
+    if len(names) != 1:
+        raise SourceError(f"its processor makes {' and '.join(names) or 'no floats'} of an image: one can be read")
+    return names[0]
 
 
 def find_preprocess(processor: Any, images: Sequence[Array], expected: Sequence[Array]) -> ImagePreprocess:
     """Return what makes the pixels that transformers' image processor has made of images. SourceError."""
+    first = expected[0]
+    if first.ndim < 4 or first.size != np.prod(first.shape[-3:]):
+        raise SourceError(f"its processor cuts an image into tiles, or patches; {ONE_SIZE}")
     spec = make_image_preprocess(json.loads(processor.to_json_string()), Path(type(processor).__name__))
     for image, values in zip(images, expected, strict=True):
         own = normalize_pixels(batch_pixels([image], spec), spec)[0]
         if own.shape != values.shape[-3:] or np.abs(own - values.reshape(own.shape)).mean() > APART:
             raise SourceError("its processor does more with an image than resizing, cropping and normalizing it")
     return spec
+
+
+def find_patches(size: tuple[int, int], make_pixels: Callable[[Array], Array]) -> tuple[ImagePreprocess, PixelOrder]:
+    """Return how an image of any size becomes what a processor makes of one of `size`, as a runtime does it.
+
+    `make_pixels`: the processor, uint8 [height, width, 3] -> floats of any shape. Each value has to be that of one
+    pixel, normalized, or the same for all images. SourceError.
+    """
+    told = f"its processor does more with an image of {size[0]} x {size[1]} than normalizing and ordering its pixels"
+    apart = SourceError(f"{told}; a chat.image_size that its patches or tiles divide may do")
+    black = np.zeros((*size, 3), np.uint8)
+    dark = make_pixels(black)
+    bright = np.stack([make_pixels(black + 255 * np.eye(3, dtype=np.uint8)[channel]) for channel in range(3)])
+    if dark.shape != bright.shape[1:]:
+        raise apart
+    changed = (bright != dark).reshape(3, -1)
+    channels, held = changed.argmax(0), changed.any(0)
+    n, rest = int(held.sum()), np.unique(dark.reshape(-1)[~held])
+    if changed.sum() != n or not held[:n].all() or len(rest) > 1 or len(np.unique(channels[held])) != 3:
+        raise apart
+    low, high = (values.reshape(-1)[:n] for values in (dark, np.where(changed, bright.reshape(3, -1), 0).sum(0)))
+    channels = channels[:n]
+    ends = np.array([[low[channels == channel][0], high[channels == channel][0]] for channel in range(3)], np.float64)
+    if np.abs(np.stack([low, high], 1) - ends[channels]).max() > CLOSE:
+        raise apart
+    spans = (ends[:, 1] - ends[:, 0])[channels]
+
+    def read_places(axis: int) -> Array:
+        """Return the row, or the column, of the image that each value comes from."""
+        along = np.arange(size[axis]).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
+        places, step = np.zeros(n, np.int64), 1
+        while step < size[axis]:
+            digits = np.broadcast_to(along // step % DIGIT * (255 // (DIGIT - 1)), black.shape).astype(np.uint8)
+            values = (make_pixels(digits).reshape(-1)[:n] - low) / spans * (DIGIT - 1)
+            found = np.rint(values).astype(np.int64)
+            if np.abs(values - found).max() > CLOSE * 255:
+                raise apart
+            places, step = places + found * step, step * DIGIT
+        return places
+
+    index = (channels * size[0] + read_places(0)) * size[1] + read_places(1)
+    loops = find_loops(index)
+    if loops is None:
+        raise apart
+    std = 1 / (ends[:, 1] - ends[:, 0])
+    spec = ImagePreprocess(resize=size, resample="bicubic", mean=_to_floats(-ends[:, 0] * std), std=_to_floats(std))
+    order = PixelOrder(dark.shape, loops, int(index[0]), float(rest[0]) if len(rest) else 0.0)
+    noise = draw_images()[0]
+    own = order_pixels(normalize_pixels(batch_pixels([noise], spec), spec), order)
+    if np.abs(own - make_pixels(batch_pixels([noise], spec)[0])).max() > CLOSE:
+        raise apart
+    return spec, order
+
+
+def _to_floats(values: Array) -> tuple[float, ...]:
+    """Return numbers of float32 in as few digits as they were written in."""
+    return tuple(float(f"{value:.6g}") for value in values)
+
+
+def find_loops(index: Array) -> tuple[tuple[int, int], ...] | None:
+    """Return counts and steps, the outermost first, of the loops that count places as `index` does, int64 [n].
+
+    None where there are none.
+    """
+    loops: list[tuple[int, int]] = []
+    while len(index) > 1:
+        step = int(index[1] - index[0])
+        breaks = np.flatnonzero(np.diff(index) != step)
+        count = int(breaks[0]) + 1 if len(breaks) else len(index)
+        blocks = index.reshape(-1, count) if len(index) % count == 0 else None
+        if blocks is None or (blocks - blocks[:, :1] != step * np.arange(count)).any():
+            return None
+        loops.insert(0, (count, step))
+        index = blocks[:, 0]
+    return tuple(loops)

@@ -49,6 +49,8 @@ EXAMPLE = {"batch": 2, "sequence": 3, "past": 5}
 """Sizes that the exporter traces with: all above 1, which it would fix, and their sum unlike any of them."""
 ARGUMENTS = ("past_key_values", "cache_params")
 """How transformers calls a cache, as an argument and in what a model gives back."""
+SHIFT = "position_shift"
+"""Kept with a cache whose positions have several axes: how much less than their tokens images have moved them on."""
 ROWS = 4
 """Rows of images' features in it."""
 HELD = 2**16
@@ -165,15 +167,21 @@ class CachedDecoder(nn.Module):
         feeds = {"input_ids": input_ids, "attention_mask": attention_mask}
         if not keys:
             feeds["attention_mask"] = attention_mask[:, -input_ids.shape[1] :]
+        tower, shift = self.cache.tower, None
+        if tower is not None and tower.positions is not None:
+            marks, moved = input_ids == tower.sight.token_id, getattr(cache.layers[0], SHIFT)
+            position_ids, shift = tower.positions.count(position_ids, marks, moved)
         # without them the model counts positions from the mask itself
         if "position_ids" in inspect.signature(self.wrapped.forward).parameters:
             feeds["position_ids"] = position_ids
-        tower = self.cache.tower
         if tower is not None:
             feeds |= tower.list_arguments(input_ids, attention_mask.shape[1])
         with nullcontext() if tower is None else tower.give(features):
             result = self.wrapped(**feeds, **{self.cache.argument: cache}, use_cache=True, return_dict=True)
-        return result.logits, getattr(result, self.cache.argument)
+        after = getattr(result, self.cache.argument)
+        if shift is not None:
+            setattr(after.layers[0], SHIFT, shift)
+        return result.logits, after
 
 
 def export_decoder(
@@ -323,6 +331,9 @@ def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Se
     with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
         tower = None if sight is None else find_tower(module, sight)
         cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
+        if tower is not None and tower.positions is not None:
+            shift = torch.zeros(EXAMPLE["batch"], 1, dtype=torch.int64, device=_find_device(module))
+            setattr(cache.filled.layers[0], SHIFT, shift)
         held = _list_states(cache.filled)
         wrapper = CachedDecoder(module, DecoderCache(argument, cache.filled, held, False, tower), recurrences)
         try:

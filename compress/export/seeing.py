@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -23,6 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from compress.blocks.untouched import leave_untouched
 from compress.data.sight import WAY_OUT, Sight
 from compress.errors import NotExportable
+from compress.export.image_positions import ImagePositions, fit_positions
+from compress.export.known_values import KnownValues, in_earnest
 from compress.export.onnx import Weight, export_program, silence
 from compress.models.processor import IDS, MASK
 from runtime.bundle.manifest import IMAGE_FEATURES
@@ -35,8 +37,8 @@ THREE_AXES = "get_rope_index"
 """And what counts positions by where images lie and how large they are."""
 
 
-class _FeaturesAsked(Exception):
-    """The model has asked for features: how is all that is wanted of its forward pass."""
+class _Heard(Exception):
+    """The model has called what is listened to: how is all that is wanted of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Asked:
         """Return what the call gives of other pixels."""
         leaves, tree = tree_flatten(self.given)
         args, kwargs = tree_unflatten([pixels if leaf is self.pixels else leaf for leaf in leaves], tree)
-        with _leave_unchecked():
+        with _leave_unchecked(), KnownValues():
             return self.look(*args, **kwargs)
 
 
@@ -61,7 +63,7 @@ class Tower:
     """What of a model sees. `part`: has `get_image_features`; `tree`: of what that gives.
 
     `leaves`: what is in that, of tensors their shapes; `rows`: the numbers of those that have a row for each token of
-    an image. The decoder gets no other tensor.
+    an image. The decoder gets no other tensor. `positions`: how they go on there; None: as in a text.
     """
 
     part: nn.Module
@@ -69,6 +71,7 @@ class Tower:
     leaves: tuple[Any, ...]
     rows: tuple[int, ...]
     sight: Sight
+    positions: ImagePositions | None = None
 
     @property
     def names(self) -> list[str]:
@@ -90,13 +93,13 @@ class Tower:
         def answer(*args: Any, **kwargs: Any) -> Any:
             return tree_unflatten(leaves, self.tree)
 
-        with _exchange([self.part], lambda _: answer), _Placing(), _leave_unchecked():
+        with _exchange([self.part], LOOK, lambda _: answer), _Placing(features[0].shape[0]), _leave_unchecked():
             yield
 
     def list_arguments(self, ids: Tensor, total: int) -> dict[str, Tensor]:
         """Return what the forward pass reads beside tokens, of which there are `total`; images are in `ids` alone."""
         marks = pad((ids == self.sight.token_id).to(torch.int64), (total - ids.shape[1], 0))
-        given = {name: torch.from_numpy(values).to(ids.device) for name, values in self.sight.example.items()}
+        given = {name: values.to(ids.device) for name, values in _make_feeds(self.sight).items()}
         return {name: marks if name in self.sight.marks else given[name] for name in given.keys() - {IDS, MASK}}
 
 
@@ -113,15 +116,45 @@ def _leave_unchecked() -> Iterator[None]:
 
 
 class _Placing(TorchFunctionMode):
-    """Put features in the places of images' tokens by numbering these.
+    """Put features in the places of images' tokens by numbering these, `n` of them.
 
-    What the exporter makes of `masked_scatter` lists every number's place, and fails where there are fewer features.
+    What the exporter makes of `masked_scatter` lists every number's place, and fails where there are fewer features;
+    of what a mask chooses it does not know how much that is.
     """
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return (place_rows if func is Tensor.masked_scatter else func)(*args, **(kwargs or {}))
+        if func is Tensor.masked_scatter:
+            return place_rows(*args, **(kwargs or {}))
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and _chooses_rows(*args[:2]):
+            mask = args[1][0] if isinstance(args[1], tuple) else args[1]
+            places = mask if mask.dim() == 3 else mask[..., None]
+            if func is Tensor.__setitem__:
+                return args[0].copy_(place_rows(args[0], places, args[2]))
+            rows = take_rows(args[0], places[..., 0], self.n)
+            return rows.flatten() if mask.dim() == 3 else rows
+        return func(*args, **(kwargs or {}))
+
+
+def _chooses_rows(tensor: Tensor, key: Any) -> bool:
+    """Return whether a mask [batch, t], or one that is the same along a further axis, chooses of [batch, t, width]."""
+    mask = key[0] if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None) else key
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() in (2, 3) and tensor.dim() == 3
+
+
+def take_rows(embeddings: Tensor, mask: Tensor, n: int) -> Tensor:
+    """Return the first `n` rows of embeddings [batch, t, width] where `mask` [batch, t] is true, [n, width]."""
+    places = mask.flatten()
+    number = places.to(torch.int64).cumsum(0) - 1
+    slot = torch.where(places & (number < n), number, n)
+    first = torch.zeros(n + 1, dtype=torch.int64, device=mask.device)
+    chosen = first.scatter(0, slot, torch.arange(places.shape[0], device=mask.device))[:n]
+    return embeddings.reshape(-1, embeddings.shape[-1])[chosen]
 
 
 def place_rows(embeddings: Tensor, mask: Tensor, source: Tensor) -> Tensor:
@@ -149,14 +182,15 @@ class _Vision(nn.Module):
         return [leaves[row].reshape(-1, leaves[row].shape[-1]) for row in self.tower.rows]
 
 
+def _make_feeds(sight: Sight) -> dict[str, Tensor]:
+    """Return what a model reads of a question about an image, tensors with values where others have shapes alone."""
+    with in_earnest():
+        return {name: torch.from_numpy(values) for name, values in sight.example.items()}
+
+
 def find_tower(module: nn.Module, sight: Sight) -> Tower:
     """Return what of the model sees, found by running it. Raises NotExportable where no graph can hold that."""
     name = type(module).__name__
-    if any(hasattr(type(part), THREE_AXES) for part in module.modules()):
-        raise NotExportable(
-            f"{name}: the positions of its texts depend on their images, and a graph counts them from the mask; "
-            f"{WAY_OUT}"
-        )
     try:
         with silence(), leave_untouched(module), torch.no_grad():
             asked = _listen(module, sight)
@@ -173,7 +207,39 @@ def find_tower(module: nn.Module, sight: Sight) -> Tower:
         found = ", ".join(str(list(shape)) for shape in shapes.values())
         text = f"an image is {sight.n_tokens} tokens of its processor's, and its features are {found}"
         raise NotExportable(f"{name}: {text}; {WAY_OUT}")
-    return Tower(asked.part, tree, kept, rows, sight)
+    tower = Tower(asked.part, tree, kept, rows, sight)
+    with silence(), leave_untouched(module), torch.no_grad():
+        return replace(tower, positions=_find_positions(module, tower))
+
+
+def _find_positions(module: nn.Module, tower: Tower) -> ImagePositions | None:
+    """Return how positions go on through an image; None: as through a text. Raises NotExportable."""
+    parts = [part for part in module.modules() if hasattr(type(part), THREE_AXES)]
+    if not parts:
+        return None
+    heard: list[tuple[Callable[..., Any], Any]] = []
+
+    def listen(part: nn.Module) -> Callable[..., Any]:
+        count = getattr(part, THREE_AXES)
+
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            heard.append((count, (args, kwargs)))
+            raise _Heard
+
+        return ask
+
+    feeds = _make_feeds(tower.sight)
+    features = tower.make_features(tower.sight.n_tokens)
+    with suppress(_Heard), tower.give(features), _exchange(parts, THREE_AXES, listen), KnownValues():
+        module(**feeds, attention_mask=torch.ones_like(feeds[IDS]), use_cache=False, return_dict=True)
+    with in_earnest():
+        found = fit_positions(*heard[0], feeds[IDS], tower.sight.token_id) if heard else None
+    if found is None:
+        raise NotExportable(
+            f"{type(module).__name__}: the positions of its texts depend on their images in a way that is not known "
+            f"here; {WAY_OUT}"
+        )
+    return found
 
 
 def _has_rows(shape: Sequence[int], n_tokens: int) -> bool:
@@ -185,18 +251,18 @@ def _listen(module: nn.Module, sight: Sight) -> Asked:
     """Return how the forward pass asks for the features of an image. Raises NotExportable where it does not."""
     heard: list[Asked] = []
     parts = [part for part in module.modules() if hasattr(type(part), LOOK)]
-    feeds = {name: torch.from_numpy(values) for name, values in sight.example.items()}
+    feeds = _make_feeds(sight)
 
     def listen(part: nn.Module) -> Callable[..., Any]:
         look = getattr(part, LOOK)
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             heard.append(Asked(part, look, (args, kwargs), feeds[sight.pixels]))
-            raise _FeaturesAsked
+            raise _Heard
 
         return ask
 
-    with suppress(_FeaturesAsked), _exchange(parts, listen), _leave_unchecked():
+    with suppress(_Heard), _exchange(parts, LOOK, listen), _leave_unchecked(), KnownValues():
         module(**feeds, use_cache=False, return_dict=True)
     if not heard or not any(leaf is feeds[sight.pixels] for leaf in tree_leaves(heard[0].given)):
         raise NotExportable(
@@ -206,17 +272,19 @@ def _listen(module: nn.Module, sight: Sight) -> Asked:
 
 
 @contextmanager
-def _exchange(parts: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
-    """Let `get_image_features` of these modules be what `make` gives for each, while the context is open."""
-    before = [vars(part).get(LOOK) for part in parts]
+def _exchange(
+    parts: Sequence[nn.Module], method: str, make: Callable[[nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Let a method of these modules be what `make` gives for each, while the context is open."""
+    before = [vars(part).get(method) for part in parts]
     for part, exchanged in zip(parts, [make(part) for part in parts], strict=True):
-        vars(part)[LOOK] = exchanged
+        vars(part)[method] = exchanged
     try:
         yield
     finally:
         for part, own in zip(parts, before, strict=True):
-            vars(part).pop(LOOK)
-            vars(part).update({LOOK: own} if own is not None else {})
+            vars(part).pop(method)
+            vars(part).update({method: own} if own is not None else {})
 
 
 def export_vision(module: nn.Module, tower: Tower, opset: int, weights: Mapping[str, Weight] | None = None) -> ir.Model:

@@ -16,6 +16,7 @@ from compress.errors import SourceError
 from compress.models.huggingface import quiet
 from runtime.bundle.columns import Array
 from runtime.encode.chat import AUDIO, IMAGE, PLURALS
+from runtime.encode.images import ImagePreprocess, image_pixels
 from runtime.errors import UsageError
 
 IDS, MASK = "input_ids", "attention_mask"
@@ -27,12 +28,18 @@ PARTS = {IMAGE: ("image_processor",), AUDIO: ("feature_extractor", "audio_proces
 class Processor:
     """Makes of a text that names images or sounds, and these, what the model reads. `folder`: the model's.
 
-    `kind`: image or audio, whichever there are.
+    `kind`: image or audio, whichever there are. `image_size`: height and width that images are brought to before.
     """
 
     folder: Path
     trust_remote_code: bool = False
     kind: str = IMAGE
+    image_size: tuple[int, int] | None = None
+
+    @property
+    def resizing(self) -> ImagePreprocess:
+        """Return what is done with an image before transformers' processor gets it."""
+        return ImagePreprocess(resize=self.image_size, resample="bicubic")
 
     @cached_property
     def auto_processor(self) -> Any:
@@ -93,8 +100,7 @@ class Processor:
         if self.kind == IMAGE:
             from PIL.Image import fromarray
 
-            images = [image.squeeze(-1) if image.shape[2:] == (1,) else image for image in parts]
-            given = {"images": [[fromarray(image).convert("RGB") for image in images]]}
+            given = {"images": [[fromarray(image_pixels(image, self.resizing)) for image in parts]]}
         processor = self.auto_processor
         listener = _Listener(processor.tokenizer)
         try:

@@ -190,7 +190,10 @@ def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
 def _find_sight(recipe: Recipe, chats: ChatEncoder | None) -> tuple[Sight | None, list[str]]:
     """Return how images reach a model that also sees, where its graph is written, or why a runtime cannot read any."""
     index = next((i for i, export in enumerate(recipe.export) if isinstance(export, GraphExport)), None)
-    if index is None or chats is None or chats.perceives != IMAGE:
+    if chats is None or chats.perceives != IMAGE:
+        sized = recipe.chat.image_size is not None
+        return None, [f"chat.image_size: {recipe.model.task} reads no images; leave it out"] if sized else []
+    if index is None:
         return None, []
     try:
         return find_sight(chats), []

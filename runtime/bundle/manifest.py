@@ -22,6 +22,8 @@ MOST_THREADS, MOST_PROCESSES = 1024, 1000
 """Of one model: more than machines have, and few enough that they start."""
 MOST_BATCH, MOST_TOKENS, MOST_CALLS = 2**16, 2**20, 10**6
 """Samples in a call; tokens of a text; timed calls: a stranger's bundle may ask for no more."""
+MOST_VALUES = 2**28
+"""Of an image's pixels."""
 
 
 def _check_range(record: object, name: str, least: int, most: int) -> None:
@@ -241,6 +243,36 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class PixelOrder:
+    """Where a model that reads patches has each value of an image's pixels [channels, height, width]."""
+
+    shape: tuple[int, ...]
+    """Of what it reads; what the loops leave of it is `rest`."""
+    loops: tuple[tuple[int, int], ...]
+    """Counts and steps, the outermost first, over the pixels in one row: as of an array's shape and strides."""
+    start: int = 0
+    """The place of the first value."""
+    rest: float = 0.0
+    """Fills what is left."""
+
+    def __post_init__(self) -> None:
+        ends = [(count - 1) * step for count, step in self.loops]
+        if min(self.shape, default=0) < 1 or any(count < 1 for count, _ in self.loops):
+            raise ValueError(f"shape {self.shape} and loops {self.loops} must count from 1")
+        if math.prod(self.shape) > MOST_VALUES:
+            raise ValueError(f"shape {self.shape} is of more than {MOST_VALUES} values")
+        if math.prod(count for count, _ in self.loops) > math.prod(self.shape):
+            raise ValueError(f"loops {self.loops} are more than shape {self.shape} has room for")
+        if self.start + sum(min(end, 0) for end in ends) < 0:
+            raise ValueError(f"loops {self.loops} from {self.start} leave the image")
+
+    @property
+    def n_pixels(self) -> int:
+        """Return how many values an image must have."""
+        return 1 + self.start + sum(max((count - 1) * step, 0) for count, step in self.loops)
+
+
+@dataclass(frozen=True)
 class PromptImages:
     """How images come into the prompt of a decoder that also sees."""
 
@@ -249,7 +281,9 @@ class PromptImages:
     text: str
     """What is tokenized in its place; it holds the token of images once for each row of an image's features."""
     preprocess: dict[str, object]
-    """A `runtime.encode.images.ImagePreprocess`: pixels as vision.onnx reads them."""
+    """A `runtime.encode.images.ImagePreprocess`: pixels as vision.onnx reads them, but for their order."""
+    order: PixelOrder | None = None
+    """In which vision.onnx reads them; none: as they are, [1, channels, height, width]."""
 
     def __post_init__(self) -> None:
         if not self.marker:

@@ -24,7 +24,7 @@ from runtime.decode.kv_cache import Decoder
 from runtime.decode.rules import NO_RULES, Rules
 from runtime.decode.sampling import Sampling, choose
 from runtime.encode.chat import check_messages, place_images, render_chat, split_contents, take_parts
-from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
+from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels, order_pixels
 from runtime.encode.language import LanguageEncoder
 from runtime.errors import UsageError
 from runtime.metrics import NonFiniteOutputs
@@ -153,7 +153,8 @@ class Generator:
     def _read_image(self, image: Any, images: PromptImages) -> Array:
         """Return an image's pixels as the model's processor makes them."""
         spec = from_json(ImagePreprocess, images.preprocess, "images.preprocess")
-        return normalize_pixels(batch_pixels([image], spec), spec)
+        pixels = normalize_pixels(batch_pixels([image], spec), spec)
+        return pixels if images.order is None else order_pixels(pixels, images.order)
 
     def _generate_pieces(self, read: Sequence[tuple[Array, list[Array]]], request: Request) -> Pieces:
         """Generate after prompts that are read: tokens and pixels of each."""

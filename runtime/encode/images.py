@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from runtime.bundle.columns import Array, Columns, Encoded, Rows, take
+from runtime.bundle.manifest import PixelOrder
 from runtime.bundle.pixels import import_pillow, load_pixels
 from runtime.bundle.records import PYDANTIC_CONFIG
 from runtime.bundle.tensors import TensorSpec
@@ -157,6 +158,18 @@ def batch_pixels(images: Any, spec: ImagePreprocess) -> Array:
         shown = ", ".join(f"{h}x{w}" for h, w in sizes[:4])
         raise UsageError(f"images in one batch differ in size after preprocessing ({shown}): set resize [h, w] or crop")
     return np.stack(pixels)
+
+
+def order_pixels(pixels: Array, order: PixelOrder) -> Array:
+    """Return an image's pixels as a model that reads patches has them: float32 of `order.shape`. UsageError."""
+    if pixels.size < order.n_pixels:
+        raise UsageError(f"images.order takes {order.n_pixels} values of an image, and it has {pixels.size}")
+    places = np.array(order.start)
+    for count, step in order.loops:
+        places = places[..., None] + step * np.arange(count)
+    made = np.full(order.shape, order.rest, np.float32)
+    made.reshape(-1)[: places.size] = pixels.reshape(-1)[places.reshape(-1)]
+    return made
 
 
 def image_pixels(image: Any, spec: ImagePreprocess, name: str = "image") -> Array:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from makers import QUICK, apply, plan, run_alone
+from PIL import Image
 from seeing import write_llava, write_mllama, write_questions, write_qwen
 from test_models_that_see import EXACT, W4, metrics, nats_of_answers
 from test_models_that_see import recipe as folder_recipe
@@ -24,8 +27,11 @@ FUSED = 2e-2
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and questions about images."""
-    folder = tmp_path_factory.mktemp("graphs")
-    write_llava(folder / "lm")
+    return make_home(tmp_path_factory.mktemp("graphs"), write_llava)
+
+
+def make_home(folder: Path, write: Callable[[Path], Path]) -> Path:
+    write(folder / "lm")
     for name, n, seed in (("calibration", 6, 0), ("evaluation", 8, 1)):
         write_questions(folder, name, n, seed)
         write_texts(folder / f"{name}-texts.jsonl", n, seed)
@@ -125,8 +131,35 @@ def test_weights_may_stay_in_their_files(home: Path, tmp_path: Path, monkeypatch
     assert metrics(tmp_path / "out", "baseline")["nll"] == pytest.approx(nats_of_answers(home, home / "lm"), abs=EXACT)
 
 
+@pytest.mark.slow
+def test_images_of_any_size_are_read_as_patches_of_one(tmp_path: Path) -> None:
+    """Positions of three axes, features behind several blocks: the nats of transformers, of images of that size."""
+    home, size = make_home(tmp_path / "home", write_qwen), [16, 48]
+    out = tmp_path / "out"
+    apply(recipe([{"kind": "rtn", **W4}], chat={"image_size": size}), out, home / "cache", home)
+    for path in (home / "images").iterdir():
+        resized = Image.open(path).convert("RGB").resize((size[1], size[0]), Image.Resampling.BICUBIC)
+        resized.save(path)
+    assert metrics(out, "baseline")["nll"] == pytest.approx(nats_of_answers(home, home / "lm"), abs=EXACT)
+    code = """
+from runtime.__main__ import main
+turns = [{"role": "user", "content": [{"type": "image", "image": sys.argv[2]}, {"type": "text", "text": "abc"}]}]
+with runtime.open_bundle(sys.argv[1]) as bundle:
+    answer, other = bundle.generate([turns, "abc"], chat=True, max_new_tokens=12)
+    evaluated = bundle.evaluate()["nll"]
+print(json.dumps([len(answer.token_ids), answer.token_ids != other.token_ids, evaluated]))
+"""
+    n, differs, nll = run_alone(code, home, str(out), "images/evaluation-0.png")
+    assert n > 0 and differs and nll == pytest.approx(metrics(out, "candidate")["nll"], abs=1e-6)
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "positions": (write_qwen, {}, "export.0: its processor makes more of an image than one tensor of pixels"),
+    "patches": (write_qwen, {}, "set chat.image_size: [448, 448]"),
+    "size": (
+        write_llava,
+        {"chat": {"image_size": [15, 15]}},
+        "export.0: its processor does more with an image of 15 x",
+    ),
     "between": (write_mllama, {"texts": True}, "export.0: its processor"),
     "graph pass": (write_llava, {"passes": [{"kind": "int8"}]}, "passes.0: int8"),
 }
@@ -134,12 +167,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_graph_holds_is_refused_at_the_plan(case: str, tmp_path: Path) -> None:
-    write, parts, said = REFUSED[case]
+    write, parts, said = copy.deepcopy(REFUSED[case])
     write(tmp_path / "lm")
     for name in ("calibration", "evaluation"):
         write_questions(tmp_path, name, 4)
         write_texts(tmp_path / f"{name}-texts.jsonl", 4)
-    values = recipe(parts.get("passes", [{"kind": "rtn", **W4}]), texts=parts.get("texts", False))
+    passes = parts.pop("passes", [{"kind": "rtn", **W4}])
+    values = recipe(passes, parts.pop("texts", False), **parts)
     with pytest.raises(CompressError) as error:
         plan(values, tmp_path, tmp_path / "cache")
     assert any(said in problem for problem in error.value.problems), error.value.problems
