@@ -382,7 +382,9 @@ def fit_to_processor(config: Any) -> Any:
     """Return a configuration whose part that sees reads images of the size that the family's processor makes."""
     size = getattr(find_processor(type(config)), "size", None)
     side = size.get("height") if isinstance(size, dict) else None
-    if side and hasattr(vision := getattr(config, "vision_config", None), "image_size"):
+    vision = getattr(config, "vision_config", None)
+    patch = getattr(vision, "patch_size", 0)
+    if side and isinstance(getattr(vision, "image_size", None), int) and isinstance(patch, int) and side % patch == 0:
         vision.image_size = side
     return config
 
@@ -603,7 +605,10 @@ def make_config(
             found[name] = kinds * (1 if len(kinds) > 1 and "num_kv_shared_layers" not in fields else 2)
             found["num_hidden_layers"] = len(found[name])
     for name in getattr(kind, "sub_configs", {}):
-        if dataclasses.is_dataclass(part := getattr(default, name, None)):
+        part = getattr(default, name, None)
+        if part is None and sections is not None and name == "vision_config":
+            part = kind.sub_configs[name]()
+        if dataclasses.is_dataclass(part):
             found[name] = make_config(type(part), sections=sections)
             if name == "vision_config" and hasattr(part, "window_size"):  # in pixels
                 found[name].window_size = part.window_size

@@ -22,6 +22,7 @@ SIZED = (Tensor.view, Tensor.reshape, Tensor.expand, Tensor.repeat, Tensor.narro
 """What takes sizes one by one."""
 JOINED = (torch.stack, torch.cat)
 """What takes tensors in a list."""
+INDEXED = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class KnownValues(TorchFunctionMode):
@@ -37,6 +38,8 @@ class KnownValues(TorchFunctionMode):
             if func not in JOINED:
                 args = [arg if isinstance(arg, Tensor) and func not in SIZED else _to_numbers(arg) for arg in args]
                 named = {name: arg if isinstance(arg, Tensor) else _to_numbers(arg) for name, arg in named.items()}
+            if func in INDEXED:
+                args = [args[0], _list_places(args[1]), *args[2:]]
         return func(*args, **named)
 
 
@@ -47,6 +50,15 @@ def _to_numbers(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(*map(_to_numbers, (value.start, value.stop, value.step)))
     return type(value)(map(_to_numbers, value)) if type(value) in (tuple, list) else value
+
+
+def _list_places(key: Any) -> tuple[Any, ...]:
+    """Return a key with the places of known masks: what they choose has a size that is known, too."""
+    places: list[Any] = []
+    for part in key if isinstance(key, tuple) else (key,):
+        mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() > 0 and not _is_unknown(part)
+        places += part.nonzero(as_tuple=True) if mask else (part,)
+    return tuple(places)
 
 
 def _is_unknown(value: Any) -> bool:

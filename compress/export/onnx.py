@@ -419,8 +419,18 @@ def _make_translations() -> dict[Any, Callable[..., Any]]:
     def is_any_true(x: Any) -> Any:
         return op.Cast(op.ReduceMax(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
 
+    def squeeze(x: Any, dim: int | Sequence[int]) -> Any:
+        """As torch's, which leaves an axis of another size than 1 as it is, where ONNX's fails."""
+        axes = [axis for axis in ([dim] if isinstance(dim, int) else dim) if x.shape[axis] == 1 or x.shape[axis] is None]
+        return op.Squeeze(x, axes) if axes else op.Identity(x)
+
     aten = torch.ops.aten
-    return {aten._is_all_true.default: is_all_true, aten._is_any_true.default: is_any_true}
+    return {
+        aten._is_all_true.default: is_all_true,
+        aten._is_any_true.default: is_any_true,
+        aten.squeeze.dim: squeeze,
+        aten.squeeze.dims: squeeze,
+    }
 
 
 def _check_free_sizes(model: ir.Model, name: str, asked: Sequence[Any]) -> None:
