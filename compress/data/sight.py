@@ -9,9 +9,12 @@ patches come from an image of that.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,10 @@ SIZES = ((48, 64), (64, 48), (900, 1400), (1500, 700))
 APART = 0.02
 """Mean difference of normalized pixels, of noise, in which two libraries round otherwise: of Pillow's own 1e-7."""
 WAY_OUT = "use target: transformers, which runs the model's own code and processor"
-ONE_SIZE = "set chat.image_size: [448, 448], or another, to which all images are then brought before"
+USUAL_SIDES = (448, 384, 512, 768)
+"""Of images: what is tried first where a recipe has to choose a size. 448 is 16 patches of 28 pixels and 14 of 32, as
+Qwen's models have them; Gemma 4 makes every image as large as 768."""
+MOST_SIDE = 2048
 DIGIT = 16
 """Places of an image are written into its pixels in digits of so many values, which no rounding makes another."""
 CLOSE = 1e-4
@@ -66,8 +72,23 @@ def find_sight(chats: ChatEncoder) -> Sight:
     try:
         return _find_sight(chats)
     except (UsageError, SourceError) as error:
-        problems = [text if WAY_OUT in text else f"{text}; {WAY_OUT}" for text in error.problems]
-        raise SourceError(problems) from error
+        size = _find_size(chats)
+        sized = f"set chat.image_size: {list(size)}, to which all images are then brought, or " if size else ""
+        raise SourceError(
+            [text if WAY_OUT in text else f"{text}; {sized}{WAY_OUT}" for text in error.problems]
+        ) from error
+
+
+def _find_size(chats: ChatEncoder) -> tuple[int, int] | None:
+    """Return a size of images of which a runtime can do what the processor does: a usual one, or one that it names."""
+    text = chats.processor.auto_processor.image_processor.to_json_string()
+    named = [int(number) for number in re.findall(r"(?<![\d.])\d+(?![\d.])", text)]
+    sides = dict.fromkeys([*USUAL_SIDES, *named, *map(math.isqrt, named)])
+    for side in (side for side in sides if 1 < side <= MOST_SIDE and chats.chat.image_size is None):
+        with suppress(UsageError, SourceError):
+            _find_sight(replace(chats, chat=chats.chat.model_copy(update={"image_size": (side, side)})))
+            return side, side
+    return None
 
 
 def _find_sight(chats: ChatEncoder) -> Sight:
@@ -76,9 +97,7 @@ def _find_sight(chats: ChatEncoder) -> Sight:
     asked, without = (chats.render_prompt(take_parts(ask_about(some, question))[0]) for some in ([0], []))
     heard, made = zip(*(chats.processor.expand(asked, [image]) for image in images), strict=True)
     if len(set(heard)) > 1:
-        raise SourceError(
-            f"its processor makes as many tokens of an image as that is large, or cuts it into tiles; {ONE_SIZE}"
-        )
+        raise SourceError("its processor makes as many tokens of an image as that is large, or cuts it into tiles")
     marker, text = _find_places(without, asked, heard[0])
     ids = made[0][IDS]
     if not np.array_equal(ids, chats.tokenizer(heard[0], add_special_tokens=False)[IDS]):
@@ -146,7 +165,7 @@ def find_pixels(made: Sequence[Mapping[str, Array]]) -> str:
         one, *others = (each[name] for each in made)
         of_size = any(other.shape != one.shape for other in others)
         if of_size or (name not in names and not all(np.array_equal(other, one) for other in others)):
-            raise SourceError(f"its processor gives {name} by the size of an image; {ONE_SIZE}")
+            raise SourceError(f"its processor gives {name} by the size of an image")
     if len(names) != 1:
         raise SourceError(f"its processor makes {' and '.join(names) or 'no floats'} of an image: one can be read")
     return names[0]
@@ -156,7 +175,7 @@ def find_preprocess(processor: Any, images: Sequence[Array], expected: Sequence[
     """Return what makes the pixels that transformers' image processor has made of images. SourceError."""
     first = expected[0]
     if first.ndim < 4 or first.size != np.prod(first.shape[-3:]):
-        raise SourceError(f"its processor cuts an image into tiles, or patches; {ONE_SIZE}")
+        raise SourceError("its processor cuts an image into tiles, or patches")
     spec = make_image_preprocess(json.loads(processor.to_json_string()), Path(type(processor).__name__))
     for image, values in zip(images, expected, strict=True):
         own = normalize_pixels(batch_pixels([image], spec), spec)[0]
@@ -172,7 +191,7 @@ def find_patches(size: tuple[int, int], make_pixels: Callable[[Array], Array]) -
     pixel, normalized, or the same for all images. SourceError.
     """
     told = f"its processor does more with an image of {size[0]} x {size[1]} than normalizing and ordering its pixels"
-    apart = SourceError(f"{told}; a chat.image_size that its patches or tiles divide may do")
+    apart = SourceError(told)
     black = np.zeros((*size, 3), np.uint8)
     dark = make_pixels(black)
     bright = np.stack([make_pixels(black + 255 * np.eye(3, dtype=np.uint8)[channel]) for channel in range(3)])

@@ -421,7 +421,9 @@ def _make_translations() -> dict[Any, Callable[..., Any]]:
 
     def squeeze(x: Any, dim: int | Sequence[int]) -> Any:
         """As torch's, which leaves an axis of another size than 1 as it is, where ONNX's fails."""
-        axes = [axis for axis in ([dim] if isinstance(dim, int) else dim) if x.shape[axis] == 1 or x.shape[axis] is None]
+        axes = [
+            axis for axis in ([dim] if isinstance(dim, int) else dim) if x.shape[axis] == 1 or x.shape[axis] is None
+        ]
         return op.Squeeze(x, axes) if axes else op.Identity(x)
 
     aten = torch.ops.aten

@@ -181,7 +181,7 @@ def test_positions_that_a_second_image_counts_otherwise_are_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("size", "said"), [(None, "set chat.image_size"), ((32, 48), "32 x 48"), ((17, 48), "17 x 48")]
+    ("size", "said"), [(None, r"set chat.image_size: \[32, 32\]"), ((32, 48), "32 x 48"), ((17, 48), "17 x 48")]
 )
 def test_patches_by_the_size_of_an_image_need_one_that_is_kept(
     size: tuple[int, int] | None, said: str, tmp_path: Path
