@@ -58,7 +58,7 @@ HELD = 2**16
 READ = 1
 """Tokens of a first call, fewer than any window keeps."""
 SHORT, LONG = (3, 7), (640, 1280)
-"""Tokens of calls of which the second takes more operators where code walks over a text, by tokens or by chunks."""
+"""Tokens of calls that take as many operators, unless code walks over a text, by tokens or by chunks."""
 WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten.index_select)
 FAILURES = (
@@ -216,14 +216,20 @@ def export_decoder(
         read_stored(model)
     _name_tied_tables(model)
     _count_positions(model)
-    config = getattr(module.config, "get_text_config", lambda: module.config)()  # of a model that sees: its text part's
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if length:
+    for length in _list_lengths(module):
         model.metadata_props[MAX_LENGTH] = str(length)
     tidy(model)
     if tower is not None:
         put_beside(model, export_vision(module, tower, opset, weights))
     return model
+
+
+def _list_lengths(module: nn.Module) -> list[int]:
+    """Return of how many tokens a text is at most, as the configuration says it; [] where it does not."""
+    whole: Any = getattr(module, "config", None)
+    config = getattr(whole, "get_text_config", lambda: whole)()  # of a model that sees: its text part's
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return [int(length)] if length else []
 
 
 def _list_held(module: nn.Module) -> dict[str, Weight]:
@@ -317,7 +323,7 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
         with shapes_alone():
             if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
                 module.to_empty(device="cpu")
-            return _find_states(module, argument, sight, LONG)
+            return _find_states(module, argument, sight, (*LONG, *(most - READ for most in _list_lengths(module))))
     except NotExportable:
         raise
     except ExportError:
@@ -344,11 +350,11 @@ def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Se
         except FAILURES as error:
             raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
         _refuse_counters(module, after, longer)
+        alike = few == many
         with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
-            if long and few == many and (most := _read_on(wrapper, long[1])[1]) != many:
-                few, many = _read_on(wrapper, long[0])[1], most
-        if few != many:
-            raise _refuse(module, "its code walks over the text in Python, and a graph of that reads one length alone")
+            alike = alike and all(_read_on(wrapper, length)[1] == many for length in long)
+        if not alike:
+            raise _refuse(module, "its code takes other steps with long texts than with short ones, a graph the same")
     return DecoderCache(argument, cache.filled, states, recurrences.used, tower)
 
 

@@ -6,6 +6,7 @@ exporter, and a run by shapes alone, would forget its values, at which the model
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,13 +53,14 @@ def _to_numbers(value: Any) -> Any:
     return type(value)(map(_to_numbers, value)) if type(value) in (tuple, list) else value
 
 
-def _list_places(key: Any) -> tuple[Any, ...]:
+def _list_places(key: Any) -> Any:
     """Return a key with the places of known masks: what they choose has a size that is known, too."""
-    places: list[Any] = []
-    for part in key if isinstance(key, tuple) else (key,):
-        mask = isinstance(part, Tensor) and part.dtype == torch.bool and part.dim() > 0 and not _is_unknown(part)
-        places += part.nonzero(as_tuple=True) if mask else (part,)
-    return tuple(places)
+    parts = key if isinstance(key, tuple) else (key,)
+    masks = [isinstance(part, Tensor) and part.dtype == torch.bool and not _is_unknown(part) for part in parts]
+    if not any(masks):
+        return key
+    places = (part.nonzero(as_tuple=True) if mask else (part,) for part, mask in zip(parts, masks, strict=True))
+    return tuple(itertools.chain.from_iterable(places))
 
 
 def _is_unknown(value: Any) -> bool:

@@ -193,23 +193,27 @@ def find_tower(module: nn.Module, sight: Sight) -> Tower:
     name = type(module).__name__
     try:
         with silence(), leave_untouched(module), torch.no_grad():
-            asked = _listen(module, sight)
-            leaves, tree = tree_flatten(asked.repeat(asked.pixels))
+            tower = _run_tower(module, sight)
+            return replace(tower, positions=_find_positions(module, tower))
     except NotExportable:
         raise
     except Exception as error:  # whatever a model's own code raises
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         raise NotExportable(f"{name}: what sees of it cannot be a graph of its own ({said}); {WAY_OUT}") from error
+
+
+def _run_tower(module: nn.Module, sight: Sight) -> Tower:
+    """Return what of the model sees. Raises NotExportable where its features are no rows for an image's tokens."""
+    asked = _listen(module, sight)
+    leaves, tree = tree_flatten(asked.repeat(asked.pixels))
     kept = tuple(leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     shapes = {i: leaf for i, leaf in enumerate(kept) if isinstance(leaf, torch.Size)}
     rows = tuple(i for i, shape in shapes.items() if _has_rows(shape, sight.n_tokens))
     if not rows:
         found = ", ".join(str(list(shape)) for shape in shapes.values())
         text = f"an image is {sight.n_tokens} tokens of its processor's, and its features are {found}"
-        raise NotExportable(f"{name}: {text}; {WAY_OUT}")
-    tower = Tower(asked.part, tree, kept, rows, sight)
-    with silence(), leave_untouched(module), torch.no_grad():
-        return replace(tower, positions=_find_positions(module, tower))
+        raise NotExportable(f"{type(module).__name__}: {text}; {WAY_OUT}")
+    return Tower(asked.part, tree, kept, rows, sight)
 
 
 def _find_positions(module: nn.Module, tower: Tower) -> ImagePositions | None:

@@ -161,6 +161,11 @@ def walk_by_chunks(cache: Any, hidden: torch.Tensor) -> None:
         cache.update(chunk[:, None], chunk[:, None], 0)
 
 
+def turn_when_long(cache: Any, hidden: torch.Tensor) -> None:
+    keys = hidden if hidden.shape[1] <= 2000 else hidden.flip(1)
+    cache.update(keys[:, None], hidden[:, None], 0)
+
+
 def count(cache: Any, hidden: torch.Tensor) -> None:
     cache.update(hidden[:, None], hidden[:, None], 0)
     cache.layers[0].n_read = cache.get_seq_length()
@@ -192,8 +197,9 @@ def look(cache: Any, hidden: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        (walk, "its code walks over the text in Python"),
-        (walk_by_chunks, "its code walks over the text in Python"),
+        (walk, "its code takes other steps with long texts"),
+        (walk_by_chunks, "its code takes other steps with long texts"),
+        (turn_when_long, "its code takes other steps with long texts"),
         (count, "layer 0 keeps a DynamicLayer that counts its tokens in n_read"),
         (place_by_count, "it counts positions without the mask"),
         (place_by_index, "it counts positions without the mask"),
