@@ -415,17 +415,19 @@ def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[La
     ]
 
 
-def describe_groups(names: Sequence[str], others: Iterable[str]) -> str:
-    """Return names of layers in few words: of a module whose layers are all among them, and none of `others`, its own.
-
-    Such as "vision_tower (26 layers), projector".
-    """
+def group_names(names: Sequence[str], others: Iterable[str]) -> dict[str, list[str]]:
+    """Return names of layers by the largest module around them that has none of `others`; a layer may be its own."""
     around = {".".join(parts[:n]) for parts in (name.split(".") for name in others) for n in range(1, len(parts) + 1)}
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
         module = next((path for n in range(1, len(parts)) if (path := ".".join(parts[:n])) not in around), name)
         groups.setdefault(module, []).append(name)
+    return groups
+
+
+def describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
+    """Return what `group_names` found in few words, such as "vision_tower (26 layers), projector"."""
     told = [members[0] if len(members) == 1 else f"{name} ({len(members)} layers)" for name, members in groups.items()]
     return ", ".join(told)
 

@@ -23,7 +23,16 @@ from compress.blocks.materialise import plain
 from compress.blocks.parametrized import fold_computed
 from compress.blocks.sizes import transformers_config
 from compress.errors import SourceError
-from compress.facts import FLOAT_BYTES, LayerFacts, ModelFacts, SampleShapes, Structure, assign_roles, describe_groups
+from compress.facts import (
+    FLOAT_BYTES,
+    LayerFacts,
+    ModelFacts,
+    SampleShapes,
+    Structure,
+    assign_roles,
+    describe_groups,
+    group_names,
+)
 from compress.models import factory, huggingface
 from compress.models.batch_axis import Arrays, draw_sample, find_batch_axis
 from compress.models.checkpoint import expert_parts, find_unread_tensors
@@ -445,5 +454,5 @@ def _make_layer_notes(layers: tuple[LayerFacts, ...], work: Work, perceives: str
     notes = [f"tied weights: {', '.join(tied)} share {weight}" for weight, tied in names.items() if len(tied) > 1]
     towers = [layer.name for layer in layers if perceives and (layer.role == "idle" or layer.type == "Embedding")]
     idle = [layer.name for layer in layers if layer.name not in (*work, *towers)]
-    some = describe_groups(idle, [layer.name for layer in layers if layer.name in work])
+    some = describe_groups(group_names(idle, [layer.name for layer in layers if layer.name in work]))
     return [*notes, *([f"the forward pass does not call {some} as a module"] if idle else [])]

@@ -21,6 +21,7 @@ from compress.facts import (
     assign_roles,
     describe_groups,
     find_uncalled,
+    group_names,
     matches,
 )
 from compress.formats.schemes import BLOCK_FALLBACKS, PRESETS, Scheme, WeightScheme
@@ -308,7 +309,16 @@ class WeightPass(WeightNumbers, Pass):
         if idle_names := [decision.layer for decision in kept if decision.reason == IDLE]:
             others = [layer.name for layer in facts.layers if layer.role != "idle" and layer.type != "Embedding"]
             why = "no text reaches them" if find_task(facts.task).reads_texts else "no call reaches them"
-            notes.append(Note("info", f"{self.kind}: {describe_groups(idle_names, others)} stay as they are: {why}"))
+            groups = group_names(idle_names, others)
+            said = f"{self.kind}: {describe_groups(groups)} stay as they are: {why}"
+            n_bytes = sum(layer.n_bytes for layer in facts.distinct_layers() if layer.name in idle_names)
+            if n_bytes > MUCH * facts.n_bytes:
+                targets = ", ".join(f'"re:{name}.*"' if len(members) > 1 else name for name, members in groups.items())
+                size = self.base().weights.group_size
+                form = f"scheme: W8A16, group_size: {size if size > 0 else GROUP_SIZE}, indivisible: fit"
+                way = f"{{kind: rtn, {form}, targets: [{targets}]}} beside makes them smaller"
+                said += f"; they are {n_bytes / facts.n_bytes:.0%} of the weights' bytes: {way}"
+            notes.append(Note("info", said))
         if floats := [decision.layer for decision in kept if decision.reason == UNPACKABLE]:
             why = "experts in one tensor, or weights that the model's own code sets as it loads"
             said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
