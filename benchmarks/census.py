@@ -307,6 +307,8 @@ def try_looking(folder: Path) -> str:
         reference, module = (load_whole(source) for _ in range(2))
         unstack_experts(module)
         sight = make_sight(reference, look)
+        if not runs_on(reference, sight):
+            return "-: a tiny one of it does not run on an image"
         graph, _ = finish(GraphState(export_decoder(module, sight=sight)), TARGETS["onnxruntime-cpu"])
     except (SourceError, NotExportable) as error:
         return f"{REFUSED}: {shorten('; '.join(error.problems))}"
@@ -326,6 +328,16 @@ def try_looking(folder: Path) -> str:
         return [look_and_read(reference, sight, row, image) for row, image in zip(rows, images, strict=True)]
 
     return follow(decoder, got, rows, read)
+
+
+def runs_on(reference: Any, sight: Sight) -> bool:
+    """Return whether transformers' own code runs on an image and its tokens."""
+    try:
+        with torch.no_grad():
+            look_and_read(reference, sight, sight.example["input_ids"][0].tolist(), sight.example[sight.pixels])
+    except Exception:  # noqa: BLE001  (whatever a model's own code raises)
+        return False
+    return True
 
 
 def draw_pixels(random: np.random.Generator, shape: Sequence[int]) -> np.ndarray:
@@ -360,11 +372,14 @@ def make_sight(module: Any, look: Mapping[str, np.ndarray]) -> Sight:
     side = getattr(vision, "image_size", None) or SIDE
     height, width = side if isinstance(side, list | tuple) else (side, side)
     look = look or {"pixel_values": draw_pixels(np.random.default_rng(1), (1, 3, height, width))}
-    known = inspect.signature(module.model.get_image_features).parameters
+    look_at = getattr(getattr(module, "model", module), "get_image_features", None)
+    if look_at is None:
+        raise SourceError("it has no get_image_features, which gives what its decoder reads of an image")
+    known = inspect.signature(look_at).parameters
     given = {name: torch.from_numpy(values) for name, values in look.items() if name in known}
     try:
         with torch.no_grad():
-            found = module.model.get_image_features(**given, return_dict=True).pooler_output
+            found = look_at(**given, return_dict=True).pooler_output
     except Exception as error:
         raise SourceError(
             f"what sees of a tiny one does not run on one image's pixels ({shorten(repr(error), 120)})"

@@ -354,7 +354,9 @@ def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Se
         with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
             alike = alike and all(_read_on(wrapper, length)[1] == many for length in long)
         if not alike:
-            raise _refuse(module, "its code takes other steps with long texts than with short ones, a graph the same")
+            raise _refuse(
+                module, "its code takes other steps with long texts than with short ones, and a graph takes one way"
+            )
     return DecoderCache(argument, cache.filled, states, recurrences.used, tower)
 
 
