@@ -72,15 +72,18 @@ def find_sight(chats: ChatEncoder) -> Sight:
     try:
         return _find_sight(chats)
     except (UsageError, SourceError) as error:
-        size = _find_size(chats)
+        size = find_size(chats)
         sized = f"set chat.image_size: {list(size)}, to which all images are then brought, or " if size else ""
         raise SourceError(
             [text if WAY_OUT in text else f"{text}; {sized}{WAY_OUT}" for text in error.problems]
         ) from error
 
 
-def _find_size(chats: ChatEncoder) -> tuple[int, int] | None:
-    """Return a size of images of which a runtime can do what the processor does: a usual one, or one that it names."""
+def find_size(chats: ChatEncoder) -> tuple[int, int] | None:
+    """Return a size of images of which a runtime can do what the processor does: a usual one, or one that it names.
+
+    None where there is none, and where the recipe names one.
+    """
     text = chats.processor.auto_processor.image_processor.to_json_string()
     named = [int(number) for number in re.findall(r"(?<![\d.])\d+(?![\d.])", text)]
     sides = dict.fromkeys([*USUAL_SIDES, *named, *map(math.isqrt, named)])

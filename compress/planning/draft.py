@@ -23,6 +23,7 @@ from compress.data.find_sets import (
     take_calibration,
 )
 from compress.data.samples import n_rows, open_source
+from compress.data.sight import find_size
 from compress.data.table import Table
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.formats.targets import TARGETS
@@ -49,6 +50,8 @@ from runtime.words import suggest
 SETS = ("calibration", "train", "evaluation")
 NO_NAMES = re.compile(r"((build|make|create|get|load)_?)?(|model|network|net|module|factory)|checkpoint|onnx|src")
 """What half of all factories, files and folders of models are called, so that it names none of them."""
+ORDER = ("version", "name", "model", "preprocess", "chat", "data", "target", "export")
+"""Of a drafted recipe's parts."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def draft_recipe(
     base: dict[str, Any] = {"version": 1, "name": name or name_recipe(found), "model": model}
     if preprocess is not None:
         base["preprocess"] = dict(preprocess)
+    if target is not None:
+        base["target"] = target
     made = _find_task(base, task, sets, root)
     target = target or TORCH_TASKS[made.task].starter.target
     made = replace(made, recipe={**made.recipe, "target": target, **list_exports(target)})
@@ -334,7 +339,13 @@ def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None
         spec = _take_ready_inputs(source, spec, table, task)
         recipe["preprocess"] = {"kind": "tensor"}
         reasons["preprocess"] = "the data holds the model's inputs ready"
-    inputs = read_inputs(make_recipe({**recipe, "data": {"evaluation": spec}}, root))
+    target = base.get("target", TORCH_TASKS[task].starter.target)
+    parts = {"data": {"evaluation": spec}, "target": target, **list_exports(target)}
+    inputs = read_inputs(make_recipe({**recipe, **parts}, root))
+    if inputs.unseen and inputs.chats is not None and (size := find_size(inputs.chats)):
+        recipe["chat"] = {"image_size": list(size)}
+        reasons["chat.image_size"] = "a graph's images are of one size, its processor's of any; more is more tokens"
+        inputs = read_inputs(make_recipe({**recipe, **parts}, root))
     if inputs.problems:
         raise PlanError(inputs.problems)
     order = table.label_names.get(str(inputs.recipe.data.declared["evaluation"].columns.get("label", "label")), ())
@@ -419,8 +430,7 @@ def _divide_data(draft: Draft, sets: Mapping[str, dict[str, Any]], root: Path, m
         counts["calibration"] = full["calibration"]["samples"]
     data = {name: full[name] for name in SETS if name in full}
     recipe = {**draft.recipe, "data": data}
-    order = ("version", "name", "model", "preprocess", "data", "target", "export")
-    recipe = {key: recipe[key] for key in order if key in recipe}
+    recipe = {key: recipe[key] for key in ORDER if key in recipe}
     inputs = read_inputs(make_recipe(recipe, root))
     if inputs.problems:
         raise PlanError(inputs.problems)

@@ -82,6 +82,8 @@ class Inputs:
     """Of a torch model, on the meta device."""
     sight: Sight | None = None
     """How images reach a model that also sees, of which a graph is written."""
+    unseen: tuple[str, ...] = ()
+    """Why a runtime cannot read its images; among the problems."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -166,6 +168,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(passed_over),
         run,
         sight,
+        tuple(unseen),
     )
 
 

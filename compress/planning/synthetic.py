@@ -13,7 +13,7 @@ from compress.errors import PlanError
 from compress.models.onnx_ends import onnx_io
 from compress.models.preprocess import resolve_preprocess
 from compress.models.source import Source, locate
-from compress.planning.draft import Draft, make_model_spec, make_recipe
+from compress.planning.draft import ORDER, Draft, make_model_spec, make_recipe
 from compress.planning.inputs import read_inputs
 from compress.specs import ModelSpec
 from runtime.bundle.tensors import TensorSpec
@@ -47,8 +47,7 @@ def add_synthetic_set(draft: Draft, file: Path, root: Path) -> Draft:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     spec = {"source": f"{kind}:{path}", "columns": {name: name for name in columns}}
     recipe = {**draft.recipe, "data": {"evaluation": spec}}
-    order = ("version", "name", "model", "preprocess", "data", "target", "export")
-    recipe = {key: recipe[key] for key in order if key in recipe}
+    recipe = {key: recipe[key] for key in ORDER if key in recipe}
     inputs = read_inputs(make_recipe(recipe, root))
     if inputs.problems:
         raise PlanError(inputs.problems)

@@ -11,6 +11,7 @@ import pytest
 from makers import image_recipe, text_folder, write_texts
 from model_specs import changed_config
 from sample_projects import write_image_files
+from seeing import write_questions, write_qwen
 
 from compress.data.samples import load_samples, overlap
 from compress.errors import CompressError, RecipeError
@@ -136,6 +137,19 @@ def test_targets_that_read_other_files_get_their_export(place: Path) -> None:
         "llama.cpp": [{"kind": "gguf"}],
         "tensorrt-rtx": [{"kind": "tensorrt-rtx"}],
     }
+
+
+def test_images_of_any_size_are_brought_to_one_for_a_graph_alone(tmp_path: Path) -> None:
+    write_qwen(tmp_path / "lm")
+    write_questions(tmp_path, "questions", 8)
+    drafts = {
+        target: draft_recipe("lm", data="questions.jsonl", target=target, root=tmp_path)
+        for target in (None, "vllm", "onnxruntime-cpu")
+    }
+    assert "chat" not in drafts[None].recipe and "chat" not in drafts["vllm"].recipe
+    graph = drafts["onnxruntime-cpu"]
+    assert graph.recipe["chat"] == {"image_size": [32, 32]} and "chat.image_size" in graph.reasons
+    assert graph.inputs is not None and graph.inputs.sight is not None
 
 
 def test_one_column_that_can_be_meant_is_named(place: Path) -> None:
