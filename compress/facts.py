@@ -65,7 +65,7 @@ class LayerFacts:
     custom: bool = False
     unpackable: bool = False
     alias: str = ""
-    """Another name by which patterns select it: of an output layer that a file calls otherwise than a class would."""
+    """Another name by which patterns select it: OUTPUT of what makes a vocabulary's logits."""
 
     @property
     def is_table(self) -> bool:
@@ -152,8 +152,6 @@ class Structure:
     """Layers, and modules of them, that transformers reads as floats alone."""
     beside: tuple[str, ...] = ()
     """Modules that stand beside a language model whose class is not there to say so."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Layer -> the name that a class would have for it."""
     named: bool = False
     """Whether names alone tell it, of a model without a class, which no run shows."""
 
@@ -356,6 +354,10 @@ def matches(pattern: str, name: str, *types: str) -> bool:
     return pattern == name or pattern in types
 
 
+OUTPUT = "lm_head"
+"""What a language model's output layer is called in recipes; most models call it so, too."""
+
+
 def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> tuple[LayerFacts, ...]:
     """Return a torch model's layers with their roles, and what transformers cannot unpack.
 
@@ -387,13 +389,18 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
             return "idle"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
-    aliases = structure.aliases if structure is not None else {}
+    words = {layer.shape[0] for layer in layers if layer.weight in tables}
+
+    def find_alias(layer: LayerFacts) -> str:
+        makes_logits = layer.type != "Embedding" and (layer.name in last or layer.weight in tables)
+        return OUTPUT if makes_logits and layer.shape[0] in words else ""
+
     return tuple(
         replace(
             layer,
             role=find_role(layer),
             unpackable=f"{layer.name}.".startswith(unpackable),
-            alias=aliases.get(layer.name, ""),
+            alias=find_alias(layer),
         )
         for layer in layers
     )

@@ -332,9 +332,8 @@ def _find_structure(
         own = (f"{chain.root}.", *(f"{name}." for name in (*tables, *([head] if head else []))))
         beside += [name for name in layers if not f"{name}.".startswith(own)]
     after = () if head is None else (InputGroup((head,)),)
-    aliases = {} if head is None else {head: HEAD}
     beside = list(dict.fromkeys(beside))
-    return Structure(blocks, after=after, routers=routers, beside=tuple(beside), aliases=aliases, named=True)
+    return Structure(blocks, after=after, routers=routers, beside=tuple(beside), named=True)
 
 
 def _take_apart(part: nn.Module, name: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from graphs import facts_of
 from pydantic import ValidationError
 
-from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure
+from compress.facts import BlockFacts, InputGroup, LayerFacts, ModelFacts, Structure, assign_roles
 from compress.formats.schemes import BLOCK_BITS, PRESETS
 from compress.formats.targets import TARGETS
 from compress.passes import Gptq, Rtn
@@ -99,6 +99,18 @@ def test_overrides_have_schemes_and_signs_of_their_own() -> None:
     }
     with pytest.raises(ValidationError, match="scheme W4A16 stands for bits: 4"):
         Rtn(overrides=({"targets": ("a",), "scheme": "W4A16", "bits": 8},))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_of_another_name_is_the_head(tied: bool) -> None:
+    """What comes last and makes as many outputs as there are words; another layer of that size is not."""
+    facts = decoder(256)
+    structure = replace(facts.structure or Structure(()), after=(InputGroup(("out",)),))
+    table = LayerFacts("tokens", "Embedding", "Gather", "out.weight" if tied else "tokens.weight", (512, 128))
+    body = [one for one in facts.layers if one.name != "lm_head"]
+    layers = assign_roles([*body, layer("middle", out=512), layer("out", out=512), table], structure)
+    decisions = Rtn(bits=4).check(replace(facts, layers=layers, structure=structure), ANY).decisions
+    assert [one.layer for one in decisions if one.reason == "ignore: lm_head"] == ["out"]
 
 
 def test_the_head_stays_float_unless_the_recipe_takes_it() -> None:
