@@ -30,10 +30,14 @@ class StopForward(BaseException):
 
 @dataclass(frozen=True)
 class Form:
-    """What a block gives: the hidden state itself (`element` None), or a tuple of `length` with it at `element`."""
+    """What a block gives: the hidden state itself (`element` None), or a tuple of `length` with it at `element`.
+
+    `nothing`: the elements that are None.
+    """
 
     element: int | None
     length: int = 0
+    nothing: tuple[int, ...] = ()
 
     def take_hidden(self, out: Any) -> Tensor:
         hidden = out if self.element is None else out[self.element]
@@ -43,7 +47,8 @@ class Form:
         """Return what the k-th block gives, in a run in which it does not run."""
         if self.element is None:
             return hidden
-        return tuple(hidden if k == self.element else HandedOn(block, k) for k in range(self.length))
+        given = (None if k in self.nothing else HandedOn(block, k) for k in range(self.length))
+        return tuple(hidden if k == self.element else other for k, other in enumerate(given))
 
     def exchange_hidden(self, out: Any, hidden: Tensor) -> Any:
         """Return what a block gave, with another hidden state."""
@@ -247,7 +252,7 @@ def _find_form(out: Any, name: str) -> Form:
     if isinstance(out, tuple):
         tensors = [k for k, item in enumerate(out) if isinstance(item, Tensor) and item.is_floating_point()]
         if tensors:
-            return Form(tensors[0], len(out))
+            return Form(tensors[0], len(out), tuple(k for k, item in enumerate(out) if item is None))
     raise PassError(f"{name}: gives {type(out).__name__}, not a tensor or a tuple; {NO_STREAM}")
 
 

@@ -309,19 +309,19 @@ def test_experts_without_tokens_take_part_in_lockstep() -> None:
 
 
 class Choosing(nn.Module):
-    """A block that chooses channels, or reads those that the block before chose, and hands them on."""
+    """A block that chooses channels, or reads those that the block before chose, and hands them on, and nothing else."""
 
     def __init__(self, chooses: bool) -> None:
         super().__init__()
         self.scores = nn.Linear(8, 8) if chooses else None
         self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, chosen: Tensor | None) -> tuple[Tensor, Tensor, None]:
         if self.scores is not None:
             chosen = self.scores(x).topk(4).indices
         assert chosen is not None
         kept = torch.zeros_like(x).scatter(-1, chosen, 1.0)
-        return x + self.outer(torch.relu(self.inner(x * kept))), chosen
+        return x + self.outer(torch.relu(self.inner(x * kept))), chosen, None
 
 
 class Chosen(nn.Module):
@@ -332,8 +332,8 @@ class Chosen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         chosen = None
         for layer in self.layers:
-            x, chosen = layer(x, chosen=chosen)
-        return x
+            x, chosen, more = layer(x, chosen=chosen)
+        return x if more is None else more
 
 
 @pytest.mark.parametrize("offload", [False, True])
