@@ -619,10 +619,11 @@ def make_config(
             kinds = list(dict.fromkeys(listed))
             found[name] = kinds * (1 if len(kinds) > 1 and "num_kv_shared_layers" not in fields else 2)
             found["num_hidden_layers"] = len(found[name])
-    for name in getattr(kind, "sub_configs", {}):
+    parts: dict[str, type] = getattr(kind, "sub_configs", {})
+    for name in parts:
         part = getattr(default, name, None)
         if part is None and sections is not None and name == "vision_config":
-            part = kind.sub_configs[name]()
+            part = parts[name]()
         if dataclasses.is_dataclass(part):
             found[name] = make_config(type(part), sections=sections)
             if name == "vision_config" and hasattr(part, "window_size"):  # in pixels

@@ -309,7 +309,7 @@ def test_experts_without_tokens_take_part_in_lockstep() -> None:
 
 
 class Choosing(nn.Module):
-    """A block that chooses channels, or reads those that the block before chose, and hands them on, and nothing else."""
+    """A block that chooses channels, or reads those that the block before chose, and hands on them and nothing else."""
 
     def __init__(self, chooses: bool) -> None:
         super().__init__()
