@@ -41,7 +41,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from compress.blocks.experts import unstack_experts
-from compress.data.sight import Sight, draw_images, find_patches, find_pixels, find_preprocess
+from compress.data.patches import find_patches
+from compress.data.sight import Sight, draw_images, find_pixels, find_preprocess
 from compress.errors import CompressError, NotExportable, SourceError
 from compress.execution.run import apply_recipe
 from compress.export import loading_back
@@ -397,7 +398,7 @@ def fit_to_processor(config: Any) -> Any:
     """Return a configuration whose part that sees reads images of the size that the family's processor makes."""
     size = getattr(find_processor(type(config)), "size", None)
     side = size.get("height") if isinstance(size, dict) else None
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     patch = getattr(vision, "patch_size", 0)
     if side and isinstance(getattr(vision, "image_size", None), int) and isinstance(patch, int) and side % patch == 0:
         vision.image_size = side
@@ -444,9 +445,10 @@ def find_look(config: Any) -> dict[str, np.ndarray]:
         failure = error
     for side in SIDES:
         try:
-            sized = [make(batch_pixels([image], ImagePreprocess(resize=(side, side)))[0]) for image in images]
+            resizing = ImagePreprocess(resize=(side, side))
+            sized = [make(batch_pixels([image], resizing)[0]) for image in images]
             pixels = find_pixels(sized)
-            find_patches((side, side), lambda image, name=pixels: make(image)[name])  # type: ignore[misc]
+            find_patches(resizing, lambda image, name=pixels: make(image)[name])  # type: ignore[misc]
             return sized[0]
         except SourceError as error:
             failure = error

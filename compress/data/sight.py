@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from compress.data.chat import ChatEncoder
+from compress.data.patches import find_patches
 from compress.errors import SourceError
 from compress.models.preprocess import make_image_preprocess
 from compress.models.processor import IDS, MASK
 from runtime.bundle.columns import Array
-from runtime.bundle.manifest import PixelOrder, PromptImages
+from runtime.bundle.manifest import PromptImages
 from runtime.bundle.records import to_json
 from runtime.encode.chat import ask_about, take_parts
-from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels, order_pixels
+from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixels
 from runtime.errors import UsageError
 
 SIZES = ((48, 64), (64, 48), (900, 1400), (1500, 700))
@@ -40,10 +41,6 @@ USUAL_SIDES = (448, 384, 512, 768)
 """Of images: what is tried first where a recipe has to choose a size. 448 is 16 patches of 28 pixels and 14 of 32, as
 Qwen's models have them; Gemma 4 makes every image as large as 768."""
 MOST_SIDE = 2048
-DIGIT = 16
-"""Places of an image are written into its pixels in digits of so many values, which no rounding makes another."""
-CLOSE = 1e-4
-"""Of normalized pixels, and of a digit's step: a processor computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +111,11 @@ def _find_sight(chats: ChatEncoder) -> Sight:
     for name in marks:
         if not np.array_equal(made[0][name][0], ids == token):
             raise SourceError(f"its processor gives {name} that are not of images' tokens alone")
-    pixels, size, order = find_pixels(made), chats.chat.image_size, None
-    if size is None:
-        processor = chats.processor.auto_processor.image_processor
-        spec = find_preprocess(processor, images, [each[pixels] for each in made])
+    pixels, processor, order = find_pixels(made), chats.processor, None
+    if chats.chat.image_size is None:
+        spec = find_preprocess(processor.auto_processor.image_processor, images, [each[pixels] for each in made])
     else:
-        spec, order = find_patches(size, lambda image: chats.processor.expand(asked, [image])[1][pixels])
+        spec, order = find_patches(processor.resizing, lambda image: processor.expand(asked, [image])[1][pixels])
     example = {name: values for name, values in made[0].items() if name != IDS}
     return Sight(
         PromptImages(marker, text, to_json(spec), order),
@@ -185,78 +181,3 @@ def find_preprocess(processor: Any, images: Sequence[Array], expected: Sequence[
         if own.shape != values.shape[-3:] or np.abs(own - values.reshape(own.shape)).mean() > APART:
             raise SourceError("its processor does more with an image than resizing, cropping and normalizing it")
     return spec
-
-
-def find_patches(size: tuple[int, int], make_pixels: Callable[[Array], Array]) -> tuple[ImagePreprocess, PixelOrder]:
-    """Return how an image of any size becomes what a processor makes of one of `size`, as a runtime does it.
-
-    `make_pixels`: the processor, uint8 [height, width, 3] -> floats of any shape. Each value has to be that of one
-    pixel, normalized, or the same for all images. SourceError.
-    """
-    told = f"its processor does more with an image of {size[0]} x {size[1]} than normalizing and ordering its pixels"
-    apart = SourceError(told)
-    black = np.zeros((*size, 3), np.uint8)
-    dark = make_pixels(black)
-    bright = np.stack([make_pixels(black + 255 * np.eye(3, dtype=np.uint8)[channel]) for channel in range(3)])
-    if dark.shape != bright.shape[1:]:
-        raise apart
-    changed = (bright != dark).reshape(3, -1)
-    channels, held = changed.argmax(0), changed.any(0)
-    n, rest = int(held.sum()), np.unique(dark.reshape(-1)[~held])
-    if changed.sum() != n or not held[:n].all() or len(rest) > 1 or len(np.unique(channels[held])) != 3:
-        raise apart
-    low, high = (values.reshape(-1)[:n] for values in (dark, np.where(changed, bright.reshape(3, -1), 0).sum(0)))
-    channels = channels[:n]
-    ends = np.array([[low[channels == channel][0], high[channels == channel][0]] for channel in range(3)], np.float64)
-    if np.abs(np.stack([low, high], 1) - ends[channels]).max() > CLOSE:
-        raise apart
-    spans = (ends[:, 1] - ends[:, 0])[channels]
-
-    def read_places(axis: int) -> Array:
-        """Return the row, or the column, of the image that each value comes from."""
-        along = np.arange(size[axis]).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
-        places, step = np.zeros(n, np.int64), 1
-        while step < size[axis]:
-            digits = np.broadcast_to(along // step % DIGIT * (255 // (DIGIT - 1)), black.shape).astype(np.uint8)
-            values = (make_pixels(digits).reshape(-1)[:n] - low) / spans * (DIGIT - 1)
-            found = np.rint(values).astype(np.int64)
-            if np.abs(values - found).max() > CLOSE * 255:
-                raise apart
-            places, step = places + found * step, step * DIGIT
-        return places
-
-    index = (channels * size[0] + read_places(0)) * size[1] + read_places(1)
-    loops = find_loops(index)
-    if loops is None:
-        raise apart
-    std = 1 / (ends[:, 1] - ends[:, 0])
-    spec = ImagePreprocess(resize=size, resample="bicubic", mean=_to_floats(-ends[:, 0] * std), std=_to_floats(std))
-    order = PixelOrder(dark.shape, loops, int(index[0]), float(rest[0]) if len(rest) else 0.0)
-    noise = draw_images()[0]
-    own = order_pixels(normalize_pixels(batch_pixels([noise], spec), spec), order)
-    if np.abs(own - make_pixels(batch_pixels([noise], spec)[0])).max() > CLOSE:
-        raise apart
-    return spec, order
-
-
-def _to_floats(values: Array) -> tuple[float, ...]:
-    """Return numbers of float32 in as few digits as they were written in."""
-    return tuple(float(f"{value:.6g}") for value in values)
-
-
-def find_loops(index: Array) -> tuple[tuple[int, int], ...] | None:
-    """Return counts and steps, the outermost first, of the loops that count places as `index` does, int64 [n].
-
-    None where there are none.
-    """
-    loops: list[tuple[int, int]] = []
-    while len(index) > 1:
-        step = int(index[1] - index[0])
-        breaks = np.flatnonzero(np.diff(index) != step)
-        count = int(breaks[0]) + 1 if len(breaks) else len(index)
-        blocks = index.reshape(-1, count) if len(index) % count == 0 else None
-        if blocks is None or (blocks - blocks[:, :1] != step * np.arange(count)).any():
-            return None
-        loops.insert(0, (count, step))
-        index = blocks[:, 0]
-    return tuple(loops)
