@@ -41,13 +41,17 @@ class _Heard(Exception):
     """The model has called what is listened to: how is all that is wanted of its forward pass."""
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A call of `get_image_features`. `look`: that method; `given`: its arguments, with `pixels` among them."""
 
     part: nn.Module
     look: Callable[..., Any]
-    given: tuple[tuple[Any, ...], dict[str, Any]]
+    given: Given
     pixels: Tensor
 
     def repeat(self, pixels: Tensor) -> Any:
@@ -218,26 +222,15 @@ def _run_tower(module: nn.Module, sight: Sight) -> Tower:
 
 def _find_positions(module: nn.Module, tower: Tower) -> ImagePositions | None:
     """Return how positions go on through an image; None: as through a text. Raises NotExportable."""
-    parts = [part for part in module.modules() if hasattr(type(part), THREE_AXES)]
-    if not parts:
+    if not any(hasattr(type(part), THREE_AXES) for part in module.modules()):
         return None
-    heard: list[tuple[Callable[..., Any], Any]] = []
-
-    def listen(part: nn.Module) -> Callable[..., Any]:
-        count = getattr(part, THREE_AXES)
-
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            heard.append((count, (args, kwargs)))
-            raise _Heard
-
-        return ask
-
     feeds = _make_feeds(tower.sight)
-    features = tower.make_features(tower.sight.n_tokens)
-    with suppress(_Heard), tower.give(features), _exchange(parts, THREE_AXES, listen), KnownValues():
-        module(**feeds, attention_mask=torch.ones_like(feeds[IDS]), use_cache=False, return_dict=True)
     with in_earnest():
-        found = fit_positions(*heard[0], feeds[IDS], tower.sight.token_id) if heard else None
+        feeds[MASK] = torch.ones_like(feeds[IDS])
+    with tower.give(tower.make_features(tower.sight.n_tokens)):
+        heard = _hear_call(module, THREE_AXES, feeds)
+    with in_earnest():
+        found = None if heard is None else fit_positions(*heard[1:], feeds[IDS], tower.sight.token_id)
     if found is None:
         raise NotExportable(
             f"{type(module).__name__}: the positions of its texts depend on their images in a way that is not known "
@@ -253,26 +246,37 @@ def _has_rows(shape: Sequence[int], n_tokens: int) -> bool:
 
 def _listen(module: nn.Module, sight: Sight) -> Asked:
     """Return how the forward pass asks for the features of an image. Raises NotExportable where it does not."""
-    heard: list[Asked] = []
-    parts = [part for part in module.modules() if hasattr(type(part), LOOK)]
     feeds = _make_feeds(sight)
-
-    def listen(part: nn.Module) -> Callable[..., Any]:
-        look = getattr(part, LOOK)
-
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            heard.append(Asked(part, look, (args, kwargs), feeds[sight.pixels]))
-            raise _Heard
-
-        return ask
-
-    with suppress(_Heard), _exchange(parts, LOOK, listen), _leave_unchecked(), KnownValues():
-        module(**feeds, use_cache=False, return_dict=True)
-    if not heard or not any(leaf is feeds[sight.pixels] for leaf in tree_leaves(heard[0].given)):
+    heard = _hear_call(module, LOOK, feeds)
+    if heard is None or not any(leaf is feeds[sight.pixels] for leaf in tree_leaves(heard[2])):
         raise NotExportable(
             f"{type(module).__name__}: its forward pass does not ask {LOOK} of the pixels that it is given; {WAY_OUT}"
         )
-    return heard[0]
+    return Asked(*heard, feeds[sight.pixels])
+
+
+def _hear_call(
+    module: nn.Module, method: str, feeds: Mapping[str, Tensor]
+) -> tuple[nn.Module, Callable[..., Any], Given] | None:
+    """Run the forward pass until it calls a method of this name; return whose it is, itself and what it is given.
+
+    None where it does not.
+    """
+    heard: list[tuple[nn.Module, Callable[..., Any], Given]] = []
+    parts = [part for part in module.modules() if hasattr(type(part), method)]
+
+    def listen(part: nn.Module) -> Callable[..., Any]:
+        own = getattr(part, method)
+
+        def hear(*args: Any, **kwargs: Any) -> Any:
+            heard.append((part, own, (args, kwargs)))
+            raise _Heard
+
+        return hear
+
+    with suppress(_Heard), _exchange(parts, method, listen), _leave_unchecked(), KnownValues():
+        module(**feeds, use_cache=False, return_dict=True)
+    return heard[0] if heard else None
 
 
 @contextmanager
