@@ -15,7 +15,7 @@ from PIL import Image
 from seeing import write_llava, write_mllama, write_questions, write_qwen
 from test_models_that_see import EXACT, W4, metrics, nats_of_answers
 from test_models_that_see import recipe as folder_recipe
-from tiny_lm import write_texts
+from tiny_lm import language_folder, write_texts
 
 from compress.errors import CompressError
 from runtime.tasks.manifest import verify
@@ -163,6 +163,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "between": (write_mllama, {"texts": True}, "export.0: its processor"),
     "graph pass": (write_llava, {"passes": [{"kind": "int8"}]}, "passes.0: int8"),
+    "no images": (
+        language_folder,
+        {"model": {"source": "dir:lm", "task": "text-generation"}, "texts": True, "chat": {"image_size": [16, 16]}},
+        "chat.image_size: text-generation reads no images; leave it out",
+    ),
 }
 
 
@@ -178,4 +183,7 @@ def test_what_no_graph_holds_is_refused_at_the_plan(case: str, tmp_path: Path) -
     with pytest.raises(CompressError) as error:
         plan(values, tmp_path, tmp_path / "cache")
     assert any(said in problem for problem in error.value.problems), error.value.problems
-    assert any("target: transformers" in problem for problem in error.value.problems) or case == "graph pass"
+    assert any("target: transformers" in problem for problem in error.value.problems) or case in (
+        "graph pass",
+        "no images",
+    )
