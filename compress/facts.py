@@ -355,7 +355,8 @@ def matches(pattern: str, name: str, *types: str) -> bool:
 
 
 OUTPUT = "lm_head"
-"""What a language model's output layer is called in recipes; most models call it so, too."""
+"""What recipes call a language model's output layer, and readers one that shares the embeddings' weight, so that no
+file names it."""
 
 
 def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> tuple[LayerFacts, ...]:
@@ -389,21 +390,19 @@ def assign_roles(layers: Sequence[LayerFacts], structure: Structure | None) -> t
             return "idle"
         return "head" if layer.name in last and layer.type != "Embedding" else ""
 
-    words = {layer.shape[0] for layer in layers if layer.weight in tables}
+    vocabularies = {layer.shape[0] for layer in layers if layer.weight in tables}
 
-    def find_alias(layer: LayerFacts) -> str:
-        makes_logits = layer.type != "Embedding" and (layer.name in last or layer.weight in tables)
-        return OUTPUT if makes_logits and layer.shape[0] in words else ""
-
-    return tuple(
-        replace(
+    def describe(layer: LayerFacts) -> LayerFacts:
+        role = find_role(layer)
+        makes_logits = role in ("head", "tied") and layer.type != "Embedding" and layer.shape[0] in vocabularies
+        return replace(
             layer,
-            role=find_role(layer),
+            role=role,
             unpackable=f"{layer.name}.".startswith(unpackable),
-            alias=find_alias(layer),
+            alias=OUTPUT if makes_logits else "",
         )
-        for layer in layers
-    )
+
+    return tuple(map(describe, layers))
 
 
 def find_uncalled(layers: Sequence[LayerFacts], structure: Structure) -> list[LayerFacts]:

@@ -18,9 +18,10 @@ from runtime.encode.images import ImagePreprocess, batch_pixels, normalize_pixel
 
 CHANNELS, WHITE = 3, 255
 DIGIT = 16
-"""Values of a digit: so far apart that no rounding makes one another."""
+"""Values of a digit, 17 of 255 apart: no processor's rounding makes one another."""
 CLOSE = 1e-4
-"""Of normalized pixels, and of a digit's brightness: a processor computes in float32."""
+"""Of normalized pixels, and of a digit's brightness: float32 leaves 5e-6 of Qwen2-VL's and Pixtral's, 1e-7 of Gemma 4's
+and SmolVLM's."""
 MakePixels = Callable[[Array], Array]
 """A processor: uint8 [height, width, 3] -> floats of any shape."""
 
@@ -30,7 +31,7 @@ class _Apart(Exception):
 
 
 @dataclass(frozen=True)
-class _Levels:
+class _Shades:
     """Of the values that come from pixels, the first of all, in their order."""
 
     channels: Array
@@ -52,13 +53,13 @@ def find_patches(resizing: ImagePreprocess, make_pixels: MakePixels) -> tuple[Im
     height, width = size = resizing.resize
     try:
         dark = make_pixels(np.zeros((*size, CHANNELS), np.uint8))
-        levels = _find_levels(dark, size, make_pixels)
-        rows, columns = (_read_places(axis, levels, size, make_pixels) for axis in (0, 1))
-        index = (levels.channels * height + rows) * width + columns
+        shades = _find_shades(dark, size, make_pixels)
+        rows, columns = (_read_places(axis, shades, size, make_pixels) for axis in (0, 1))
+        index = (shades.channels * height + rows) * width + columns
         loops = find_loops(index)
-        std = 1 / levels.span
-        spec = replace(resizing, mean=_to_floats(-levels.low * std), std=_to_floats(std))
-        order = PixelOrder(dark.shape, loops, int(index[0]), levels.rest)
+        std = 1 / shades.span
+        spec = replace(resizing, mean=_to_floats(-shades.low * std), std=_to_floats(std))
+        order = PixelOrder(dark.shape, loops, int(index[0]), shades.rest)
         noise = batch_pixels([np.random.default_rng(0).integers(0, 256, (*size, CHANNELS), np.uint8)], spec)
         if np.abs(order_pixels(normalize_pixels(noise, spec), order) - make_pixels(noise[0])).max() > CLOSE:
             raise _Apart
@@ -69,7 +70,7 @@ def find_patches(resizing: ImagePreprocess, make_pixels: MakePixels) -> tuple[Im
     return spec, order
 
 
-def _find_levels(dark: Array, size: tuple[int, int], make_pixels: MakePixels) -> _Levels:
+def _find_shades(dark: Array, size: tuple[int, int], make_pixels: MakePixels) -> _Shades:
     """Return what comes from pixels; `dark`: what a processor makes of a black image. _Apart."""
     colours = WHITE * np.eye(CHANNELS, dtype=np.uint8)
     bright = [make_pixels(np.broadcast_to(colour, (*size, CHANNELS)).copy()) for colour in colours]
@@ -87,17 +88,17 @@ def _find_levels(dark: Array, size: tuple[int, int], make_pixels: MakePixels) ->
     low, top = (values[first].astype(np.float64) for values in (black, high))
     if max(np.abs(black[:n] - low[channels]).max(), np.abs(high - top[channels]).max()) > CLOSE:
         raise _Apart
-    return _Levels(channels, low, top - low, float(rest[0]) if len(rest) else 0.0)
+    return _Shades(channels, low, top - low, float(rest[0]) if len(rest) else 0.0)
 
 
-def _read_places(axis: int, levels: _Levels, size: tuple[int, int], make_pixels: MakePixels) -> Array:
+def _read_places(axis: int, shades: _Shades, size: tuple[int, int], make_pixels: MakePixels) -> Array:
     """Return the row (axis 0) or column (1) of the image that each value comes from, int64 [n]. _Apart."""
     along = np.arange(size[axis]).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
-    places, step = np.zeros(len(levels.channels), np.int64), 1
+    places, step = np.zeros(len(shades.channels), np.int64), 1
     while step < size[axis]:
         digits = along // step % DIGIT * (WHITE // (DIGIT - 1))
         made = make_pixels(np.broadcast_to(digits, (*size, CHANNELS)).astype(np.uint8)).reshape(-1)[: len(places)]
-        values = (made - levels.low[levels.channels]) / levels.span[levels.channels] * (DIGIT - 1)
+        values = (made - shades.low[shades.channels]) / shades.span[shades.channels] * (DIGIT - 1)
         found = np.rint(values).astype(np.int64)
         if np.abs(values - found).max() > CLOSE * WHITE:
             raise _Apart

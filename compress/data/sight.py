@@ -41,6 +41,15 @@ USUAL_SIDES = (448, 384, 512, 768)
 """Of images: what is tried first where a recipe has to choose a size. 448 is 16 patches of 28 pixels and 14 of 32, as
 Qwen's models have them; Gemma 4 makes every image as large as 768."""
 MOST_SIDE = 2048
+"""Of images that are tried: a number of a processor's settings may count pixels, or anything else."""
+
+
+class UnreadImages(SourceError):
+    """A runtime could not do with any image what a processor does; `size`: what images could be brought to before."""
+
+    def __init__(self, problems: Sequence[str], size: tuple[int, int] | None) -> None:
+        super().__init__(problems)
+        self.size = size
 
 
 @dataclass(frozen=True)
@@ -65,18 +74,17 @@ class Sight:
 
 
 def find_sight(chats: ChatEncoder) -> Sight:
-    """Return how images reach the model. SourceError where a runtime could not do with one what the processor does."""
+    """Return how images reach the model. UnreadImages where a runtime could not do what its processor does."""
     try:
         return _find_sight(chats)
     except (UsageError, SourceError) as error:
-        size = find_size(chats)
+        size = _find_size(chats)
         sized = f"set chat.image_size: {list(size)}, to which all images are then brought, or " if size else ""
-        raise SourceError(
-            [text if WAY_OUT in text else f"{text}; {sized}{WAY_OUT}" for text in error.problems]
-        ) from error
+        problems = [text if WAY_OUT in text else f"{text}; {sized}{WAY_OUT}" for text in error.problems]
+        raise UnreadImages(problems, size) from error
 
 
-def find_size(chats: ChatEncoder) -> tuple[int, int] | None:
+def _find_size(chats: ChatEncoder) -> tuple[int, int] | None:
     """Return a size of images of which a runtime can do what the processor does: a usual one, or one that it names.
 
     None where there is none, and where the recipe names one.

@@ -57,7 +57,7 @@ HELD = 2**16
 """Elements of the largest parameter whose values are given to the exporter, which may look at them."""
 READ = 1
 """Tokens of a first call, fewer than any window keeps."""
-SHORT, LONG = (3, 7), (640, 1280)
+SHORT, LONG = (3, 7), 1280
 """Tokens of calls that take as many operators, unless code walks over a text, by tokens or by chunks."""
 WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten.index_select)
@@ -323,7 +323,7 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
         with shapes_alone():
             if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
                 module.to_empty(device="cpu")
-            return _find_states(module, argument, sight, (*LONG, *(most - READ for most in _list_lengths(module))))
+            return _find_states(module, argument, sight, (LONG, *(most - READ for most in _list_lengths(module))))
     except NotExportable:
         raise
     except ExportError:

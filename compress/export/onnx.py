@@ -419,8 +419,8 @@ def _make_translations() -> dict[Any, Callable[..., Any]]:
     def is_any_true(x: Any) -> Any:
         return op.Cast(op.ReduceMax(op.Cast(x, to=ir.DataType.INT32), keepdims=0), to=ir.DataType.BOOL)
 
-    def squeeze(x: Any, dim: int | Sequence[int]) -> Any:
-        """As torch's, which leaves an axis of another size than 1 as it is, where ONNX's fails."""
+    def remove_axes(x: Any, dim: int | Sequence[int]) -> Any:
+        """Return what torch's squeeze gives, which leaves an axis of another size than 1, where ONNX's fails."""
         axes = [
             axis for axis in ([dim] if isinstance(dim, int) else dim) if x.shape[axis] == 1 or x.shape[axis] is None
         ]
@@ -430,8 +430,8 @@ def _make_translations() -> dict[Any, Callable[..., Any]]:
     return {
         aten._is_all_true.default: is_all_true,
         aten._is_any_true.default: is_any_true,
-        aten.squeeze.dim: squeeze,
-        aten.squeeze.dims: squeeze,
+        aten.squeeze.dim: remove_axes,
+        aten.squeeze.dims: remove_axes,
     }
 
 

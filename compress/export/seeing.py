@@ -153,11 +153,10 @@ def _chooses_rows(tensor: Tensor, key: Any) -> bool:
 
 def take_rows(embeddings: Tensor, mask: Tensor, n: int) -> Tensor:
     """Return the first `n` rows of embeddings [batch, t, width] where `mask` [batch, t] is true, [n, width]."""
-    places = mask.flatten()
-    number = places.to(torch.int64).cumsum(0) - 1
-    slot = torch.where(places & (number < n), number, n)
+    number = _number_places(mask).flatten()
+    slot = torch.where(mask.flatten() & (number < n), number, n)
     first = torch.zeros(n + 1, dtype=torch.int64, device=mask.device)
-    chosen = first.scatter(0, slot, torch.arange(places.shape[0], device=mask.device))[:n]
+    chosen = first.scatter(0, slot, torch.arange(slot.shape[0], device=mask.device))[:n]
     return embeddings.reshape(-1, embeddings.shape[-1])[chosen]
 
 
@@ -168,10 +167,15 @@ def place_rows(embeddings: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """
     rows = source.reshape(-1, embeddings.shape[-1])
     places = mask.expand_as(embeddings)[..., 0]  # [batch, t]
-    number = places.flatten().to(torch.int64).cumsum(0).reshape(places.shape) - 1
+    number = _number_places(places)
     held = places & (number < rows.shape[0])
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # there may be none to choose
     return torch.where(held[..., None], padded[torch.where(held, number, -1)], embeddings)
+
+
+def _number_places(places: Tensor) -> Tensor:
+    """Return the number from 0 of each place [batch, t] that is true, counted over all rows."""
+    return places.flatten().to(torch.int64).cumsum(0).reshape(places.shape) - 1
 
 
 class _Vision(nn.Module):

@@ -25,7 +25,7 @@ from compress.blocks.store import Entry, Stored, WeightStore
 from compress.blocks.streamed import StreamedModel
 from compress.blocks.tables import layer_facts
 from compress.errors import SourceError
-from compress.facts import WORTH_NAMING, BlockFacts, InputGroup, ModelFacts, Structure, assign_roles
+from compress.facts import OUTPUT, WORTH_NAMING, BlockFacts, InputGroup, ModelFacts, Structure, assign_roles
 from compress.formats.targets import FUSED
 from compress.models.checkpoint import TensorPlaces, list_tensors
 from compress.models.facts import count_other_bytes, find_float_bytes
@@ -50,8 +50,6 @@ are taken apart. A bound on memory (256 MiB), not measured."""
 FLOATS = ("F32", "F16", "BF16")
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 """Of the cache in 8 bits that a rounded source may ask for; the result asks for none."""
-HEAD = "lm_head"
-"""What patterns call an output layer, and a reader one that shares the embeddings' weight, so that no file names it."""
 Layers = Mapping[str, tuple[int, int]]
 """Name -> [out, in]."""
 
@@ -130,7 +128,7 @@ def read_named_model(source: Source) -> NamedModel:
     head = _find_head(layers, tables, chain)
     if head is None and tables and config.get("tie_word_embeddings") is not False:
         _share_table(module, max(tables, key=lambda name: math.prod(layers[name])))
-        head = HEAD
+        head = OUTPUT
     structure = _find_structure(module, layers, tables, chain, head, _find_routers(layers, held))
     architecture = str((config.get("architectures") or [config.get("model_type", "")])[0])
     return NamedModel(module, structure, entries, copied, architecture, tuple(_describe_stacks(held, types)))
@@ -285,7 +283,7 @@ def _share_table(module: nn.Module, table: str) -> None:
     """Add the output layer that multiplies with a table's weight."""
     weight = _find_part(module, table)._parameters["weight"]
     assert weight is not None
-    _put_layer(module, HEAD, (weight.shape[0], weight.shape[1]), is_table=False)._parameters["weight"] = weight
+    _put_layer(module, OUTPUT, (weight.shape[0], weight.shape[1]), is_table=False)._parameters["weight"] = weight
 
 
 def _find_head(layers: Layers, tables: set[str], chain: _Chain) -> str | None:

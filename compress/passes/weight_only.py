@@ -307,18 +307,7 @@ class WeightPass(WeightNumbers, Pass):
         if narrow := [decision.layer for decision in kept if decision.reason == NARROW]:
             notes.append(Note("info", f"{self.kind}: {list_some(narrow)} stay float: {NARROW}"))
         if idle_names := [decision.layer for decision in kept if decision.reason == IDLE]:
-            others = [layer.name for layer in facts.layers if layer.role != "idle" and layer.type != "Embedding"]
-            why = "no text reaches them" if find_task(facts.task).reads_texts else "no call reaches them"
-            groups = group_names(idle_names, others)
-            said = f"{self.kind}: {describe_groups(groups)} stay as they are: {why}"
-            n_bytes = sum(layer.n_bytes for layer in facts.distinct_layers() if layer.name in idle_names)
-            if n_bytes > MUCH * facts.n_bytes:
-                targets = ", ".join(f'"re:{name}.*"' if len(members) > 1 else name for name, members in groups.items())
-                size = self.base().weights.group_size
-                form = f"scheme: W8A16, group_size: {size if size > 0 else GROUP_SIZE}, indivisible: fit"
-                way = f"{{kind: rtn, {form}, targets: [{targets}]}} beside makes them smaller"
-                said += f"; they are {n_bytes / facts.n_bytes:.0%} of the weights' bytes: {way}"
-            notes.append(Note("info", said))
+            notes.append(self._tell_idle(idle_names, facts))
         if floats := [decision.layer for decision in kept if decision.reason == UNPACKABLE]:
             why = "experts in one tensor, or weights that the model's own code sets as it loads"
             said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
@@ -467,6 +456,21 @@ class WeightPass(WeightNumbers, Pass):
         """Return the patterns that must select something: all but `lm_head`, which is ignored wherever there is one."""
         overrides = {f"overrides.{i}.targets": o.targets for i, o in enumerate(self.overrides)}
         return {"targets": self.targets, "ignore": [p for p in self.ignore if p != "lm_head"], **overrides}
+
+    def _tell_idle(self, names: Sequence[str], facts: ModelFacts) -> Note:
+        """Return a note on layers that nothing calls, with a pass that takes them where they are much of the model."""
+        others = [layer.name for layer in facts.layers if layer.role != "idle" and layer.type != "Embedding"]
+        why = "no text reaches them" if find_task(facts.task).reads_texts else "no call reaches them"
+        groups = group_names(names, others)
+        said = f"{self.kind}: {describe_groups(groups)} stay as they are: {why}"
+        n_bytes = sum(layer.n_bytes for layer in facts.distinct_layers() if layer.name in names)
+        if n_bytes > MUCH * facts.n_bytes:
+            targets = ", ".join(f'"re:{name}.*"' if len(members) > 1 else name for name, members in groups.items())
+            size = self.base().weights.group_size
+            form = f"scheme: W8A16, group_size: {size if size > 0 else GROUP_SIZE}, indivisible: fit"
+            way = f"{{kind: rtn, {form}, targets: [{targets}]}} beside makes them smaller"
+            said += f"; they are {n_bytes / facts.n_bytes:.0%} of the weights' bytes: {way}"
+        return Note("info", said)
 
     def _ask_target(
         self, taken: Sequence[LayerFacts], settings: dict[str, Scheme], target: Target

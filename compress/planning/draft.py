@@ -23,7 +23,6 @@ from compress.data.find_sets import (
     take_calibration,
 )
 from compress.data.samples import n_rows, open_source
-from compress.data.sight import find_size
 from compress.data.table import Table
 from compress.errors import CompressError, PlanError, RecipeError, SourceError
 from compress.formats.targets import TARGETS
@@ -342,8 +341,8 @@ def _try_task(base: Mapping[str, Any], task: str, spec: Mapping[str, Any] | None
     target = base.get("target", TORCH_TASKS[task].starter.target)
     parts = {"data": {"evaluation": spec}, "target": target, **list_exports(target)}
     inputs = read_inputs(make_recipe({**recipe, **parts}, root))
-    if inputs.unseen and inputs.chats is not None and (size := find_size(inputs.chats)):
-        recipe["chat"] = {"image_size": list(size)}
+    if inputs.image_size is not None:
+        recipe["chat"] = {"image_size": list(inputs.image_size)}
         reasons["chat.image_size"] = "a graph's images are of one size, its processor's of any; more is more tokens"
         inputs = read_inputs(make_recipe({**recipe, **parts}, root))
     if inputs.problems:

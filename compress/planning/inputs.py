@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compress.data.chat import ChatEncoder, perceived_columns
 from compress.data.inspect import DataFacts, inspect_data
-from compress.data.sight import Sight, find_sight
+from compress.data.sight import Sight, UnreadImages, find_sight
 from compress.errors import PlanError, SourceError, place_errors
 from compress.facts import ModelFacts, SampleShapes
 from compress.models.answers import describe_not_followed
@@ -82,8 +82,8 @@ class Inputs:
     """Of a torch model, on the meta device."""
     sight: Sight | None = None
     """How images reach a model that also sees, of which a graph is written."""
-    unseen: tuple[str, ...] = ()
-    """Why a runtime cannot read its images; among the problems."""
+    image_size: tuple[int, int] | None = None
+    """What its images could be brought to, where a runtime cannot read them as they are."""
 
 
 def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
@@ -148,8 +148,8 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
     passed_over = check_weights(opened, facts.unread)
     look = partial(check_token_ids, opened.module, spec.task, preprocess, facts.inputs, tokenizer)
     passed_over += check_samples(spec.task, data, facts, look, preprocess, problems)
-    sight, unseen = _find_sight(recipe, chats)
-    problems += unseen
+    sight, unread, image_size = _find_sight(recipe, chats)
+    problems += unread
     return Inputs(
         recipe,
         preprocess,
@@ -168,7 +168,7 @@ def read_inputs(recipe: Recipe, cache: Path | None = None) -> Inputs:
         tuple(passed_over),
         run,
         sight,
-        tuple(unseen),
+        image_size,
     )
 
 
@@ -190,18 +190,21 @@ def _make_chat_encoder(recipe: Recipe, source: Source) -> ChatEncoder | None:
     return ChatEncoder(recipe.chat, source.folder, recipe.root, spec.trust_remote_code, task.perceives)
 
 
-def _find_sight(recipe: Recipe, chats: ChatEncoder | None) -> tuple[Sight | None, list[str]]:
-    """Return how images reach a model that also sees, where its graph is written, or why a runtime cannot read any."""
+def _find_sight(recipe: Recipe, chats: ChatEncoder | None) -> tuple[Sight | None, list[str], tuple[int, int] | None]:
+    """Return how images reach a model that also sees, where its graph is written.
+
+    Else why a runtime cannot read any, and to what size they could be brought.
+    """
     index = next((i for i, export in enumerate(recipe.export) if isinstance(export, GraphExport)), None)
     if chats is None or chats.perceives != IMAGE:
         sized = recipe.chat.image_size is not None
-        return None, [f"chat.image_size: {recipe.model.task} reads no images; leave it out"] if sized else []
+        return None, [f"chat.image_size: {recipe.model.task} reads no images; leave it out"] if sized else [], None
     if index is None:
-        return None, []
+        return None, [], None
     try:
-        return find_sight(chats), []
-    except SourceError as error:
-        return None, [f"export.{index}: {problem}" for problem in error.problems]
+        return find_sight(chats), [], None
+    except UnreadImages as error:
+        return None, [f"export.{index}: {problem}" for problem in error.problems], error.size
 
 
 def settle_digests(inputs: Inputs, digests: FileDigests, read: bool = False, verify: bool = False) -> Inputs:
