@@ -323,7 +323,7 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
         with shapes_alone():
             if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
                 module.to_empty(device="cpu")
-            return _find_states(module, argument, sight, (LONG, *(most - READ for most in _list_lengths(module))))
+            return _find_states(module, argument, sight, (*(most - READ for most in _list_lengths(module)), LONG))
     except NotExportable:
         raise
     except ExportError:
@@ -333,7 +333,7 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
 
 
 def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Sequence[int] = ()) -> DecoderCache:
-    """Return what `find_states` does. `long`: lengths of calls that only shapes alone make cheap."""
+    """Return what `find_states` does. `long`: of a call that shapes alone make cheap, the first that the model runs."""
     with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
         tower = None if sight is None else find_tower(module, sight)
         cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
@@ -350,10 +350,12 @@ def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Se
         except FAILURES as error:
             raise _refuse(module, f"does not go on from its own cache: {str(error).partition(chr(10))[0]}") from error
         _refuse_counters(module, after, longer)
-        alike = few == many
-        with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
-            alike = alike and all(_read_on(wrapper, length)[1] == many for length in long)
-        if not alike:
+        counts = [few, many]
+        for length in long:
+            with suppress(*FAILURES):  # a text that is longer than the model was made for shows nothing
+                counts.append(_read_on(wrapper, length)[1])
+                break
+        if len(set(counts)) > 1:
             raise _refuse(
                 module, "its code takes other steps with long texts than with short ones, and a graph takes one way"
             )

@@ -23,6 +23,7 @@ import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass, InlinePass, ShapeInferencePass
 from onnxruntime import RunOptions
 from torch import nn
+from torch.fx import config as fx_config
 from torch.utils._pytree import tree_leaves
 
 from compress.blocks.materialise import plain
@@ -371,7 +372,14 @@ def export_program(
     from onnxscript.optimizer import optimize_ir
 
     module = without_computed(module)
-    with silence(), keep_operator_tables(), leave_untouched(module), count_free_sizes(module), RealRotations():
+    with (
+        silence(),
+        keep_operator_tables(),
+        leave_untouched(module),
+        count_free_sizes(module),
+        without_line_numbers(),
+        RealRotations(),
+    ):
         try:
             program = torch.onnx.export(
                 module,
@@ -488,6 +496,17 @@ def _rename(model: ir.Model, value: ir.Value, name: str) -> None:
     assert value.const_value is not None
     value.const_value.name = name
     model.graph.register_initializer(value)
+
+
+@contextmanager
+def without_line_numbers() -> Iterator[None]:
+    """Let torch not write beside every operator the lines of code that it stems from: a sixth of a small export."""
+    before = getattr(fx_config, "do_not_emit_stack_traces", False)  # an older torch may not have it
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx_config.do_not_emit_stack_traces = before
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -58,12 +59,17 @@ def from_json(cls: type[T], data: Any, where: str, measured: bool = False) -> T:
     missing = [name for name in required if name not in data]
     if missing:
         raise Mismatch(f"{where}.{missing[0]}: missing")
-    hints = get_type_hints(cls)
+    hints = _read_hints(cls)
     values = {name: _read_value(hints[name], item, f"{where}.{name}", measured) for name, item in data.items()}
     try:
         return cls(**values)
     except ValueError as error:
         raise Mismatch(f"{where}: {error}") from error
+
+
+@cache
+def _read_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def _read_value(hint: Any, data: Any, where: str, measured: bool) -> Any:

@@ -217,6 +217,8 @@ def measure_tokens(
     def measure(piece: slice) -> TokenNumbers:
         return _measure_piece([model_logits[piece] for model_logits in logits], targets[piece])
 
+    if len(pieces) == 1:  # a thread takes longer to start than a small model's logits to be read
+        return measure(pieces[0])
     with ThreadPoolExecutor(count_cores()) as pool:  # nothing else computes meanwhile
         return _join_numbers(list(pool.map(measure, pieces)))
 

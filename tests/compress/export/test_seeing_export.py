@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from PIL.Image import fromarray
@@ -68,13 +69,26 @@ def draw_images(*sizes: tuple[int, int]) -> list[np.ndarray]:
 def write_graphs(folder: Path, out: Path, size: tuple[int, int] | None) -> Generator:
     """Write the graphs that a bundle would get of the float model, and open them."""
     sight = find_sight(chats_of(folder, size))
-    graph, _ = finish(GraphState(export_decoder(load_whole(folder), sight=sight)), TARGETS["onnxruntime-cpu"])
+    exported = export_decoder(load_whole(folder), sight=sight)
+    check_cut(exported, sight.n_tokens)
+    graph, _ = finish(GraphState(exported), TARGETS["onnxruntime-cpu"])
     save_graph(graph, out / "model.onnx")
     assert sorted(path.name for path in out.iterdir()) == ["model.onnx", "vision.onnx"]
     session = open_model(BACKENDS["onnxruntime-cpu"], out / "model.onnx", 1, {})
     encoder = make_language_encoder(LanguagePreprocess(), session.inputs, folder, VOCABULARY)
     decoder = Decoder(session, cache_of(split_sight(graph)[1]))
     return Generator(decoder, encoder, read_generation(folder, VOCABULARY), folder, sight.images)
+
+
+def check_cut(graph: ir.Model, n_tokens: int) -> None:
+    """The first feature is as long as an image has tokens, and neither graph holds the other's weights."""
+    vision, decoder = split_sight(graph)
+    (pixels, *_), (first, *others) = input_specs(vision), output_specs(vision)
+    assert pixels.name == "pixel_values" and (first.name, first.shape[0]) == ("image_features.0", n_tokens)
+    read = {spec.name: spec.shape for spec in input_specs(decoder)}
+    assert [read[each.name] for each in (first, *others)] == [("features", each.shape[1]) for each in (first, *others)]
+    assert "pixel_values" not in read
+    assert not vision.graph.initializers.keys() & decoder.graph.initializers.keys()
 
 
 def next_logits(model: Any, chats: ChatEncoder, turns: list[dict[str, Any]], made: list[int]) -> np.ndarray:
@@ -125,21 +139,6 @@ def test_every_greedy_token_is_that_of_transformers(kind: str, tmp_path: Path) -
     for answer, tokens_of_row in zip(answers, made, strict=True):
         end = next((i for i, token in enumerate(tokens_of_row) if token in ends), GREEDY)
         assert list(answer.token_ids) == tokens_of_row[:end]
-
-
-@pytest.mark.slow
-def test_the_two_graphs_are_cut_apart(tmp_path: Path) -> None:
-    folder = write_llava(tmp_path / "lm")
-    sight = find_sight(chats_of(folder))
-    graph = export_decoder(load_whole(folder), sight=sight)
-    vision, decoder = split_sight(graph)
-    (pixels,), (features,) = input_specs(vision), output_specs(vision)
-    assert (pixels.name, pixels.shape) == ("pixel_values", (1, 3, 16, 16))
-    assert (features.name, features.shape) == ("image_features.0", (sight.n_tokens, 64))
-    read = {spec.name: spec.shape for spec in input_specs(decoder)}
-    assert read["image_features.0"] == ("features", 64) and "pixel_values" not in read
-    assert not [name for name in decoder.graph.initializers if "vision_tower" in name]
-    assert not [name for name in vision.graph.initializers if "language_model" in name]
 
 
 def test_rows_are_put_where_the_mask_is() -> None:
