@@ -50,7 +50,7 @@ class LayerFacts:
     takes if `targets` names it.
     `custom`: a torch layer whose class has a forward of its own, which is lost where an engine puts its own layer in
     its place. `unpackable`: transformers reads it as floats alone: an expert's, which its files hold in one tensor with
-    the others', or one that the model's code sets.
+    the others', or one that the model's code sets, or reads in a forward pass of the layer's own.
     """
 
     name: str

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+PROBE_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a forward pass may raise that wants more than a batch of vectors."""
 Work = dict[str, tuple[int, str]]
 """Layer -> its multiply-accumulates in a run, and the ONNX operator that it is."""
 
@@ -16,14 +22,41 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Return whether a layer, no table, is of a subclass of torch's that computes otherwise: Falcon's, phimoe's router.
+    """Return whether a layer, no table, is of a subclass of torch's that computes otherwise, as phimoe's router does.
 
     An engine that puts its own layer in its place, and whoever computes with its weight alone, loses that.
     """
+    return has_own_formula(layer) and not (isinstance(layer, nn.Linear) and _multiplies_alone(layer))
+
+
+def has_own_formula(layer: nn.Module) -> bool:
+    """Return whether a layer, no table, is of a subclass of torch's with a forward pass of its own, as Falcon's are."""
     kind = next(kind for kind in type(layer).__mro__ if kind.__name__ in LAYER_OPS)
     computes = ("forward", "_conv_forward")
     own = any(getattr(type(layer), name, None) is not getattr(kind, name, None) for name in computes)
     return own and not isinstance(layer, nn.Embedding)
+
+
+def _multiplies_alone(layer: nn.Module) -> bool:
+    """Return whether a subclass of Linear computes what Linear does, by another formula: tried with a small weight."""
+    if layer._parameters.keys() != {"weight", "bias"} or layer._buffers or layer._modules:
+        return False
+    probe: Any = copy.copy(layer)
+    probe.in_features, probe.out_features = 5, 3
+    with torch.no_grad(), torch.device("cpu"):
+        weight, bias = torch.linspace(-1, 1, 15).reshape(3, 5), None if layer.bias is None else torch.linspace(1, 2, 3)
+        held = {"weight": weight, "bias": bias}
+        probe._parameters = {name: None if each is None else nn.Parameter(each, False) for name, each in held.items()}
+        x = torch.linspace(-9, 9, 40).reshape(2, 4, 5).sin()
+        try:
+            found = [type(layer).forward(probe.train(training), x) for training in (True, False)]
+        except PROBE_FAILURES:
+            return False
+        expected = nn.functional.linear(x, weight, bias)
+        return all(
+            isinstance(each, Tensor) and each.shape == expected.shape and torch.allclose(each, expected)
+            for each in found
+        )
 
 
 def in_axis(layer: nn.Module) -> int:

@@ -41,8 +41,9 @@ def checkpoint_problems(
     problems += find_tied_problems(facts, schemes)
     problems += _find_expert_problems([layer.name for layer in facts.layers], schemes)
     if TARGETS[target].needs_floats and (name := next((n for n in schemes if layers[n].unpackable), "")):
-        said = f"{target} reads it as floats alone (experts in one tensor, or a weight that the model's own code sets)"
-        problems.append(f"{name}: {said}; ignore it, or set the export's target: vllm")
+        why = "experts in one tensor, or a weight that the model's own code sets or reads"
+        said = f"{target} reads it as floats alone ({why}); ignore it, or set the export's target: vllm"
+        problems.append(f"{name}: {said}")
     if export.format in ("gptq", "awq"):
         problems += _find_single_scheme_problems(export.format.upper(), schemes, kv_cache)
     if export.format == "awq":

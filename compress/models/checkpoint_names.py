@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compress.blocks.experts import Experts
-from compress.blocks.layers import is_layer
+from compress.blocks.layers import has_own_formula, is_layer
 from compress.blocks.materialise import NamedParts, copy_without_weights, plain
 
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -104,9 +104,11 @@ def find_unpackable(module: nn.Module) -> tuple[str, ...]:
     """Return the layers, and mixtures made into layers, that transformers reads as floats alone."""
     if _takes_no_packed(getattr(module, "wrapped", module)):
         return tuple(plain(name) for name, part in module.named_modules() if is_layer(part))
-    names = [plain(name) for name, part in module.named_modules() if isinstance(part, Experts)]
+    parts = {plain(name): part for name, part in module.named_modules()}
+    names = [name for name, part in parts.items() if isinstance(part, Experts)]
     stacks = [] if not names or file_names(module, ()).one_by_one else names
-    return (*stacks, *_find_initialised(getattr(module, "wrapped", module)))
+    spelled = [name for name, part in parts.items() if is_layer(part) and has_own_formula(part)]  # reads its weight
+    return (*stacks, *spelled, *_find_initialised(getattr(module, "wrapped", module)))
 
 
 def _takes_no_packed(model: Any) -> bool:

@@ -309,7 +309,7 @@ class WeightPass(WeightNumbers, Pass):
         if idle_names := [decision.layer for decision in kept if decision.reason == IDLE]:
             notes.append(self._tell_idle(idle_names, facts))
         if floats := [decision.layer for decision in kept if decision.reason == UNPACKABLE]:
-            why = "experts in one tensor, or weights that the model's own code sets as it loads"
+            why = "experts in one tensor, or weights that the model's own code sets as it loads, or reads by itself"
             said = f"{target.name} reads them as floats alone ({why}); target: vllm packs them"
             notes.append(Note("warning", f"{self.kind}: {len(floats)} layers ({list_some(floats)}) stay float: {said}"))
         problems += more

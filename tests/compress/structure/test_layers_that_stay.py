@@ -29,6 +29,21 @@ class Plain(nn.Linear):
     """No forward of its own."""
 
 
+class Spelled(nn.Linear):
+    """Falcon's: the same by another formula."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.weight.T
+        return product if self.bias is None else product + self.bias
+
+
+class Noisy(Spelled):
+    """The same only while it is not trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0.1 if self.training else 0)
+
+
 class Pair(nn.Linear):
     """A router that gives a tuple."""
 
@@ -43,10 +58,11 @@ class Padded(nn.Conv2d):
 
 
 def test_a_subclass_is_told_by_what_it_computes() -> None:
-    own = [Scaled(2, 2), Pair(2, 2), Padded(2, 2, 2)]
-    others = [nn.Linear(2, 2), Plain(2, 2), nn.Embedding(2, 2), nn.ConvTranspose1d(2, 2, 1)]
+    own = [Scaled(2, 2), Pair(2, 2), Padded(2, 2, 2), Noisy(2, 2)]
+    spelled = [Spelled(2, 2), Spelled(2, 4, bias=False, device="meta")]
+    others = [nn.Linear(2, 2), Plain(2, 2), nn.Embedding(2, 2), nn.ConvTranspose1d(2, 2, 1), *spelled]
     normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    assert [has_own_forward(layer) for layer in (*own, *others, normed)] == [True] * 3 + [False] * 5
+    assert [has_own_forward(layer) for layer in (*own, *others, normed)] == [True] * 4 + [False] * 7
 
 
 def test_work_of_a_layer_that_gives_several_tensors_is_counted() -> None:
