@@ -313,8 +313,8 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
 
     A module on the meta device is of no other use afterwards. `run`: it may be run in earnest where its code looks at
     values. `sight`: how images reach a model that also sees. Raises NotExportable for a cache that is no list of
-    tensors, and for code that walks over a text in Python, of which no graph reads another length; ExportError where
-    shapes alone do not show it.
+    tensors, and for code that walks over a text in Python, of which no graph reads another length, or that branches by
+    what it computes; ExportError where shapes alone do not show it.
     """
     argument = next((name for name in ARGUMENTS if name in inspect.signature(module.forward).parameters), None)
     if argument is None:
@@ -327,9 +327,24 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
     except NotExportable:
         raise
     except ExportError:
+        if _chooses_by_values(module, argument, sight):
+            raise _refuse(module, "its code goes this way or that by what it computes, and a graph goes one") from None
         if not run:
             raise
         return _find_states(module, argument, sight)
+
+
+def _chooses_by_values(module: nn.Module, argument: str, sight: Sight | None) -> bool:
+    """Return whether code that shapes alone do not run branches by numbers that no exporter knows, either."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    try:
+        with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+            _find_states(module, argument, sight)
+    except ExportError as error:
+        return isinstance(error.__cause__, GuardOnDataDependentSymNode)
+    return False
 
 
 def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Sequence[int] = ()) -> DecoderCache:

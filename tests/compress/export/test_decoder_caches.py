@@ -12,7 +12,7 @@ import pytest
 import torch
 from decoder_graphs import VOCABULARY, kinds
 from tiny_decoders import CONFIGS, REFUSED, make
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.blocks.experts import unstack_experts
@@ -113,6 +113,22 @@ def test_what_no_graph_holds_is_refused_by_shapes_alone(kind: str, said: str) ->
     module = copy.deepcopy(make(kind))
     unstack_experts(module)
     with pytest.raises(NotExportable, match=rf"{said}.*; use target: transformers"):
+        find_states(module)
+
+
+class Chooses(nn.Module):
+    """Runs an expert for each that a token has chosen, and leaves the tokens of the last one as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in x.argmax(-1).unique():
+            x = x if int(expert) == 31 else 2 * x
+        return x
+
+
+def test_code_that_branches_by_what_it_computes_is_refused_by_shapes_alone() -> None:
+    module = copy.deepcopy(make("lfm2"))
+    module.model.layers[0].feed_forward = Chooses()
+    with pytest.raises(NotExportable, match=r"this way or that by what it computes.*; use target: transformers"):
         find_states(module)
 
 
