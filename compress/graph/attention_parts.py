@@ -298,7 +298,7 @@ def angle_table(model: ir.Model, angle: ir.Value, length: int) -> np.ndarray | N
 
 
 def evaluate(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
-    """Compute the named values where the values that `feeds` names are its arrays, of any shape that the nodes take.
+    """Compute the named values where those that `feeds` names, if there are any, are its arrays of fitting shapes.
 
     None where the values need more than those feeds, or the nodes do not take them.
     """
@@ -323,8 +323,8 @@ def _cut_part(model: ir.Model, names: Sequence[str], feeds: Mapping[str, np.ndar
     outputs = [values[name] for name in names]
     copy.graph.outputs.clear()
     copy.graph.inputs.clear()
-    for name, array in feeds.items():
-        _feed_value(copy, values[name], array)
+    for name in filter(values.__contains__, feeds):  # code that counts positions itself has none by their name
+        _feed_value(copy, values[name], feeds[name])
     for value in outputs:
         value.type, value.shape = value.type or ir.TensorType(ir.DataType.FLOAT), None
         copy.graph.outputs.append(value)

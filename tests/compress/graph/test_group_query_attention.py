@@ -100,6 +100,21 @@ def test_a_window_is_seen_whose_model_does_not_say_its_length() -> None:
     assert node.attributes["local_window_size"].as_int() == 20
 
 
+def test_code_that_counts_positions_itself_gives_the_same_numbers() -> None:
+    import transformers
+
+    class Counting(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, attention_mask=None, past_key_values=None, **more):  # type: ignore[no-untyped-def]
+            return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **more)
+
+    net = build(transformers.LlamaConfig(**CONFIGS["llama"][2], num_hidden_layers=1))
+    net.__class__ = Counting
+    plain = export_decoder(net)
+    ours, _ = to_group_query_attention(clone(plain))
+    ids, mask = tokens(1, 12), np.ones((1, 12), np.int64)
+    assert relative(stepwise(Decoder(plain), ids, mask, 8), stepwise(Decoder(ours, 16), ids, mask, 8)) < 1e-5
+
+
 def cache_of_shared(model: ir.Model) -> object:
     from dataclasses import replace
 
