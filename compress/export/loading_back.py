@@ -28,7 +28,7 @@ from torch import Tensor
 from compress.blocks.activations import with_others
 from compress.blocks.engine_arithmetic import compute_as_engine
 from compress.blocks.forward import run
-from compress.blocks.layers import is_hf_conv1d
+from compress.blocks.layers import has_own_formula, is_hf_conv1d
 from compress.blocks.materialise import fill, plain
 from compress.blocks.streamed import StreamedModel
 from compress.errors import ExportError
@@ -172,6 +172,8 @@ def choose_reader(folder: Path, model: StreamedModel, export: CheckpointExport, 
 def _ask_transformers(module: torch.nn.Module, schemes: Mapping[str, Scheme]) -> str:
     """Return why transformers cannot read layers in these schemes; "" where it can."""
     parts = {plain(name): part for name, part in module.named_modules()}
+    if spelled := next((name for name in schemes if has_own_formula(parts[name])), ""):
+        return f"in transformers {spelled} multiplies with its weight itself, and in few bits it has none"
     return transformers_lacks(schemes, [name for name in schemes if isinstance(parts[name], torch.nn.Embedding)])
 
 

@@ -201,6 +201,16 @@ def test_quantized_checkpoints_are_read_back(name: str, form: Any, reader: str, 
     assert f"loaded back by {reader}" in note.text and "its outputs on 2 samples are those" in compared.text
 
 
+def test_layers_that_multiply_by_a_formula_of_their_own_are_read_back(tmp_path: Path) -> None:
+    """Falcon's, which ask for a weight that transformers' packed layer has not."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 60}
+    net = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    spec, model, export = written(tmp_path, net=net)
+    note, compared = read_back(tmp_path / "out", model, spec, export)
+    assert "loaded back by compress (in transformers transformer.h.0.self_attention.query_key_value multi" in note.text
+    assert "its outputs on 2 samples are those" in compared.text
+
+
 def test_layers_that_lie_transposed_and_in_a_small_type_are_read_back(tmp_path: Path) -> None:
     """GPT-2's square ones above all, whose shape does not tell which way round they lie; and what storing changed."""
     torch.manual_seed(0)
