@@ -323,7 +323,8 @@ def find_states(module: nn.Module, run: bool = False, sight: Sight | None = None
         with shapes_alone():
             if any(tensor.is_meta for tensor in module.parameters()):  # beside which the model's own code makes others
                 module.to_empty(device="cpu")
-            return _find_states(module, argument, sight, (*(most - READ for most in _list_lengths(module)), LONG))
+            # one token less than the most: of a table of all positions the whole is taken without a slice (GPT-Neo)
+            return _find_states(module, argument, sight, (*(most - READ - 1 for most in _list_lengths(module)), LONG))
     except NotExportable:
         raise
     except ExportError:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoder_graphs import VOCABULARY, kinds
+import transformers
+from decoder_graphs import VOCABULARY, build, kinds
 from tiny_decoders import CONFIGS, REFUSED, make
 from torch import Tensor, nn
 from torch.nn import functional
@@ -114,6 +115,12 @@ def test_what_no_graph_holds_is_refused_by_shapes_alone(kind: str, said: str) ->
     unstack_experts(module)
     with pytest.raises(NotExportable, match=rf"{said}.*; use target: transformers"):
         find_states(module)
+
+
+def test_a_table_of_all_positions_that_is_read_whole_is_no_other_way() -> None:
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY, "window_size": 8}
+    net = build(transformers.GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]]))
+    assert len(find_states(net).states) == 4
 
 
 class Chooses(nn.Module):
