@@ -312,7 +312,7 @@ def try_looking(folder: Path) -> str:
             return "-: a tiny one of it does not run on an image"
         graph, _ = finish(GraphState(export_decoder(module, sight=sight)), TARGETS["onnxruntime-cpu"])
     except (SourceError, NotExportable) as error:
-        return f"{REFUSED}: {shorten('; '.join(error.problems))}"
+        return f"{REFUSED}: {shorten('; '.join(error.problems).replace(f'{folder}/', ''))}"
     except Exception as error:  # noqa: BLE001  (a finding)
         return f"{FAILED}: {shorten(repr(error))}"
     save_graph(graph, folder / "model.onnx")
