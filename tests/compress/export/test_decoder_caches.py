@@ -214,6 +214,11 @@ def place_by_index(cache: Any, hidden: torch.Tensor) -> None:
 
 
 def look(cache: Any, hidden: torch.Tensor) -> None:
+    times = hidden.sum().item()
+    cache.update(hidden[:, None] * times, hidden[:, None], 0)
+
+
+def choose(cache: Any, hidden: torch.Tensor) -> None:
     if hidden.sum() > 0:
         cache.update(hidden[:, None], hidden[:, None], 0)
 
@@ -227,6 +232,7 @@ def look(cache: Any, hidden: torch.Tensor) -> None:
         (count, "layer 0 keeps a DynamicLayer that counts its tokens in n_read"),
         (place_by_count, "it counts positions without the mask"),
         (place_by_index, "it counts positions without the mask"),
+        (choose, "its code goes this way or that by what it computes"),
         (keep_twice, "layer 0 keeps keys, which grows by something else than each token"),
         (keep_without_rows, r"layer 0 keeps keys \(1, 1, 4, 8\), which is no row for each text"),
     ],
