@@ -30,7 +30,7 @@ from runtime.clock.compare import compare_files
 from runtime.clock.turns import Call, make_call, time_in_turns
 from runtime.errors import RuntimeFailure
 from runtime.judge.bundle import assemble, prepare, quality, run_candidate
-from runtime.judge.explain import explain_bundle, explain_unprofiled
+from runtime.judge.explain import explain_apart, explain_unprofiled
 from runtime.judge.findings import Side
 from runtime.judge.speed import speed_evidence
 from runtime.measure.benchmark import measure, open_variant, pair
@@ -75,7 +75,7 @@ def find_cause(order: TrialOrder) -> TrialAnswer:
         case = prepare(Path(order.out), None, None)
         if explain_unprofiled(case.manifest, case.backend) is not None:
             return TrialAnswer("done")
-        causes = explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads).causes
+        causes = explain_apart(case.root, case.backend, case.threads).causes
     except RuntimeFailure:
         return TrialAnswer("done")  # the row stands without a reason
     return TrialAnswer("done", causes[0].seen.rstrip(".") if causes else "")

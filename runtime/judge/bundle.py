@@ -33,7 +33,7 @@ from runtime.judge.alternatives import Way, add_latencies, available_others, fin
 from runtime.judge.changes import Changes, count_confusions, find_changes
 from runtime.judge.copies import describe_copies, find_draws
 from runtime.judge.evidence import Evidence, quality_evidence, select_metrics
-from runtime.judge.explain import explain_bundle, explain_unprofiled
+from runtime.judge.explain import explain_apart, explain_unprofiled
 from runtime.judge.findings import Case, Findings, differences, ratio_intervals, ratios, side, tabulate_slices
 from runtime.judge.frozen import check_metrics, check_outputs, note_unrecorded
 from runtime.judge.gates import Verdict, check_gates, judge, overall
@@ -114,8 +114,8 @@ def explain_slow(
     if (reason := explain_unprofiled(case.manifest, case.backend)) is not None:
         return None, [f"Why it is no faster is not known: {reason}."]
     try:
-        return explain_bundle(case.root, case.manifest, case.columns, case.backend, case.threads), []
-    except RuntimeFailure as error:
+        return explain_apart(case.root, case.backend, case.threads), []
+    except (RuntimeFailure, MemoryError) as error:
         return None, [f"Why it is no faster is not known: its profile failed: {error}"]
 
 

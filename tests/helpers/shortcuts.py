@@ -57,7 +57,7 @@ def run_here(function: str, task: Mapping[str, Any], what: str) -> Answer:
 def without_processes() -> Iterator[None]:
     """Measure in this process what is measured in fresh ones."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("runtime.measure.benchmark", "runtime.clock.compare"):
+        for module in ("runtime.measure.benchmark", "runtime.clock.compare", "runtime.judge.explain"):
             patch.setattr(f"{module}.run_fresh", run_here)
         yield
 

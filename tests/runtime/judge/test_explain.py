@@ -13,7 +13,7 @@ from runtime.__main__ import main
 from runtime.clock.peaks import Peaks
 from runtime.errors import RuntimeFailure, UsageError
 from runtime.judge import explain
-from runtime.judge.explain import explain_path, explain_unprofiled
+from runtime.judge.explain import explain_apart, explain_path, explain_unprofiled
 from runtime.report.validate import validate
 from runtime.report.why import render_explanation
 from runtime.tasks.manifest import read_manifest
@@ -70,6 +70,13 @@ def test_a_profile_that_fails_is_said_and_the_verdict_stands(tmp_path: Path, mea
         report = validate(bundle, ["onnxruntime-cpu"])
     assert report.verdict == "unjudged"
     assert "Why it is no faster is not known: its profile failed: no room" in report.advice
+
+
+def test_a_process_of_its_own_finds_the_same(tmp_path: Path) -> None:
+    bundle = make_bundle("image", tmp_path / "image")
+    apart, here = explain_apart(bundle, "onnxruntime-cpu"), explain_path(bundle)
+    assert [row.layer for row in apart.layers] == [row.layer for row in here.layers]
+    assert apart.candidate.n_nodes == here.candidate.n_nodes and apart.peak_gflops["float32"] > 0
 
 
 def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
