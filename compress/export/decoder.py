@@ -61,6 +61,7 @@ SHORT, LONG = (3, 7), 1280
 """Tokens of calls that take as many operators, unless code walks over a text, by tokens or by chunks."""
 WAY_OUT = "use target: transformers, which runs the model's own code on a checkpoint"
 LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten.index_select)
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.detach, torch.ops.aten.alias)
 FAILURES = (
     AttributeError,
     TypeError,
@@ -407,10 +408,12 @@ def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
     positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
     past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
     features = [] if wrapper.cache.tower is None else wrapper.cache.tower.make_features(0, ids.device)
-    with _Watch((ids, mask, positions)) as watch:
+    with _Watch((ids, mask, positions), mask) as watch:
         _, cache = wrapper.call(ids, mask, positions, past, features)
     if watch.ignores_padding:
         raise _refuse(wrapper.wrapped, "it counts positions without the mask: beside padding a text would be another")
+    if watch.widens_mask:  # GIT takes it for granted that an image comes first
+        raise _refuse(wrapper.wrapped, "it widens the mask by columns of which its cache holds nothing")
     return cache, watch.count
 
 
@@ -419,11 +422,15 @@ def _find_device(module: nn.Module) -> torch.device:
 
 
 class _Watch(TorchDispatchMode):
-    """Count the operators that run while it is open, and see whether a table is read by numbers that count alone."""
+    """Count the operators that run while it is open, and see what would make a text another one beside padding.
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    A table is read by numbers that count alone, or the mask is joined to something.
+    """
+
+    def __init__(self, given: Sequence[Tensor], mask: Tensor) -> None:
         super().__init__()
-        self.count, self.ignores_padding = 0, False
+        self.count, self.ignores_padding, self.widens_mask = 0, False, False
+        self.masks = {id(mask)}
         self.counted: set[int] = set()
         self.given = set(map(id, given))
         self.alive: list[Any] = [given]
@@ -439,6 +446,9 @@ class _Watch(TorchDispatchMode):
             self.counted |= made
         if read & self.given:
             self.given |= made
+        if read & self.masks:
+            self.masks |= made if func.overloadpacket in COPIES else set()
+            self.widens_mask |= func.overloadpacket == torch.ops.aten.cat
         indexed = func.overloadpacket == torch.ops.aten.index and isinstance(args[0], nn.Parameter)
         if indexed or func.overloadpacket in LOOK_UPS:
             rows = {id(leaf) for leaf in tree_leaves(args[1:])}

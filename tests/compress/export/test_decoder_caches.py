@@ -191,7 +191,7 @@ def turn_when_long(cache: Any, hidden: torch.Tensor) -> None:
 
 
 def count(cache: Any, hidden: torch.Tensor) -> None:
-    cache.update(hidden[:, None], hidden[:, None], 0)
+    keep_all(cache, hidden)
     cache.layers[0].n_read = cache.get_seq_length()
 
 
@@ -213,14 +213,17 @@ def place_by_index(cache: Any, hidden: torch.Tensor) -> None:
     cache.update((hidden + rows)[:, None], hidden[:, None], 0)
 
 
+def keep_all(cache: Any, hidden: torch.Tensor) -> None:
+    cache.update(hidden[:, None], hidden[:, None], 0)
+
+
 def look(cache: Any, hidden: torch.Tensor) -> None:
-    times = hidden.sum().item()
-    cache.update(hidden[:, None] * times, hidden[:, None], 0)
+    keep_all(cache, hidden * hidden.sum().item())
 
 
 def choose(cache: Any, hidden: torch.Tensor) -> None:
     if hidden.sum() > 0:
-        cache.update(hidden[:, None], hidden[:, None], 0)
+        keep_all(cache, hidden)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,24 @@ def choose(cache: Any, hidden: torch.Tensor) -> None:
 def test_a_cache_that_no_graph_can_follow_is_refused(keep: Any, said: str) -> None:
     with pytest.raises(NotExportable, match=f"Odd: {said}"):
         find_states(Odd(keep))
+
+
+class Widens(Odd):
+    """Takes it for granted that an image of four columns came first."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any = None, **more: Any
+    ) -> object:
+        if past_key_values is not None:
+            seen = attention_mask.new_ones(len(input_ids), 4).bool()
+            attention_mask = torch.cat([seen, attention_mask.bool()], dim=-1)
+        return super().forward(input_ids, attention_mask, past_key_values, **more)
+
+
+def test_a_mask_that_is_widened_is_refused() -> None:
+    assert [each.kind for each in find_states(Odd(keep_all)).states] == ["key", "value"]
+    with pytest.raises(NotExportable, match="Widens: it widens the mask by columns of which its cache holds nothing"):
+        find_states(Widens(keep_all))
 
 
 def test_code_that_looks_at_values_is_run_where_there_are_some() -> None:
