@@ -350,7 +350,10 @@ def _chooses_by_values(module: nn.Module, argument: str, sight: Sight | None) ->
 
 
 def _find_states(module: nn.Module, argument: str, sight: Sight | None, long: Sequence[int] = ()) -> DecoderCache:
-    """Return what `find_states` does. `long`: of a call that shapes alone make cheap, the first that the model runs."""
+    """Return what `find_states` does.
+
+    `long`: lengths of a call that shapes alone make cheap; the first that the model runs is read.
+    """
     with silence(), leave_untouched(module), exchange_recurrences(module) as recurrences, torch.no_grad():
         tower = None if sight is None else find_tower(module, sight)
         cache = DecoderCache(argument, _copy_cache(_read_first(module, argument)), (), False)
