@@ -411,7 +411,7 @@ def _read_on(wrapper: CachedDecoder, length: int) -> tuple[DynamicCache, int]:
     positions = torch.arange(READ, READ + length, device=ids.device).repeat(len(ids), 1)
     past = [state.read(wrapper.cache.filled) for state in wrapper.cache.states]
     features = [] if wrapper.cache.tower is None else wrapper.cache.tower.make_features(0, ids.device)
-    with _Watch((ids, mask, positions), mask) as watch:
+    with _Watch(mask, ids, positions) as watch:
         _, cache = wrapper.call(ids, mask, positions, past, features)
     if watch.ignores_padding:
         raise _refuse(wrapper.wrapped, "it counts positions without the mask: beside padding a text would be another")
@@ -430,13 +430,13 @@ class _Watch(TorchDispatchMode):
     A table is read by numbers that count alone, or the mask is joined to something.
     """
 
-    def __init__(self, given: Sequence[Tensor], mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, *others: Tensor) -> None:
         super().__init__()
         self.count, self.ignores_padding, self.widens_mask = 0, False, False
         self.masks = {id(mask)}
         self.counted: set[int] = set()
-        self.given = set(map(id, given))
-        self.alive: list[Any] = [given]
+        self.given = {id(mask), *map(id, others)}
+        self.alive: list[Any] = [mask, *others]
         """Another tensor may be where one was that is no more."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -449,9 +449,9 @@ class _Watch(TorchDispatchMode):
             self.counted |= made
         if read & self.given:
             self.given |= made
-        if read & self.masks:
-            self.masks |= made if func.overloadpacket in COPIES else set()
-            self.widens_mask |= func.overloadpacket == torch.ops.aten.cat
+        if read & self.masks and func.overloadpacket in COPIES:
+            self.masks |= made
+        self.widens_mask |= bool(read & self.masks) and func.overloadpacket == torch.ops.aten.cat
         indexed = func.overloadpacket == torch.ops.aten.index and isinstance(args[0], nn.Parameter)
         if indexed or func.overloadpacket in LOOK_UPS:
             rows = {id(leaf) for leaf in tree_leaves(args[1:])}

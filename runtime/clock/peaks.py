@@ -146,8 +146,8 @@ def _make_product(product: Product) -> Trial:
     rows, k, n = product.rows, product.inputs, product.outputs
     if product.numbers in ("uint8", "int8"):
         x = rng.integers(0, 100, (rows, k)).astype(product.numbers)
-        levels = rng.integers(-100, 100, (k, n)).astype(np.int8)
-        return _wrap([("MatMulInteger", ["x", "w"], ["y"], {})], {"w": levels}, x, "int32", (rows, n))
+        integers = rng.integers(-100, 100, (k, n)).astype(np.int8)
+        return _wrap([("MatMulInteger", ["x", "w"], ["y"], {})], {"w": integers}, x, "int32", (rows, n))
     x = rng.standard_normal((rows, k), np.float32)
     if product.numbers == "bits":
         blocks = -(-k // product.block)

@@ -49,7 +49,7 @@ def explain_path(path: str | Path, backend: str | None = None, threads: int | No
     if (reason := explain_unprofiled(manifest, chosen)) is not None:
         raise UsageError(f"{root}: {reason}")
     busy = say_busy(environment(0))  # before the profile's own work
-    return replace(explain_bundle(root, manifest, read_samples(root, manifest), chosen, threads), busy=busy)
+    return replace(explain_bundle(root, manifest, chosen, threads), busy=busy)
 
 
 def explain_unprofiled(manifest: Manifest, backend: str) -> str | None:
@@ -66,7 +66,7 @@ def explain_unprofiled(manifest: Manifest, backend: str) -> str | None:
 
 
 def explain_apart(root: Path, backend: str, threads: int | None = None) -> Explanation:
-    """Explain a bundle that has been read already, in a process of its own: one that memory ends ends not the caller.
+    """Explain an intact bundle in a process of its own: where memory ends that one, the caller goes on.
 
     MemoryError or RuntimeFailure where it fails.
     """
@@ -78,22 +78,15 @@ def explain_apart(root: Path, backend: str, threads: int | None = None) -> Expla
 def explain_task(task: Mapping[str, Any]) -> Answer:
     """Do what `explain_apart` asks of a process."""
     root = Path(task["root"])
-    manifest = read_manifest(root)
-    return to_json(explain_bundle(root, manifest, read_samples(root, manifest), task["backend"], task["threads"])), {}
+    return to_json(explain_bundle(root, read_manifest(root), task["backend"], task["threads"])), {}
 
 
-def explain_bundle(
-    root: Path,
-    manifest: Manifest,
-    columns: Mapping[str, Any],
-    backend: str,
-    threads: int | None = None,
-) -> Explanation:
-    """Explain a bundle that has been read already, as `explain_path` does.
+def explain_bundle(root: Path, manifest: Manifest, backend: str, threads: int | None = None) -> Explanation:
+    """Explain a bundle that is known to be intact, as `explain_path` does.
 
     Both models make calls of the judged batch size, or of decoders the steps of an answer, in short runs of their own.
     """
-    settings, _ = settings_for(manifest, threads)
+    columns, (settings, _) = read_samples(root, manifest), settings_for(manifest, threads)
     remedies = read_remedies(root, manifest)
     rows = [row for row in read_layers(root, manifest) if "layer" in row]
     histories = {str(row["layer"]): [str(line) for line in row.get("history", [])] for row in rows}
